@@ -1548,14 +1548,14 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 #define CDDP_ASSERT(c) ((void)0)
 #endif
 
-/* For types and constants. C99 has no _Static_assert, but the compilers do. */
+/* C99 has no _Static_assert, but gcc and clang do. */
 #ifdef __cplusplus
 #define CDDP__STATIC_ASSERT(c, why) static_assert(c, why)
 #else
 #define CDDP__STATIC_ASSERT(c, why) __extension__ _Static_assert(c, why)
 #endif
 
-/* Asserts that a thread holds the lock: the caller, if no other thread does. */
+/* Asserts that a thread holds the lock: a mutex cannot tell whether the caller does. */
 #define CDDP__HELD(lock) CDDP_ASSERT(pthread_mutex_trylock(lock) != 0)
 
 #ifndef CDDP__POINT /* see NOTATION in >>design */
@@ -1567,25 +1567,26 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 #define CDDP__ERROR_MAX 512          /* bytes of an error text, with its NUL */
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__STACK_MIN ((size_t)8 << 20) /* bytes of a thread's stack for the user's callbacks */
-#define CDDP__STACK_MARGIN ((size_t)256 << 10) /* added for libc and cddp */
+#define CDDP__STACK_MARGIN ((size_t)256 << 10) /* added to it for libc and cddp */
 #define CDDP__MAX_RANKS 4096         /* most ranks of a job; most shards of a batch */
 #define CDDP__PROCESSORS 8192        /* the processor numbers of a host are below this */
-#define CDDP__EXTENT_SIZES 256       /* size classes of shared memory: four per power of two */
+#define CDDP__SIZE_CLASSES 256       /* of shared memory: four per power of two below 2^64 */
 #define CDDP__ELASTIC_SHARDS 1024    /* most shards of an elastic model */
-#define CDDP__FOLD_DEPTH 14          /* partial sums in use together: log2(CDDP__MAX_RANKS) + 2 */
+#define CDDP__FOLD_DEPTH 14 /* partial sums that a canonical sum keeps: log2(CDDP__MAX_RANKS) + 2 */
 #define CDDP__KEY_MAX 8192           /* bytes of a store key; the limit of c10d's libuv server */
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value; the same server's limit */
 #define CDDP__KEYS_MAX 131072u       /* keys in a store command; the same server's limit */
 
-#ifndef CDDP__FILE_STAGING
+#ifndef CDDP__FILE_STAGING /* tests define it */
 #define CDDP__FILE_STAGING ((size_t)4 << 20) /* bytes per copy between a device and a file */
 #endif
 
+/* Argument f is a printf format of the arguments from a on (0: of a va_list). */
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
 #define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
 #define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
 #define CDDP__INLINED static inline __attribute__((always_inline))
-/* A small function off the fast paths with many callers: a copy in each costs compile time. */
+/* A small function with many callers, off the fast paths: inlined, it costs compile time. */
 #define CDDP__OUT_OF_LINE static __attribute__((noinline))
 #define CDDP__OWN_LINE __attribute__((aligned(CDDP__CACHE_LINE))) /* begins a cache line */
 
@@ -1606,6 +1607,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
        cddp__tensor          a parameter; cddp__bucket_state: parameters reduced together
        cddp__elastic         an elastic model; cddp__meeting: its members */
 
+/* Numbers that threads or processes share: see cddp__load32. */
 typedef struct cddp__atomic_u32 {
   uint32_t v;
 } cddp__atomic_u32;
@@ -1620,7 +1622,7 @@ typedef struct cddp__site {
   int line;
 } cddp__site;
 
-/* A part of an error text, returned by value. */
+/* An error text or a part of one, returned by value. */
 typedef struct cddp__text {
   char s[CDDP__ERROR_MAX];
 } cddp__text;
@@ -1629,25 +1631,25 @@ typedef struct cddp__text {
 
 /* A reference to a buffer that is valid in every process of the host: cddp__map_ref. */
 typedef struct cddp__ref {
-  uint64_t base;   /* EXTENT: its segment's offset in the memfd; POINTER: the address */
-  uint64_t size;   /* bytes of the segment */
-  uint64_t offset; /* of the buffer in the segment */
+  uint64_t base;   /* EXTENT: its segment's offset in the memfd; POINTER: the buffer's address */
+  uint64_t size;   /* EXTENT: bytes of the segment */
+  uint64_t offset; /* EXTENT: of the buffer in the segment */
   uint64_t kind;   /* CDDP__REF_* */
 } cddp__ref;
+/* NONE: private. UNUSED: other ranks do not need it. POINTER: the ranks are threads. */
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
 
-/* An element type. Parameters have one of class FLOAT or HALF. */
+/* An element type. Parameters of models are of class FLOAT or HALF. */
 typedef struct cddp__dtype_info {
-  const char *name, *file_name; /* in texts; in safetensors files */
+  const char *name, *file_name; /* "f32" in texts; "F32" in safetensors files */
   unsigned char size, cls;      /* bytes of an element; CDDP__CLASS_* */
 } cddp__dtype_info;
 #define CDDP__X(name, text, type, cls, loops) \
-  {text, &#name[5] /* behind CDDP_ */, (unsigned char)sizeof(type), CDDP__CLASS_##cls},
+  {text, &#name[5] /* after CDDP_ */, (unsigned char)sizeof(type), CDDP__CLASS_##cls},
 static const cddp__dtype_info cddp__dtypes[] = {CDDP__DTYPES(CDDP__X)};
 #undef CDDP__X
 enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
-/* A new type of class SIGNED or UNSIGNED needs nothing else if an integer type of its size has
-   loops. One of class FLOAT or HALF needs arithmetic, in >>reduce, and kernels. */
+/* A new type needs loops for its size; FLOAT or HALF: also arithmetic, in >>reduce, and kernels. */
 #define CDDP__X(name, text, type, cls, loops) \
   CDDP__STATIC_ASSERT((CDDP__CLASS_##cls == CDDP__CLASS_FLOAT) == (name <= CDDP_F64), \
                       "cddp__convert and norms know two floats: f32, f64"); \
@@ -1656,7 +1658,7 @@ enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
 CDDP__DTYPES(CDDP__X)
 #undef CDDP__X
 
-/* esize: bytes of an element. */
+/* esize: bytes of an element, a power of two. */
 static bool cddp__misaligned(const void *p, size_t esize) {
   return ((uintptr_t)p & (esize - 1)) != 0;
 }
@@ -1669,15 +1671,15 @@ static const char *cddp__dtype_name(unsigned d) {
 static bool cddp__dtype_half(unsigned d) {
   return cddp__dtype_ok(d) && cddp__dtypes[d].cls == CDDP__CLASS_HALF;
 }
-static bool cddp__dtype_trains(unsigned d) {
-  return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF; /* FLOAT, HALF */
+static bool cddp__dtype_trains(unsigned d) { /* of parameters: class FLOAT or HALF */
+  return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF;
 }
-/* The element type in which a dtype's arithmetic is done. */
+/* The element type in which a dtype's arithmetic is done: halves are widened to f32. */
 static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
 
 #define CDDP__PAYLOAD 40 /* bytes in a header */
 
-/* The purpose of a round within an operation. Ranks compare it. */
+/* The purpose of a round. Ranks compare it. */
 enum cddp__phase {
   CDDP__PHASE_CALL,      /* the call itself */
   CDDP__PHASE_STAGED,    /* the ranks' shares are in headers or staging buffers */
@@ -1686,62 +1688,62 @@ enum cddp__phase {
   CDDP__PHASE_DONE,      /* this rank has read the others' buffers */
   CDDP__PHASE_BLOCK,     /* the headers have the address of a new group's control block */
   CDDP__PHASE_CONNECTED, /* connections or a communicator are established */
-  CDDP__PHASE_ROWS,      /* the headers have the bytes of the ranks' rows */
+  CDDP__PHASE_ROWS,      /* the headers have the sizes of the ranks' sparse rows */
   CDDP__PHASE_ROWS_DONE, /* this rank has read the others' rows */
   CDDP__PHASE_GRADIENTS, /* this rank's gradients are complete: peers can read them */
-  CDDP__PHASE_WEIGHTS,   /* this rank has copied others' weights: they can clear the arena */
-  CDDP__PHASE_NORM,      /* the squares of this rank's part are complete */
-  CDDP__PHASE_HOST = 15  /* records only: a device group's call on host memory */
+  CDDP__PHASE_WEIGHTS,   /* this rank has copied others' weights: they can zero their gradients */
+  CDDP__PHASE_NORM,      /* the sums of squares of this rank's part are complete */
+  CDDP__PHASE_HOST = 15  /* no round. In call logs: a GPU group's call on host memory */
 };
 
-/* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two:
-   see >>round. */
+/* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two, for
+   even and odd rounds. */
 typedef struct cddp__op_header {
   cddp__atomic_u32 seq; /* number of the round; readers sleep on it */
-  uint32_t call;        /* cddp__call_code */
+  uint32_t call;        /* kind, dtype, op and phase: cddp__call_code */
   uint64_t count;       /* elements */
-  int32_t root;         /* rank, or -1 */
-  uint32_t fp_mode;     /* of the calling thread, for calls that compute: cddp__fp_mode */
+  int32_t root;         /* rank; -1: the call has no root */
+  uint32_t fp_mode;     /* cddp__fp_mode() of the calling thread; 0: the call does not compute */
   union {
     unsigned char bytes[CDDP__PAYLOAD];
     cddp__ref ref;
-    int32_t split[2]; /* of a new group: color and key */
+    int32_t split[2]; /* color and key of a new group's rank */
   } u; /* payload */
 } cddp__op_header;
 
-/* shared: a posted send. Both sides write state in turn; the sender writes the rest. Only the rank
-   named in state may read the rest. An unlocked read can see the tag and number of the sender's
-   next send, if another thread has just taken this one. */
+/* shared: a posted send. Sender and receiver write state in turn; the sender writes the rest. Only
+   the rank named in state may read the rest. An unlocked read can see the tag and number of the
+   sender's next send, if another thread has just taken this one. */
 typedef struct cddp__send_request {
-  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SEND_*; POSTED: with the receiver, _POSTED_TO */
+  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SEND_*, or CDDP__POSTED_TO(receiver) */
   cddp__atomic_u32 tag;
   uint32_t dtype;
   uint64_t count;
   cddp__atomic_u64 number; /* order of posting at the sender */
   union {
     unsigned char bytes[sizeof(cddp__ref)]; /* of a message that fits: one cache line has it all */
-    cddp__ref ref;                          /* of a longer one */
+    cddp__ref ref; /* of a longer one */
   } u;
-  void *stage CDDP__OWN_LINE; /* memory for copies, kept for reuse; the sender's */
+  void *stage CDDP__OWN_LINE; /* the sender's memory for copies, kept for reuse */
   size_t stage_size;
-  bool staged; /* the message is a copy, and its call has returned: free when state is DONE */
+  bool staged; /* the message is a copy, so no call waits: the request is free when DONE */
 } cddp__send_request;
 enum {
   CDDP__SEND_FREE,
   CDDP__SEND_POSTED,
   CDDP__SEND_TAKEN, /* the receiver copies the bytes */
   CDDP__SEND_DONE,
-  CDDP__SEND_REFUSED
+  CDDP__SEND_REFUSED /* the receive has another count or dtype */
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
 
-#define CDDP__SENDS 128 /* with more of a rank in flight, a send without a handle blocks */
+#define CDDP__SENDS 128 /* in a slot; with more in flight, a send without a handle blocks */
 #define CDDP__SEND_BLOCKS 16 /* blocks of send requests: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 #define CDDP__WHERE_MAX 160 /* bytes of slot.where */
 
-/* shared: one call on device memory. Its rank writes it; the other ranks' watchers (threads of
-   groups on GPUs) compare it with their own. */
+/* shared: one call of a group on GPUs. Its rank writes it; the watchers (threads) of the other
+   ranks on the host compare it with their own. */
 typedef struct cddp__logged_call {
   cddp__atomic_u32 number; /* of the call, from 1; 0 while it is being written */
   struct {
@@ -1752,48 +1754,49 @@ typedef struct cddp__logged_call {
   uint64_t hash; /* of this and all calls before it */
   char site[96]; /* text of the call site; "": unknown */
 } cddp__logged_call;
-#define CDDP__CALL_LOG 64 /* calls kept per rank and group, a power of two */
-#define CDDP__COUNTED_PEERS 64 /* ranks for which messages on device memory are counted */
+#define CDDP__CALL_LOG 64 /* a rank's latest calls that a group keeps; a power of two */
+#define CDDP__COUNTED_PEERS 64 /* messages on device memory are counted between ranks below this */
 
 /* shared: a rank's entry in the control block of its host. The rank writes it, except where another
    writer is named. */
 typedef struct cddp__slot {
   /* Life, and access to other ranks' memory. */
-  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*; also written by the creator of threads */
+  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_* (TAKEN: a thread's creator writes it) */
   cddp__atomic_u32 inside; /* 1: between cddp__begin_access and cddp__end_access */
-  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* high half: ms of cddp__monotonic() when it last checked
-                                             peers; low: 0, or 1 + awaited rank of another host */
+  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* low half: 1 + the rank of another host that it awaits,
+                                             or 0; high: ms of cddp__monotonic() when last set */
   /* Messages, and counters. */
-  cddp__atomic_u32 events;   /* peers increment it after they change a send for this rank, if it
-                                sleeps or hosts are several */
-  cddp__atomic_u32 waiting;  /* threads of this rank that sleep on `events` */
-  cddp__atomic_u32 send_top; /* sends in use are below this index */
-  cddp__atomic_u32 calls;    /* number of logged calls on device memory */
-  cddp__atomic_u32 works;    /* operations queued or running in its engine */
-  cddp__atomic_u32 ended;    /* in the job's first group: bit 16 and the dead process's wait status;
+  cddp__atomic_u32 events;   /* peers increment it after they change a send from or for this rank,
+                                if this rank sleeps or the group has several hosts */
+  cddp__atomic_u32 waiting; /* threads of this rank that sleep on `events` */
+  cddp__atomic_u32 send_top; /* send requests from this index on have never been used */
+  cddp__atomic_u32 calls; /* number of the last call in call_log */
+  cddp__atomic_u32 works; /* operations queued or running in its engine */
+  cddp__atomic_u32 ended;    /* in the job's first group: 1 << 16 | the dead process's wait status;
                                 0: unknown. Writer: the rank before it on the host */
   cddp__send_request sends[CDDP__SENDS];
   /* Failure. */
-  cddp__atomic_u32 site_round; /* last round in which calls differed: `site` is of that call */
-  char site[CDDP__SITE_MAX];
+  cddp__atomic_u32 site_round; /* the last round in which calls differed */
+  char site[CDDP__SITE_MAX]; /* call site of this rank's call there */
   char failure[CDDP__ERROR_MAX]; /* why the group failed, if `broken` names this slot; fail_lock */
   /* In the job's first group: the place where the rank waits, for texts of ranks that wait for it.
      Writer: the waiting thread. */
-  cddp__atomic_u64 wait; /* high half: low half of the group's id; low half: its round; UINT64_MAX:
-                            for a message; 0: no thread has waited for long */
-  cddp__atomic_u32 failed;                 /* 1: the last wait ended in a failure */
-  cddp__atomic_u32 multithreaded;          /* 1: several threads of the rank use cddp */
-  char where[CDDP__WHERE_MAX];             /* can change while it is read: cddp__copy_text */
+  cddp__atomic_u64 wait; /* the awaited round: low half of the group's id << 32 | its number;
+                            UINT64_MAX: a message; 0: no thread has waited for long */
+  cddp__atomic_u32 failed; /* 1: the last wait ended in a failure */
+  cddp__atomic_u32 multithreaded; /* 1: several threads of the rank use cddp */
+  char where[CDDP__WHERE_MAX]; /* the operation and call site of that wait */
   /* Memory of this rank, and its calls on device memory. */
-  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* the blocks behind `sends`, which is block 0 */
-  cddp__ref scratch;                       /* several hosts: chunks of its private buffer */
-  cddp__logged_call call_log[CDDP__CALL_LOG];
+  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* blocks of requests after block 0, `sends` */
+  cddp__ref scratch; /* several hosts: chunks of its private buffer */
+  cddp__logged_call call_log[CDDP__CALL_LOG]; /* a ring */
   cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* number of messages on device memory to each rank */
 } cddp__slot;
+/* LEFT: by cddp_destroy. DEAD: its thread has failed, or it has called MPI_Finalize. */
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
-/* Why calls will fail: a loss that this process knows of before its group is broken. Shared if in a
-   control block. Written once, by the first thread that knows it. */
+/* A failure that does not break the group, or not yet. Shared if in a control block. Written once,
+   by the first thread that knows it. */
 typedef struct cddp__cause {
   cddp__atomic_u32 state; /* 0: none; 1: being written; 2 + a cddp_result: `text` is valid */
   char text[CDDP__ERROR_MAX];
@@ -1801,54 +1804,54 @@ typedef struct cddp__cause {
 
 /* shared: the control block of a group. Headers, slots and staging buffers follow: >>block. */
 typedef struct cddp__control_block {
-  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: the ranks' arrivals at all rounds */
-  cddp__atomic_u32 release CDDP__OWN_LINE;  /* oversubscribed: last round that all ranks reached */
+  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: how often ranks reached a round */
+  cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached */
   cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* on a header, arrivals or release */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0, or a cddp_result | the slot with the text << 8 */
-  cddp__atomic_u32 left;   /* ranks of the host that have destroyed the group */
-  cddp__atomic_u32 generation; /* of its extent; a change means that the block was freed */
-  cddp__atomic_u32 size;    /* ranks that must leave before it is freed; 0: unknown yet */
+  cddp__atomic_u32 left; /* ranks of the host that have destroyed the group */
+  cddp__atomic_u32 generation; /* number of the block; a change means that it was freed */
+  cddp__atomic_u32 size; /* when this many ranks have left, it is freed; 0: not set yet */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank */
-  cddp__atomic_u32 cores;   /* of the first rank; later: usable by all ranks of the host together */
-  cddp__atomic_u32 joins;   /* job's first group: number of joined processes */
-  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones; job's first group */
-  cddp__cause cause;         /* of losses that other hosts have reported */
+  cddp__atomic_u32 cores; /* usable by all ranks of the host; until all count, by the first */
+  cddp__atomic_u32 joins; /* job's first group: number of joined processes */
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones, a bitmap; job's first group */
+  cddp__cause cause; /* a loss that another host has reported */
   cddp__atomic_u32 reported; /* last round for which this host sent others its arrivals */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
 
-struct cddp__segments { /* mapped, sorted */
+struct cddp__segments { /* mapped ones, sorted */
   struct cddp__segment **list;
   size_t count, capacity;
 };
-struct cddp__extents { /* of one size */
+struct cddp__extents { /* own ones of one size class */
   struct cddp__extent *free;
   size_t count; /* free or not */
 };
 
 /* The memory that this rank shares. */
 typedef struct cddp__arena {
-  int fd;              /* the memfd; -1: threads, or one rank alone */
-  struct stat memory;  /* identifies the memfd: the program can close fd and reuse its number */
-  int window;          /* this process's number: its index, or a new number if it joined */
-  int window_bits;     /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
-  uint64_t used_end; /* end of the used part of the window */
-  cddp__atomic_u64 lowest, highest; /* bounds of all own extents, freed ones too */
-  uint32_t generation;              /* the last number given to an extent */
+  int fd; /* the memfd; -1: threads, or one rank alone */
+  struct stat memory; /* identifies the memfd: cddp__memfd_is_open */
+  int window; /* this process's number: its index, or a new number if it joined */
+  int window_bits; /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
+  uint64_t used_end; /* end of the used part of the window, an offset in the memfd */
+  cddp__atomic_u64 lowest, highest; /* addresses: all own extents, also free ones, are between */
+  uint32_t generation; /* of the last control block */
   struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
-  struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* indexed by cddp__size_class */
-  struct cddp__extent *pending; /* a ring: control blocks in use, and extents to free with them */
+  struct cddp__extents lists[CDDP__SIZE_CLASSES]; /* indexed by cddp__size_class */
+  struct cddp__extent *pending; /* a ring: own control blocks, and extents to free with a block */
 } cddp__arena;
 
 /* A process of the host. Owner: the thread that trains. Others read it through cddp__process_at. */
 typedef struct cddp__process {
   int window;
   uint32_t pid;    /* 0: not known */
-  int pidfd;       /* tells how it ended: of the next rank and joined processes; -1: none */
+  int pidfd;       /* tells how it ended; only of the next rank and joined processes. -1: none */
   bool member;     /* of this rank's elastic model */
   bool use_locked; /* this rank locks the process's use byte, and can have mapped its memory */
-  uint64_t lost;   /* 1 + the step in which the model lost it; 0: it has not */
+  uint64_t lost;   /* 1 + the step in which the model lost it; 1: never a member; 0: not lost */
   struct cddp__process *next; /* joined processes */
 } cddp__process;
 
@@ -1859,65 +1862,65 @@ struct cddp__join_listeners {
   int tcp_fd;           /* for those of other hosts; -1: none, or another rank listens */
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
   struct cddp__connection *spare; /* memory for the next one, or NULL */
-  double pause_end; /* until then joining processes are not served, which costs time */
-  double wait_end;  /* until then they are not waited for */
+  double pause_end; /* until then joining processes are not served: that costs time */
+  double wait_end;  /* until then cddp__join_serve does not wait for their messages */
 };
 
-/* The ranks of one host, which share memory. Created by cddp_init or cddp_run_threads; used by the
-   group and its sub-groups. lock guards everything that changes after creation. */
+/* The ranks of one host, which share memory, as one of them sees them. Created by cddp_init or
+   cddp_run_threads; used by the group and its sub-groups. */
 typedef struct cddp__host {
   cddp_allocator allocator;
   cddp_logger logger;
-  pthread_mutex_t lock;
-  int refs;                /* of lead: number of groups that use any of its hosts; lead's lock */
+  pthread_mutex_t lock; /* also guards the arena */
+  int refs; /* of lead: number of groups that use any of its hosts; lead's lock */
   struct cddp__host *lead; /* itself; if ranks are threads: rank 0's host, which counts for all */
-  struct cddp__host *sibling; /* if ranks are threads: a list of the hosts that lead frees */
+  struct cddp__host *sibling; /* if ranks are threads: the next rank's host, which lead frees too */
   cddp__arena arena;
-  struct cddp__net *net;      /* NULL: no other hosts */
+  struct cddp__net *net; /* NULL: no other hosts */
   cddp_record_header *record; /* NULL: off */
-  char name[72];              /* of the machine */
-  int cores;           /* usable by all ranks together; before the rendezvous by this rank */
+  char name[72]; /* of the machine */
+  int cores; /* usable by all ranks together; before the rendezvous by this rank */
   int container_cores; /* limit of this rank's container */
   /* The ranks. */
-  bool one_process;        /* this process has all ranks (threads, or one): no memfd */
-  int size, index;         /* number of ranks; this rank's index */
-  cddp__process *ranks;    /* [size] the ranks of the job's first group */
-  cddp__process *others;   /* processes that joined, until their memory is freed: a list; lock */
-  uint32_t joins_seen;     /* processes that joined and are, or were, in the list */
-  int models;              /* number of this rank's; lock */
-  uint64_t started_before; /* ticks since boot; a process that began later only has a rank's pid */
+  bool one_process; /* this process has all ranks (threads, or one): no memfd */
+  int size, index; /* number of ranks; this rank's index */
+  cddp__process *ranks; /* [size] the ranks of the job's first group */
+  cddp__process *others; /* processes that joined, until their memory is freed: a list; lock */
+  uint32_t joins_seen; /* number of joined processes that are, or were, in the list */
+  int models; /* number of cddp_ddps of this rank; lock */
+  uint64_t started_before; /* ticks since boot; a process that began later reuses a rank's pid */
   /* The rendezvous and joins. */
-  bool joined;                     /* this process joined with CDDP_JOIN */
-  bool elastic;                    /* this rank has an elastic model */
+  bool joined; /* this process joined with CDDP_JOIN */
+  bool elastic; /* this rank has an elastic model */
   struct cddp__job_info *job_info; /* NULL: no process can join */
   struct cddp__join_listeners joins;
   /* Waits of this rank. */
   struct cddp_group *groups; /* of this rank, by next; lock */
-  struct cddp__slot *slots;  /* [size] of the job's first group; NULL: it was freed */
-  uintptr_t first_thread;    /* that uses cddp: its &cddp__this_site; 0: none yet */
-  cddp__atomic_u32 shown;    /* 1: a thread's wait is in this rank's slot; only it writes there */
+  struct cddp__slot *slots; /* [size] of the job's first group; NULL: freed, or it has one rank */
+  uintptr_t first_thread; /* the first that used cddp: its &cddp__this_site; 0: none yet */
+  cddp__atomic_u32 wait_shown; /* 1: a thread's wait is in this rank's slot; only it writes there */
 } cddp__host;
 
 /* A collective or message, with checked arguments. */
 typedef struct cddp__call {
-  uint8_t kind;      /* CDDP__KIND_*; BARRIER: `count` is the hash of the logged calls, or 0 */
+  uint8_t kind;      /* CDDP__KIND_*. BARRIER: `count` is the hash of the logged calls, or 0 */
   uint8_t dtype, op; /* cddp_dtype, cddp_op */
   int root;          /* -1: the call has no root; messages: the peer */
   const void *send;
   void *recv;
-  size_t count; /* elements; per rank in calls with a share for each rank */
+  size_t count; /* elements of a rank's share (>>shape), or of the message */
   size_t esize; /* bytes of an element */
   int tag;
   struct cddp__counted_share *shares; /* [size] in a call with counts; NULL: all have `count` */
 } cddp__call;
-#define CDDP__COUNTED SIZE_MAX /* count of a call with counts, until its ranks know the largest */
+#define CDDP__COUNTED SIZE_MAX /* `count` in a call with counts, until ranks know the largest one */
 
 /* Calls with counts: a rank's shares for another rank and from it, in elements. */
 typedef struct cddp__counted_share {
   size_t out, out_at; /* for the other rank; position in the send buffer */
   size_t in, in_at;   /* from it; position in the receive buffer */
-  size_t peer_at;     /* position of `in` in the other's send buffer; if there are several hosts:
-                         of `out` in its receive buffer */
+  size_t peer_at;     /* one host: position of `in` in the other's send buffer; several: of `out`
+                         in its receive buffer */
 } cddp__counted_share;
 /* The kinds of calls: names in texts, and which data they move (struct cddp__shape). Messages
    (behind COUNT) have no rounds. */
@@ -1964,12 +1967,12 @@ CDDP__STATIC_ASSERT(CDDP_BAND == CDDP_MAX + 1 && CDDP_BXOR == CDDP_BAND + 2,
 /* The functions of a group for the memory of its operations. Every group has one:
    cddp__cpu_backend, or one of cddp_kernels.cuh, which also handles host memory. */
 typedef struct cddp__backend {
-  bool on_device; /* `alloc` and models' gradients: memory of a device */
+  bool on_device; /* `alloc` and models' gradients are memory of a device */
   bool enqueues;  /* operations on device memory run on streams, without the host (NCCL) */
   /* Runs a checked operation. work not NULL: only starts it, and sets *work. */
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work);
-  /* Waits at most `limit` seconds; negative: without a limit. CDDP_TIMEOUT after a limit: the
-     operation continues. Any other result is the operation's. */
+  /* Waits at most `limit` seconds; negative: without a limit. CDDP_TIMEOUT: the limit has passed
+     and the operation continues. Else the operation's result. */
   cddp_result (*wait)(cddp_work *w, double limit);
   bool (*done)(cddp_work *w);
   cddp_result (*synchronize)(cddp_group *g);
@@ -1981,7 +1984,7 @@ typedef struct cddp__backend {
   cddp_result (*open)(const cddp_group *from, cddp_group *g); /* collective over g, a new group */
   void (*leave)(cddp_group *g);
   void (*close)(cddp_group *g); /* after leave, when the group's memory is freed */
-  /* Memory for the next operation of the thread that calls collectives. NULL: alloc and free. */
+  /* Memory until the next call, on the thread that calls collectives. NULL: use alloc and free. */
   cddp_result (*scratch)(const cddp_group *g, size_t bytes, void **out);
   const struct cddp__ddp_memory *memory; /* models' functions; NULL: cddp__host_memory */
 } cddp__backend;
@@ -1989,7 +1992,7 @@ typedef struct cddp__backend {
 /* Carries a group's collectives in host memory that do not fit into a round: by shared memory,
    connections between hosts, or MPI. */
 typedef struct cddp__carrier {
-  bool foreign; /* another library, which reduces over all ranks, also those in cddp_ddp_join */
+  bool foreign; /* another library: it reduces over all ranks, also those in cddp_ddp_join */
   bool shared;  /* every rank can read all gradients: `average` is not called */
   cddp_result (*run)(cddp_group *g, const cddp__call *c);
   /* The mean of the ranks' c->count elements, to c->recv. arrays: [local_size] those of this
@@ -2000,10 +2003,10 @@ typedef struct cddp__carrier {
 } cddp__carrier;
 
 /* An operation in flight: a collective in the engine's queue, a send until the receiver takes the
-   message, or a receive in the group's list, in order of posting. The lock of next and done is
-   engine.lock for collectives, p2p.lock for messages. */
+   message, or a receive in the group's list, in order of posting. engine.lock (collectives) or
+   p2p.lock (messages) guards next and done. */
 struct cddp_work {
-  struct cddp_work *next;
+  struct cddp_work *next; /* in that queue or list */
   cddp_group *group;
   cddp__call call;
   bool done;
@@ -2013,20 +2016,20 @@ struct cddp_work {
 
   /* Work of the engine. */
   cddp_result (*run)(struct cddp_work *w); /* NULL for send and recv */
-  void *context;    /* for run; if staged through the host: the result's address on the device */
+  void *context; /* for run; if staged through the host: the result's address on the device */
   uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
-  bool anywhere;    /* a waiting thread may run it, not only the engine's */
-  uint32_t tick;    /* engine.tick when it was pushed */
+  bool anywhere; /* a thread that waits can run it too; false: only the engine's */
+  uint32_t tick; /* engine.tick when it was pushed */
 
   /* Messages. p2p.lock */
-  int send;     /* send: index of its request; -1: none, or the message was copied */
-  int from;     /* receive: the message's sender; with CDDP_ANY a candidate until done */
+  int send; /* send: index of its request, which has the buffer's address; -1: none has it */
+  int from; /* receive: the message's sender; with CDDP_ANY a candidate until done */
   bool filling; /* receive: the message is being read */
 
   /* Device memory. */
   bool on_stream; /* it runs on a stream of the device, and ends with `event` */
-  void *event;    /* recorded after the operation; NULL: not issued */
-  void *stage;    /* device memory staged through the host: its copy; else NULL */
+  void *event; /* recorded after the operation; NULL: not issued */
+  void *stage; /* the host's copy of device memory; NULL: not staged through the host */
 
   char text[CDDP__ERROR_MAX]; /* valid when result is a failure; the last field */
 };
@@ -2037,16 +2040,16 @@ CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_wo
    starts, or on a thread that waits. lock guards all fields except the atomic ones, thread and
    started. */
 typedef struct cddp__engine {
-  cddp__atomic_u32 own_state; /* of `own`: CDDP__OWN_* */
+  cddp__atomic_u32 own_state; /* CDDP__OWN_*, of `own` */
   cddp__atomic_u32 *works; /* slot.works, which peers read too */
-  cddp__atomic_u32 tick;   /* polls of the thread; operations pushed before its last poll are due */
-  cddp__atomic_u32 idle;   /* polls since the last operation was pushed */
+  cddp__atomic_u32 tick; /* polls of the thread; operations pushed before the last one are due */
+  cddp__atomic_u32 idle; /* polls since the last operation was pushed */
   cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
   cddp__atomic_u32 awaited; /* 1: a waiting thread has nothing else to run and no limit */
   pthread_mutex_t lock;
   pthread_cond_t changed; /* for waiting threads: an operation has finished */
-  pthread_cond_t work;    /* for the engine's thread: an operation is due, or stop is set */
+  pthread_cond_t work; /* for the engine's thread: an operation is due, or stop is set */
   pthread_t thread;
   bool started, stop;
   bool busy; /* an operation of the queue is running */
@@ -2065,22 +2068,22 @@ enum {
 
 /* How fast ranks copy chunks of one kind of collective and of similar sizes: >>collectives. */
 typedef struct cddp__copy_timing {
-  double seconds[2]; /* per byte, of copies: CDDP__COPY_CACHED, CDDP__COPY_NONTEMPORAL */
+  double seconds[2]; /* least per byte, by CDDP__COPY_CACHED or CDDP__COPY_NONTEMPORAL */
   double clock;      /* seconds of the chunk being timed, so far */
   uint32_t chunks;   /* so far; the same on all ranks */
 } cddp__copy_timing;
 
-/* >>p2p */
+/* The messages of a group: >>p2p. */
 typedef struct cddp__p2p {
-  pthread_mutex_t lock;  /* guards all other fields, except next_served */
-  cddp_work *recvs;      /* pending receives, oldest first */
-  int next_any;          /* the rank that the next CDDP_ANY checks first */
-  uint64_t send_number;  /* of the last posted send */
-  uint64_t sends_open;   /* upper bound on the sends in flight; each scan refreshes it */
+  pthread_mutex_t lock; /* guards all other fields, except next_served */
+  cddp_work *recvs; /* pending receives, oldest first */
+  int next_any; /* the rank that the next CDDP_ANY checks first */
+  uint64_t send_number; /* of the last posted send */
+  uint64_t sends_open; /* upper bound on the sends in flight; each scan refreshes it */
   uint64_t sends_staged; /* the same for the bytes of their copies */
-  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's */
-  int send_blocks;                              /* number of blocks */
-  bool is_served;                 /* the group is in the list of cddp__serve_in_waits */
+  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's blocks of requests */
+  int send_blocks; /* number of blocks */
+  bool is_served; /* the group is in the list of cddp__serve_in_waits */
   struct cddp_group *next_served; /* the next group in that list; served_lock */
 } cddp__p2p;
 
@@ -2092,11 +2095,11 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   uint64_t id; /* the same on all ranks of the group; 0: the world */
   bool elastic; /* of an elastic model: its ranks continue without one that fails */
   int rank, size;
-  int *members;               /* [size] each rank's index on this host; -1: on another host */
-  int *world;                 /* [size] each rank's rank in the job; NULL in a job on one host */
+  int *members; /* [size] each rank's index on this host; -1: on another host */
+  int *world; /* [size] each rank's rank in the job; NULL in a job on one host */
   int local_size, local_rank; /* the group's ranks on this host; this rank's index among them */
-  int *slot_index;            /* [size] into slots */
-  struct cddp__hosts *hosts;  /* NULL: one host. Written under host.lock */
+  int *slot_index; /* [size] each rank's index in slots */
+  struct cddp__hosts *hosts; /* NULL: one host. Written under host.lock */
   double timeout_s;
 
   /* Functions, and their data. */
@@ -2111,21 +2114,21 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__control_block *block; /* behind it headers, slots, staging buffers */
   cddp__slot *slots;
   char *staging;
-  size_t staging_size; /* bytes; 0: the group has no staging buffers */
-  size_t staging_ready; /* bytes of each of this rank's own that are allocated */
+  size_t staging_size; /* bytes of a buffer; 0: the group has none */
+  size_t staging_ready; /* bytes of each of this rank's own two that have memory */
   cddp__ref block_ref;
-  uint32_t block_generation; /* of the control block when the group was created */
+  uint32_t block_generation; /* block->generation when the group was created */
 
   /* How this rank waits. An engine's thread changes spin and yields. */
-  int spin, yields;    /* polls before yielding, yields before sleeping */
+  int spin, yields; /* polls before yielding, yields before sleeping */
   bool oversubscribed; /* more ranks than cores */
-  size_t round_max;    /* bytes of the largest share in a single round */
+  size_t round_max; /* bytes of the largest share in a single round */
 
   /* Rounds. Owner: the thread that runs a collective. */
-  uint32_t round;           /* number of the last one */
-  uint32_t arrive_target;   /* block->arrivals when this round is complete */
-  uint64_t calls;           /* collectives so far, for error texts */
-  void **buffers, **slices; /* [size] scratch: the ranks' buffers */
+  uint32_t round; /* number of the last one */
+  uint32_t arrive_target; /* block->arrivals when all have arrived at this round */
+  uint64_t calls; /* collectives so far, for error texts */
+  void **buffers, **slices; /* [size] scratch: the ranks' buffers; parts of them */
   cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* of small and of large chunks */
 
   /* Operations in flight. Each has a lock of its own. */
@@ -2134,12 +2137,12 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
   /* Failure. fail_lock guards the failure in this rank's slot too. */
   pthread_mutex_t fail_lock;
-  bool failed; /* this rank knows that the group is broken */
+  bool failed; /* this rank knows that the group is broken, and has ended its links */
 
   /* Life. host.lock. */
   struct cddp_group *next; /* in host.groups */
-  int models;              /* cddp_ddps that use the group's memory */
-  cddp__atomic_u32 left;   /* 1: this rank has left the group; any thread reads it */
+  int models; /* cddp_ddps that use the group's memory */
+  cddp__atomic_u32 left; /* 1: this rank has left the group; any thread reads it */
 };
 
 /* --- data parallel --- */
@@ -2164,16 +2167,16 @@ typedef struct cddp__tensor {
   enum cddp__storage storage;
   size_t offset, bytes;
   size_t arena_offset; /* equals `offset` if no gradient is in place */
-  size_t padded_bytes; /* in the arena up to a cache line; the padding stays zero */
-  size_t begin, end;   /* bytes that this rank updates; end <= begin: none */
-  size_t first_piece;  /* index in addresses.squares of its first piece's sum */
+  size_t padded_bytes; /* in the arena to the end of a cache line: the padding stays zero */
+  size_t begin, end; /* bytes that this rank updates; end <= begin: none */
+  size_t first_piece; /* index in addresses.squares of its first piece's sum */
   size_t dense; /* sparse, on a device: arena offset of the mean as a dense gradient */
-  bool ready;   /* cddp_ddp_ready was called in this step; lock */
-  bool noted;   /* cddp_ddp_ready was called under no_sync since the last step; lock */
-  bool used;    /* by a rank, in the step that is being reduced */
-  bool shared;  /* the weights of all ranks are in shared memory */
+  bool ready; /* cddp_ddp_ready was called in this step; lock */
+  bool noted; /* cddp_ddp_ready was called under no_sync since the last step; lock */
+  bool used; /* by some rank, in the step that is being reduced */
+  bool shared; /* the weights of all ranks are in shared memory */
   float restored_steps; /* in a rank that joined: the parameter's steps in the snapshot */
-  const void *data;     /* elastic: param.data, for cddp__elastic_pair in any thread */
+  const void *data; /* elastic: param.data, for cddp__elastic_pair in any thread */
   int bucket;
 } cddp__tensor;
 
@@ -2189,7 +2192,7 @@ typedef struct cddp__model_info {
 /* An optimizer's settings, from a cddp_sgd_desc or cddp_adamw_desc. The numbers are first, all
    doubles (a flag is 0 or 1): ranks compare them as one array. */
 typedef struct cddp__optim_desc {
-  double lr;     /* not hashed, since it can change */
+  double lr; /* not hashed, since it can change */
   double shared; /* not hashed; 1: the states are shared. Set for the exchange only */
   double algorithm; /* CDDP__ALGORITHM_SGD or another */
   double momentum, dampening;
@@ -2197,7 +2200,7 @@ typedef struct cddp__optim_desc {
   double nesterov, maximize, amsgrad;
   double master_weights, sharded_states;
   const double *lr_scales, *weight_decays; /* [count] in a cddp_optim one array */
-  double weight_decay;                     /* if weight_decays is NULL; not in a cddp_optim */
+  double weight_decay; /* if weight_decays is NULL; not in a cddp_optim */
   cddp_ddp *ddp;
   void *stream;
   void *const *copies; /* [count] or NULL; in a cddp_optim its own */
@@ -2217,10 +2220,10 @@ CDDP__STATIC_ASSERT(offsetof(cddp__optim_desc, shared) == CDDP__SETTING_SHARED *
 /* Data of the members' cddp_optim for a joining rank, except the states. */
 typedef struct cddp__snapshot {
   double settings[CDDP__SETTING_COUNT + 1]; /* the last: weight_decay of the first parameter */
-  uint64_t lr_scales, weight_decays;             /* hashes */
-  int32_t state_count;                           /* of each parameter */
-  bool known;     /* false: the members have no cddp_optim yet; only `stepped` is valid */
-  bool stepped;   /* false: no step, so no states */
+  uint64_t lr_scales, weight_decays; /* hashes */
+  int32_t state_count; /* of each parameter */
+  bool known; /* false: the members have no cddp_optim yet; only `stepped` is valid */
+  bool stepped; /* false: no step, so no states */
 } cddp__snapshot;
 
 /* A rank of an elastic model, in the format of messages: >>meeting. */
@@ -2253,7 +2256,7 @@ typedef struct cddp__layout {
   size_t slot_stride; /* bytes from one slot to the next */
   int slots;          /* a rank's, for sums of shards; elastic: used by this rank so far */
   size_t arena_bytes; /* with the slots and squares that follow */
-  size_t state_stride; /* from one optimizer state to the next */
+  size_t state_stride; /* bytes from one optimizer state to the next */
 } cddp__layout;
 
 /* Memory of this host's ranks, as mapped in this process. Written at creation; elastic: as groups
@@ -2271,11 +2274,11 @@ typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp-buckets */
    between two steps. */
 typedef struct cddp__plan {
   size_t limits[2]; /* bytes of the first bucket, and of the others */
-  int *offsets, *params; /* `offsets` and `sorted` of cddp__plan_buckets */
+  int *offsets, *params; /* where each bucket begins in params; the parameters by bucket */
   cddp__bucket_state *buckets; /* [count] */
   int count;
-  int *sorted;  /* memory of buckets[].sorted */
-  int next;     /* the first bucket that is not launched */
+  int *sorted; /* memory of buckets[].sorted */
+  int next; /* the first bucket that is not launched */
   int *arrival; /* [arrived] order of cddp_ddp_ready */
   int arrived;
   bool rebuilt; /* planned again, once, in the order of arrival */
@@ -2283,34 +2286,34 @@ typedef struct cddp__plan {
 
 /* The step in progress. Written by the training thread when buckets are at rest. */
 typedef struct cddp__step {
-  bool early;    /* buckets are reduced when full; false: when the step needs them */
-  bool divides;  /* the optimizer's kernel can divide sums, so buckets need no mean; constant */
-  bool sums;     /* `divides`, behind a cddp_ddp_step: buckets are sums, not means */
+  bool early; /* buckets are reduced when full; false: when the step needs them */
+  bool divides; /* the optimizer's kernel can divide sums, so buckets need no mean; constant */
+  bool sums; /* `divides`, behind a cddp_ddp_step: buckets are sums, not means */
   bool scatters; /* NCCL reduces each part of a bucket to the rank that steps it */
-  bool scattered;      /* the next call must be cddp_ddp_all_gather */
-  int *active;         /* [active_count] ranks not in cddp_ddp_join, as of the last meeting;
-                          elastic: all ranks of the epoch's groups */
+  bool scattered; /* the next call must be cddp_ddp_all_gather */
+  int *active; /* [active_count] ranks not in cddp_ddp_join, as of the last meeting;
+                  elastic: all ranks of the epoch's groups */
   int active_count;
-  int present;         /* active_count of the last completed step */
+  int present; /* active_count of the last completed step */
   unsigned char *used; /* [count] in the last wait or step; cddp_optim reads it */
-  cddp__site site;     /* of the last wait or step, for texts of buckets; lock */
-  double norm;         /* of the last clip, on a host */
-  bool has_norm;       /* a clip has followed the last wait or step */
+  cddp__site site; /* of the last wait or step, for texts of buckets; lock */
+  double norm; /* of the last clip, on a host */
+  bool has_norm; /* a clip has followed the last wait or step */
 } cddp__step;
 
 /* The shards of a step, and the sums of this rank's. Written by the training thread; the engine
    reads it. */
 typedef struct cddp__shards {
-  int count;     /* in each step: desc.shards, or one per rank */
-  int *owner;    /* [count] rank; elastic: of the epoch's groups, see elastic.order */
+  int count; /* in each step: desc.shards, or one per rank */
+  int *owner; /* [count] rank; elastic: of the epoch's groups, see elastic.order */
   int own_count; /* number of this rank's shards; elastic: 1 */
-  int taken;     /* how many cddp_ddp_next_shard returned in this step; not elastic */
-  int current;   /* being computed; -1: none */
-  bool spread;   /* more shards than ranks, or shards with NCCL: slots hold the sums of own_nodes */
+  int taken; /* how many cddp_ddp_next_shard returned in this step; not elastic */
+  int current; /* being computed; -1: none */
+  bool spread; /* more shards than ranks, or shards with NCCL: slots hold the sums of own_nodes */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [node_count] nodes of all ranks, ascending */
-  int *widths;             /* [node_count] shards of each node */
+  int *widths; /* [node_count] shards of each node */
   int node_count;
 } cddp__shards;
 
@@ -2318,8 +2321,8 @@ typedef struct cddp__shards {
 typedef struct cddp__row_gradients {
   struct cddp__sparse **sparse; /* [count] NULL: dense; NULL array: all are dense */
   struct cddp__row_list *lists; /* [shards] scratch: the row lists to be merged */
-  char *packet;                 /* shared: this rank's rows of completed shards */
-  size_t bytes, capacity;       /* of the packet: in use; allocated */
+  char *packet; /* shared: this rank's rows of completed shards */
+  size_t bytes, capacity; /* of the packet: in use; allocated */
 } cddp__row_gradients;
 
 /* cddp_ddp_join. Written by the training thread; the engine reads `absent`. */
@@ -2343,20 +2346,20 @@ typedef struct cddp__ddp_scratch {
 typedef struct cddp__elastic cddp__elastic; /* >>elastic */
 typedef struct cddp__ddp_memory cddp__ddp_memory; /* >>ddp */
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
-  uint32_t id;         /* unique in this process, from 1 */
-  cddp_group *group;   /* the caller's */
-  cddp_group *comm;    /* its engine reduces buckets; with NCCL the caller's group */
+  uint32_t id; /* unique in this process, from 1 */
+  cddp_group *group; /* the caller's */
+  cddp_group *comm; /* its engine reduces buckets; with NCCL the caller's group */
   cddp_group *control; /* rounds of waits and steps, on the caller's thread */
-  cddp_group *hooks;   /* passed to communication hooks, on the engine's thread; NULL: no hook */
-  cddp_param *params;  /* the caller's */
+  cddp_group *hooks; /* passed to communication hooks, on the engine's thread; NULL: no hook */
+  cddp_param *params; /* the caller's */
   int count;
   cddp_ddp_desc desc;
   const cddp__ddp_memory *memory; /* host or device */
   bool meets; /* ranks meet on the host in each step, not only until plan.rebuilt */
-  int me;     /* this rank's index in `addresses`: local rank; elastic: rank in the epoch's groups;
-                 -1: none */
+  int me; /* this rank's index in `addresses`: local rank; elastic: rank in the epoch's groups;
+             -1: none */
   cddp__tensor *tensors; /* [count] */
-  char *arena;           /* this rank's gradients, on a host in shared memory: see layout */
+  char *arena; /* this rank's gradients, on a host in shared memory: see layout */
   cddp__layout layout;
   cddp__addresses addresses;
   cddp__plan plan;
@@ -2367,15 +2370,15 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   struct cddp__gpu_work *gpu; /* of cddp_kernels.cuh; NULL on a host */
   cddp__ddp_scratch scratch;
   pthread_mutex_t lock;
-  bool no_sync;   /* lock */
+  bool no_sync; /* lock */
   uint64_t steps; /* completed */
   cddp_partition *partitions; /* this rank's, at most one a parameter */
   int partition_count;
-  cddp_optim *sharing;     /* optimizers whose states this host's ranks share, by next */
-  cddp__elastic *elastic;  /* NULL: not elastic */
-  cddp_optim *optim;       /* elastic: steps the model; NULL: none yet */
+  cddp_optim *sharing; /* optimizers whose states this host's ranks share, by next */
+  cddp__elastic *elastic; /* NULL: not elastic */
+  cddp_optim *optim; /* elastic: steps the model; NULL: none yet */
   cddp__snapshot snapshot; /* for the `optim` of a rank that joined */
-  cddp__cause failure;     /* the result of all later calls; written under lock */
+  cddp__cause failure; /* the result of all later calls; written under lock */
 };
 
 /* --- ranks of other hosts --- */
@@ -2386,7 +2389,7 @@ typedef struct cddp__message cddp__message;       /* a received frame */
 #define CDDP__LEFT_GROUPS 256 /* remembered, to end late connections to them */
 
 typedef struct cddp__rank_entry {
-  int host;  /* index in net.hosts */
+  int host; /* index in net.hosts */
   int index; /* among the ranks of the host */
   uint32_t pid;
   int port;
@@ -2405,37 +2408,37 @@ typedef struct cddp__net {
   cddp__atomic_u32 uses; /* number of users: the host or an elastic model, and groups */
   int rank, size; /* of the job */
   int host, host_count;
-  unsigned char *token;    /* [16] of the job; a process gets it from the store */
+  unsigned char *token; /* [16] of the job; a process gets it from the store */
   cddp__host_entry *hosts; /* [host_count] behind the token; `ranks` follows */
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
-  char *secret;            /* NULL: none */
+  char *secret; /* NULL: none */
   int listener;
-  cddp__cause loss;                /* set when a group of this rank has lost a rank */
-  cddp__atomic_u32 starved;        /* errno: no descriptor or memory to accept a caller; else 0 */
-  pthread_mutex_t lock;            /* guards the rest */
-  cddp__connection *incoming;      /* links that no group has claimed; newest first */
-  cddp__connection *spare;         /* memory for the next one, or NULL */
+  cddp__cause loss; /* set when a group of this rank has lost a rank */
+  cddp__atomic_u32 starved; /* errno: no descriptor or memory to accept a caller; else 0 */
+  pthread_mutex_t lock; /* guards the rest */
+  cddp__connection *incoming; /* links that no group has claimed; newest first */
+  cddp__connection *spare; /* memory for the next one, or NULL */
   uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
   uint32_t left_count;
 } cddp__net;
 
 /* A host of a group. */
 typedef struct cddp__group_node {
-  int first, size;        /* its ranks: hosts.ranks[first] .. */
-  size_t headers_at;      /* offset of its headers and their shares in hosts.headers */
-  size_t received;        /* bytes of them, in this round */
-  size_t bytes, bytes_at; /* of one element's sums there; on all earlier hosts together */
+  int first, size; /* its ranks: hosts.ranks[first] .. */
+  size_t headers_at; /* offset of its headers and their shares in hosts.headers */
+  size_t received; /* bytes of them, in this round */
+  size_t bytes, bytes_at; /* of the host's sums of one element; of the earlier hosts' together */
 } cddp__group_node;
 
 /* A rank of a group, as seen by another rank. */
 typedef struct cddp__peer {
-  int host, number;      /* of its host in the group; among the ranks there */
+  int host, number; /* of its host in the group; among the ranks there */
   cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
                                 connected at the same time. Any thread may read these */
-  uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from it, to it was stuck; p2p.lock */
+  uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from it, to it waited; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last */
-  double lost_at;
-  int error; /* that of the connection */
+  double lost_at; /* when */
+  int error; /* of the connection */
 } cddp__peer;
 #define CDDP__LEFT (-1) /* in connection.error: the other side said BYE */
 
@@ -2443,33 +2446,33 @@ typedef struct cddp__peer {
    unless stated: the thread that runs the group's collectives. */
 typedef struct cddp__hosts {
   cddp__net *net;
-  int count, mine;            /* hosts of the group; index of this one */
+  int count, mine; /* hosts of the group; index of this one */
   int max_locals, min_locals; /* most, fewest ranks of the group on a host */
-  cddp__peer *peers;          /* [size] */
-  cddp__group_node *nodes;    /* [count] */
-  int *ranks;                 /* [size] all, sorted by host */
+  cddp__peer *peers; /* [size] */
+  cddp__group_node *nodes; /* [count] */
+  int *ranks; /* [size] all, sorted by host */
   struct cddp__subtree *subtrees; /* of the canonical tree, by rank */
   int subtree_count;
-  int *widths;              /* [subtree_count] leaves of each subtree */
-  int *leaves, leaf_count;  /* ranks that are summed: those not in cddp_ddp_join */
+  int *widths; /* [subtree_count] leaves of each subtree */
+  int *leaves, leaf_count; /* ranks that are summed: those not in cddp_ddp_join */
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
   int posted_count;
-  double notices_read;           /* leaders: when a round last read notices */
+  double notices_read; /* leaders: when a round last read notices */
   long step; /* of cddp__flow_run; posted frames note it: cddp__deliver awaits those of old steps */
   const void **pointers, **sums; /* [size] sources of a reduction */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
-  int lowest_remote;      /* lowest rank on another host; its header is written last */
-  bool local_only;        /* the current round has only this host's ranks */
-  char *stage;            /* bytes in transit to and from other hosts */
+  int lowest_remote; /* lowest rank on another host; its header is written last */
+  bool local_only; /* the current round has only this host's ranks */
+  char *stage; /* bytes in transit to and from other hosts */
   size_t stage_size;
-  char **scratch;    /* [local_size] shared: chunks of private buffers; NULL: none yet */
+  char **scratch; /* [local_size] shared: chunks of private buffers; NULL: none yet */
   cddp__connection *links; /* to other hosts; p2p.lock, as the fields up to `pass` */
   cddp__message *stored, **stored_end; /* messages without a receive, oldest first */
   size_t stored_bytes;
-  uint64_t pass;         /* number of the current pass through `posted` */
-  bool polling;          /* a thread of this rank polls for all threads that wait */
-  int wake_fd;           /* an eventfd that wakes that thread */
-  int epoll;             /* of connections, wake_fd and listener, edge-triggered */
+  uint64_t pass; /* number of the current pass through `posted` */
+  bool polling; /* a thread of this rank polls for all threads that wait */
+  int wake_fd; /* an eventfd that wakes that thread */
+  int epoll; /* of connections, wake_fd and listener, edge-triggered */
 } cddp__hosts;
 
 /* >>hooks ---------------------------------------------------------------------------------------
@@ -2480,19 +2483,20 @@ typedef struct cddp__hosts {
 static bool cddp__serve_idle(cddp_group *g);
 
 /* >>hosts, for groups that span hosts. _exchange exchanges a round's headers with the other hosts.
-   _poll accepts connections, reads notices and sends pending bytes. _query_arrivals asks the
-   other hosts which of their ranks have reached a round. */
+   _poll accepts connections, reads notices and sends pending bytes. _disconnect ends the links.
+   _query_arrivals asks the other hosts which of their ranks have reached a round. */
 static cddp_result cddp__hosts_exchange(cddp_group *g);
 static void cddp__hosts_poll(cddp_group *g);
 static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
-enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* values of `bool waits` */
 /* >>rendezvous: answers joining processes, and closes the listeners for them. */
+enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* of `bool waits`: for their messages */
 static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
-/* >>links: sends the ranks of other hosts a notice, such as the failure of a group. */
+/* >>links: sends the ranks of other hosts a notice, such as the failure of a group. world: the
+   ranks' numbers in the job; NULL: the same. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
 
@@ -2505,7 +2509,7 @@ static cddp_result cddp__elastic_pair(cddp_optim *optim);
 /* cddp_kernels.cuh; without CDDP_CUDA the end of >>public. _give_device, collective: creates the
    device context of a group that has none. _follow_stream makes a stream wait for the group's.
    _await_device waits for the group's stream. A group without a device, or NULL, has the current
-   device. _transfer copies between host and device memory, and returns when the copy is complete.
+   device. _transfer copies between host and device memory, and waits for the copy.
    _attach_optim selects the backend of a cddp_optim. _await_watchers waits for NCCL's threads. */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc);
 static void cddp__follow_stream(cddp_group *g, void *stream);
@@ -6366,7 +6370,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 }
 /* >>arena -----------------------------------------------------------------------------------------
    Job: allocates memory that the ranks of a host share, and maps that of other ranks.
-   Owns: the memfd, its locks, and a cddp__host with its segments and processes.
+   Owns: the memfd, its locks, and a cddp__host with its segments and processes (`others`: those
+   that joined the job). `base`: an offset in the memfd.
    Entry points: _arena_alloc, _arena_free, _arena_quarantine; _ref_of, _map_ref, _commit_lazy;
    _host_create, _host_free, _create_memory, _open_memory, _join_memory; for elastic models
    _lock_use, _unmap_window, _free_window.
@@ -6376,13 +6381,13 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
         joining process takes the next window; none is used twice.
      2. A window consists of segments, and a segment of extents of one size. An extent is one
         allocation. Sizes are whole pages, four per power of two. A free extent has no memory.
-     3. A process maps whole segments, once: its own when it creates them, a peer's when it first
-        needs a buffer there, even if the peer has ended. A new segment has half as many extents as
-        all earlier ones of its size, so mappings stay few (vm.max_map_count).
+     3. A process maps whole segments: its own when it creates them, a peer's when it first needs a
+        buffer there, even if the peer has ended. A new segment has half as many extents as all
+        earlier ones of its size, so mappings stay few (vm.max_map_count).
      4. A cddp__ref (segment, offset) lets a peer find a buffer. Threads use pointers instead.
      5. An allocation commits its memory (gives it pages), so a shortage is an error, not a SIGBUS
-        later. LAZY memory is committed by cddp__commit_lazy. A control block that is BLOCK_LAZY, or
-        below a huge page, is committed by cddp__commit_block (head) and _commit_staging (rest).
+        later. LAZY memory is committed by cddp__commit_lazy; a control block that is BLOCK_LAZY, or
+        below a huge page, by cddp__commit_block (head) and _commit_staging (rest).
      6. A rank alone that no process can join has private memory and no memfd.
    Liveness: each process holds a record lock on its life byte, at offset `window` of the file. When
    it ends, the kernel releases first its memory, then the lock.
@@ -6395,8 +6400,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
        reader always succeeds, since each tries after it has unmapped.
      - The same holds for a process that ends while it joins.
    What fails: a mapping or a commit, for that rank alone. Closing any descriptor of the file drops
-   all locks of the process (fcntl(2)). So a process opens it once (the manual forbids to join a job
-   twice), and each meeting of an elastic model checks that the program has not closed it. */
+   all locks of the process. So a process opens it once (the manual forbids to join a job twice),
+   and each meeting of an elastic model checks that the program has not closed it. */
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
@@ -6412,7 +6417,7 @@ enum cddp__extent_use {
   CDDP__EXTENT_USER,       /* peers can write to it: cddp_alloc, gradients, scratch; quarantined */
   CDDP__EXTENT_BUFFER,     /* cddp's buffers that peers only read */
   CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
-  CDDP__EXTENT_BLOCK_LAZY, /* as BLOCK, of elastic models. From here on lazy: never dumped */
+  CDDP__EXTENT_BLOCK_LAZY, /* as BLOCK, of elastic models. From here on: not in core dumps */
   CDDP__EXTENT_LAZY        /* as USER: means of gradients, an optimizer's states */
 };
 
@@ -6420,15 +6425,15 @@ typedef struct cddp__extent {
   struct cddp__segment *segment;
   enum cddp__extent_use use;
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
-  uint32_t block_generation; /* of freed_after; changes when that block is freed */
+  uint32_t block_generation; /* of freed_after; it changes when that block is freed */
   const cddp__control_block *freed_after; /* freed once all ranks have left this block, which can
                                              be this extent; NULL: freed by a call */
-  struct cddp__extent *next, *previous; /* in a free list; with freed_after: in arena.pending */
+  struct cddp__extent *next, *previous; /* in arena.pending; free: in its list, by next */
 } cddp__extent;
 
 /* A range of a rank's window, mapped in this process; private memory if ranks are threads. */
 typedef struct cddp__segment {
-  uint64_t base, size; /* offset in the memfd; bytes */
+  uint64_t base, size;
   char *address;
   cddp__extent *extents; /* [size / extent_size] of an own segment; NULL: a peer's segment */
   size_t extent_size;    /* bytes */
@@ -6436,8 +6441,8 @@ typedef struct cddp__segment {
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
-/* Maps size bytes at an address that allows huge pages: of the memfd from offset base, or (fd -1)
-   private memory. */
+/* Maps size bytes at an address that allows huge pages: of the memfd from base, or (fd -1) private
+   memory. */
 static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   size_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
   size_t span = (size_t)size + align; /* unaligned; its ends are unmapped */
@@ -6445,7 +6450,7 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | (fd >= 0 ? MAP_NORESERVE : 0);
   char *area = (char *)mmap(NULL, span, access, flags, -1, 0), *at;
   if (area == (char *)MAP_FAILED) return NULL;
-  at = area + (align - (uintptr_t)area % align) % align;
+  at = area + (align - (uintptr_t)area % align) % align; /* aligned */
   if (fd >= 0 && mmap(at, (size_t)size, PROT_READ | PROT_WRITE,
                       MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, (off_t)base) == MAP_FAILED) {
     munmap(area, span);
@@ -6487,7 +6492,8 @@ static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t si
                  (off_t)size) == 0;
 }
 
-/* Locks or unlocks (type) n life or use bytes from offset `at`. Returns false with errno set. */
+/* Locks n life or use bytes from offset `at` (type: F_RDLCK, F_WRLCK), or unlocks them (F_UNLCK).
+   Returns false with errno set. */
 static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
@@ -6501,27 +6507,27 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
 static bool cddp__holds_life_byte(const cddp__host *host, int window) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
-  lock.l_type = F_WRLCK;
+  lock.l_type = F_WRLCK; /* becomes F_UNLCK if no other process has a lock */
   lock.l_start = window;
   lock.l_len = 1;
   return fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
-static int cddp__window_of(const cddp__host *host, uint64_t base) { /* base: offset in the memfd */
+static int cddp__window_of(const cddp__host *host, uint64_t base) {
   return (int)(base >> host->arena.window_bits) - 1; /* window 0 follows the first group's block */
 }
 
 /* Allocates the pages of a range of the memfd. Returns false with errno set if memory is short: a
    write would end the process by SIGBUS. In pieces, as in older kernels a signal undoes the whole
-   call that it interrupts. Where the system lacks the call, the first access allocates. */
+   call that it interrupts. */
 static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t size) {
   const uint64_t piece = (uint64_t)16 << 20, end = base + size;
-  if (!cddp__memfd_is_open(host)) return true; /* fd can be the program's: not touched */
+  if (!cddp__memfd_is_open(host)) return true; /* fd can now be a file of the program */
   for (; base < end; base += cddp__min(piece, end - base))
     while (syscall(SYS_fallocate, host->arena.fd, 0, (off_t)base,
                    (off_t)cddp__min(piece, end - base)) != 0) {
       if (errno == ENOMEM || errno == ENOSPC) return false;
-      if (errno != EINTR) return true; /* not supported */
+      if (errno != EINTR) return true; /* not supported: the first access allocates */
     }
   return true;
 }
@@ -6534,8 +6540,8 @@ static cddp_result cddp__fail_commit(const char *what, uint64_t bytes) {
                     what, bytes, strerror(errno));
 }
 
-/* The last segment that begins at or before key, an address for arena.own, an offset in the memfd
-   for arena.peers. *at: index at which a segment with this key would be inserted.
+/* The last segment that begins at or before key: an address in arena.own, a base in arena.peers.
+   *at: index at which a segment with this key would be inserted.
    The caller of this function and of the following ones holds host.lock. */
 static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uint64_t key,
                                          size_t *at) {
@@ -6572,7 +6578,7 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
     return NULL;
   }
   key = n > 0 ? (uintptr_t)address : base;
-  (void)cddp__segment_find(table, key, &at); /* it is sorted */
+  (void)cddp__segment_find(table, key, &at); /* the table is sorted */
   memmove(list + at + 1, list + at, (table->count - at) * sizeof *list);
   list[at] = segment;
   table->count++;
@@ -6583,8 +6589,8 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
   return segment;
 }
 
-/* Sets whether shared memory is in core dumps. A dump fills holes, and until it ends the process
-   counts as alive. So dumps lack peers' memory, and own extents of huge pages unless in use. */
+/* Sets whether core dumps contain this shared memory. A dump fills holes, and the process counts as
+   alive until it ends. So dumps lack peers' memory, and own extents of huge pages unless in use. */
 static void cddp__set_dumped(const cddp__host *host, char *address, uint64_t size, bool dumped) {
   if (host->arena.fd >= 0) madvise(address, (size_t)size, dumped ? MADV_DODUMP : MADV_DONTDUMP);
 }
@@ -6606,7 +6612,8 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   bool fits;
   for (;;) {
     base = cddp__round_up(host->arena.used_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
-    fits = host->one_process || (base <= window_end && n * size <= window_end - base);
+    fits = host->one_process /* private memory */ ||
+           (base <= window_end && n * size <= window_end - base);
     if (fits) address = cddp__map_segment(host, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
     if (n == 1) size = bytes;
@@ -6634,7 +6641,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
     segment->extents[n].next = list->free;
     list->free = &segment->extents[n];
   }
-  if (host->arena.highest.v == 0 || (uintptr_t)address < host->arena.lowest.v)
+  if (host->arena.highest.v == 0 /* the first */ || (uintptr_t)address < host->arena.lowest.v)
     cddp__store64(&host->arena.lowest, (uintptr_t)address);
   if ((uintptr_t)address + segment->size > host->arena.highest.v)
     cddp__store64(&host->arena.highest, (uintptr_t)address + segment->size);
@@ -6655,13 +6662,13 @@ static char *cddp__extent_address(const cddp__extent *extent) {
   return segment->address + (size_t)(extent - segment->extents) * segment->extent_size;
 }
 
-static uint64_t cddp__extent_base(const cddp__extent *extent) { /* its offset in the memfd */
+static uint64_t cddp__extent_base(const cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
   return segment->base + (uint64_t)(extent - segment->extents) * segment->extent_size;
 }
 
-/* Returns this rank's next extent in use after `extent`; NULL: none. *at: index of its segment. The
-   first call passes NULL, and 0 in *at. */
+/* Returns this rank's next extent in use after `extent` (NULL: the first, *at is 0); NULL: none.
+   *at: index of its segment. */
 static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
   for (; *at < host->arena.own.count; ++*at, extent = NULL) {
     const cddp__segment *segment = host->arena.own.list[*at];
@@ -6672,7 +6679,7 @@ static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *ext
   return NULL;
 }
 
-/* Lets the extent be freed once all ranks of this host have left the group of `block`. */
+/* Puts an extent into the ring: it is freed once all ranks of the host have left `block`. */
 static void cddp__pending_add(cddp__host *host, cddp__extent *extent,
                               const cddp__control_block *block) {
   if (extent->freed_after == NULL) { /* not yet in the ring: becomes its last */
@@ -6696,7 +6703,7 @@ static void cddp__pending_remove(cddp__host *host, cddp__extent *extent) {
   extent->freed_after = NULL;
 }
 
-/* Gives an extent's memory back to the system, and the extent to its free list. */
+/* Frees an extent: its memory, then (unless it is quarantined) the extent itself. */
 static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
   char *address = cddp__extent_address(extent);
@@ -6735,7 +6742,7 @@ static bool cddp__populate(const cddp__host *host, char *address, uint64_t base,
 }
 
 static bool cddp__segment_has(const cddp__segment *segment, const void *p) {
-  return (uintptr_t)p - (uintptr_t)segment->address < segment->size;
+  return (uintptr_t)p - (uintptr_t)segment->address < segment->size; /* if p is lower: it wraps */
 }
 
 /* The offset of shared memory, own or a peer's, in the memfd. */
@@ -6753,10 +6760,11 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
 }
 
 /* Whether all ranks of this host have left the block after which the extent is freed. If the block
-   has been freed, its memory is a hole or another block: pread, unlike a load, fills no hole. */
+   has been freed, its memory is a hole or another block: a load would fill the hole, pread does
+   not. */
 static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *extent) {
   const cddp__control_block *block = extent->freed_after;
-  bool is_block = cddp__extent_address(extent) == (const void *)block; /* so not freed yet */
+  bool is_block = cddp__extent_address(extent) == (const void *)block; /* own, so not freed yet */
   struct {
     uint32_t left, generation, size;
   } now; /* the block's fields of these names */
@@ -6791,14 +6799,14 @@ static size_t cddp__committed_bytes(enum cddp__extent_use use, size_t bytes, siz
   return use == CDDP__EXTENT_BLOCK && bytes < CDDP__HUGE_PAGE ? cddp__page_size() : whole;
 }
 
-/* Allocates zeroed memory in this rank's window. */
+/* Allocates zeroed memory that peers can map. NULL: error set. */
 static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent_use use) {
   size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
   size_t whole, step, committed, size; /* whole: bytes of whole pages; size: of the extent */
   cddp__extent *extent;
   cddp__control_block *block;
   char *address = NULL;
-  bool lazy = use >= CDDP__EXTENT_BLOCK_LAZY; /* never dumped */
+  bool lazy = use >= CDDP__EXTENT_BLOCK_LAZY; /* not in dumps */
   int list;
   if (bytes > SIZE_MAX / 4) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
@@ -6814,9 +6822,9 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
   if (host->arena.lists[list].free == NULL) list = cddp__segment_create(host, size, whole);
   if (list < 0) { /* no new segment: a larger free extent */
     list = cddp__size_class(size);
-    while (list < CDDP__EXTENT_SIZES && host->arena.lists[list].free == NULL) list++;
+    while (list < CDDP__SIZE_CLASSES && host->arena.lists[list].free == NULL) list++;
   }
-  if (list < CDDP__EXTENT_SIZES) {
+  if (list < CDDP__SIZE_CLASSES) {
     extent = host->arena.lists[list].free;
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
@@ -6824,7 +6832,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     if (!lazy && extent->segment->extent_size >= CDDP__HUGE_PAGE)
       cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) {
-      if (use != CDDP__EXTENT_BLOCK_LAZY) /* mostly unused */
+      if (use != CDDP__EXTENT_BLOCK_LAZY) /* of which few pages are used */
         cddp__request_huge_pages(address, whole);
     } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
       (void)cddp__fail_commit(committed < whole ? "the control block of a group" : "cddp_alloc",
@@ -6842,8 +6850,8 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
   return address;
 }
 
-/* Excludes all memory that peers write to from later allocations: an operation has failed while a
-   peer was stopped, which can write to it when it continues. */
+/* An operation has failed while a peer was stopped. When the peer continues, it can write to this
+   rank's memory: such memory that is in use now is never allocated again. */
 static void cddp__arena_quarantine(cddp__host *host) {
   cddp__extent *extent = NULL;
   size_t at = 0;
@@ -6868,7 +6876,8 @@ static bool cddp__arena_free(cddp__host *host, void *p) {
   return own;
 }
 
-/* Frees an own control block that a lost rank cannot leave, unless it has been freed. */
+/* Frees an own control block that a lost rank cannot leave, unless it has been freed: a later one
+   there has another generation. */
 static void cddp__arena_free_block(cddp__host *host, const void *block, uint32_t generation) {
   cddp__extent *extent;
   pthread_mutex_lock(&host->lock);
@@ -6900,7 +6909,7 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
     ref.base = (uintptr_t)p;
     return ref;
   }
-  /* Most private memory is outside these bounds, and needs no lock. */
+  /* Most private memory is outside these bounds, so a lock is not needed. */
   if ((uintptr_t)p < cddp__load64(&host->arena.lowest) ||
       (uintptr_t)p >= cddp__load64(&host->arena.highest))
     return ref;
@@ -6927,7 +6936,7 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   if (ref->kind == CDDP__REF_POINTER) return CDDP_OK;
   pthread_mutex_lock(&host->lock);
   segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
-  if (segment != NULL && segment->base != ref->base) segment = NULL; /* an earlier one */
+  if (segment != NULL && segment->base != ref->base) segment = NULL; /* it begins earlier */
   for (i = 0; segment == NULL && i < host->arena.own.count; i++) /* a buffer of this rank */
     if (host->arena.own.list[i]->base == ref->base) segment = host->arena.own.list[i];
   if (segment == NULL) {
@@ -6943,7 +6952,7 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   return segment != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* Commits a part of LAZY memory, own or a peer's, before this rank writes to it. */
+/* Commits LAZY memory, own or a peer's, before this rank writes to it. */
 static cddp_result cddp__commit_lazy(cddp__host *host, char *p, size_t bytes) {
   uint64_t base;
   size_t page = cddp__page_size();
@@ -6994,7 +7003,7 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
     }
     n += __builtin_popcountll(old);
   }
-  if (n == 0) n = (int)sysconf(_SC_NPROCESSORS_ONLN); /* the call has failed */
+  if (n == 0) n = (int)sysconf(_SC_NPROCESSORS_ONLN); /* sched_getaffinity has failed */
   host->cores = n > 0 ? n : 1;
 }
 
@@ -7020,12 +7029,11 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
     if (p != NULL) copy = *p;
     pthread_mutex_unlock(&host->lock);
   }
-  if (window == host->arena.window) copy.pid = (uint32_t)getpid();
+  if (window == host->arena.window) copy.pid = (uint32_t)getpid(); /* can be in no list */
   return copy;
 }
 
-/* Adds a process to host->others, unless it is in a list already, and stores its pid. NULL: out of
-   memory. */
+/* Stores a process's pid; adds it to host->others if it is in no list. NULL: out of memory. */
 static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
   for (p = host->others; p != NULL && p->window != window; p = p->next) {}
@@ -7046,8 +7054,8 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
   return p;
 }
 
-/* Adds all processes that have joined: the memory of those that end before they are members must be
-   freed too. After a failure the next step tries again. */
+/* Adds all processes that have joined, and marks them as lost until they are members: the memory of
+   those that end before must be freed too. After a failure the next step tries again. */
 static void cddp__find_processes(cddp__host *host) {
   uint32_t joins; /* of the block at offset 0 */
   cddp__process *p;
@@ -7056,18 +7064,18 @@ static void cddp__find_processes(cddp__host *host) {
       pread(host->arena.fd, &joins, sizeof joins, offsetof(cddp__control_block, joins)) !=
           (ssize_t)sizeof joins)
     return;
-  /* At this process's first call: the ranks that were lost before it joined. */
+  /* At a joined process's first call: the ranks that were lost before it joined. */
   for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
     if (!host->ranks[window].member) host->ranks[window].lost = 1; /* 1 + step 0 */
   for (; host->joins_seen < joins; host->joins_seen++) {
     window = host->size + (int)host->joins_seen;
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
     if ((p = cddp__add_process(host, window, 0 /* no pid yet */)) == NULL) return;
-    p->lost = 1; /* until it is a member */
+    p->lost = 1;
   }
 }
 
-/* Counts p as a member of this rank's model. From now on no process frees p's memory. */
+/* Makes p a member of this rank's model: from now on no process frees p's memory. */
 static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   p->member = true;
   p->lost = 0;
@@ -7076,14 +7084,14 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
     p->use_locked = true;
     return CDDP_OK;
   }
-  if (errno == EAGAIN || errno == EACCES)
+  if (errno == EAGAIN || errno == EACCES) /* by cddp__free_window */
     return cddp__fail(CDDP_PEER_LOST, "process %u has ended, and its memory is being freed",
                       p->pid);
   return cddp__fail_errno("lock on the shared memory");
 }
 
-/* Unmaps another process's memory. The caller knows that no pointer to it will be used, except to
-   control blocks of groups, which it has made private: their segments stay. */
+/* Unmaps a process's memory, except segments where a living group's control block is mapped. The
+   caller knows that no other pointer to that memory will be used. */
 static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   struct cddp__segments *peers = &host->arena.peers;
   cddp__extent *extent = NULL;
@@ -7094,7 +7102,7 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
     cddp__segment *segment = peers->list[i];
     bool unmap = cddp__window_of(host, segment->base) == p->window;
     while (unmap && (extent = cddp__next_extent(host, extent, &at)) != NULL)
-      if (cddp__segment_has(segment, extent->freed_after)) /* it waits for a block there */
+      if (cddp__segment_has(segment, extent->freed_after)) /* a block that will not be readable */
         cddp__pending_remove(host, extent);
     for (g = host->groups; g != NULL && unmap; g = g->next)
       unmap = !cddp__segment_has(segment, g->block);
@@ -7111,13 +7119,13 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   p->use_locked = false;
 }
 
-/* Frees the memory of a process that has ended, unless another process reads it. Then removes p
-   from host->others, if it is there. */
+/* Frees the memory of a process that has ended, unless another process reads it: that one frees it
+   later. Then removes p from host->others, if it is there. */
 static void cddp__free_window(cddp__host *host, cddp__process *p) {
   cddp__process **link = &host->others;
   int use = CDDP__USE_BYTES + p->window, bits = host->arena.window_bits;
   CDDP_ASSERT(!p->use_locked && p->window != host->arena.window);
-  if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return; /* another reads it */
+  if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return;
   (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
   (void)cddp__arena_lock(host, F_UNLCK, use, 1);
   p->lost = 0;
@@ -7201,7 +7209,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   return NULL;
 }
 
-/* Takes ownership of the memfd of `size` ranks. The file's size tells the size of a window. */
+/* Takes ownership of the memfd of `size` ranks. Its file size tells the size of a window. */
 static void cddp__open_memory(cddp__host *host, int fd, int size) {
   uint64_t windows = (uint64_t)size + 1; /* a file with more has windows of CDDP__WINDOW_BITS */
   int bits = CDDP__WINDOW_BITS_MIN;
@@ -7282,7 +7290,8 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
 /* Shares the memory of a job's only rank, so that processes can join. */
 static void cddp__share_memory(cddp__host *host) {
   struct rlimit limit;
-  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY)
+    return; /* no window for them */
   host->one_process = cddp__create_memory(host, 0) != CDDP_OK;
   if (host->one_process)
     cddp__log(&host->logger, CDDP__LOG_WARNING, "no process can join this rank: %s", cddp_error());
@@ -8458,18 +8467,19 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
    Job: the layout of a group's control block in shared memory, and the sizes of its parts.
    Owns: nothing.
    Entry points: all functions of the room.
-   Layout: the control block, headers, reported rounds, slots, staging buffers. A rank has two
-   headers and two buffers, for even and odd rounds. Every rank reads all headers, so they are
-   contiguous. Ranks of other hosts share one slot, which stays empty. */
+   Layout: the control block, headers, reported rounds (the last that each remote rank reached),
+   slots, staging buffers. A rank has two headers and two buffers, for even and odd rounds. Every
+   rank reads all headers, so they are contiguous. Ranks of other hosts share one slot, which stays
+   empty. */
 
 #define CDDP__HEADERS_AT ((size_t)4096) /* a page */
 CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is before the headers");
-/* Bytes of a staging buffer; fewer where many ranks share the last cache. With 1 MiB of L2, peers
-   read in chunks of 256 KiB in 2/3 of the time of chunks of 64 KiB; with 512 KiB they need more. */
+/* Bytes of a staging buffer; fewer where many ranks share the last cache. With 1 MiB of L2, chunks
+   of 256 KiB take peers 2/3 of the time of chunks of 64 KiB; with 512 KiB they take longer. */
 #define CDDP__STAGING_MAX ((size_t)256 << 10)
 #define CDDP__STAGING_MIN ((size_t)64 << 10)
 #define CDDP__STAGING_L2 ((size_t)1 << 20)  /* with a smaller L2: CDDP__STAGING_MIN */
-#define CDDP__STAGING_ALL ((size_t)4 << 20) /* limit of all ranks' together */
+#define CDDP__STAGING_ALL ((size_t)4 << 20) /* limit of all ranks' buffers together */
 /* Most bytes of all ranks' shares that leaders send with a round's headers. For two ranks twice
    that: no other algorithm transfers fewer bytes. */
 #define CDDP__PIGGYBACK ((size_t)64 << 10)
@@ -8480,7 +8490,7 @@ CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is befo
 static size_t cddp__l2(void) {
 #if CDDP__DISPATCH
   unsigned a, b, c = 0, d;
-  return __get_cpuid(0x80000006u, &a, &b, &c, &d) ? (size_t)(c >> 16 /* KiB */) << 10 : 0;
+  return __get_cpuid(0x80000006u, &a, &b, &c, &d) ? (size_t)(c >> 16 /* L2 in KiB */) << 10 : 0;
 #elif defined(_SC_LEVEL2_CACHE_SIZE)
   long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
   return bytes > 0 ? (size_t)bytes : 0;
@@ -8490,7 +8500,7 @@ static size_t cddp__l2(void) {
 }
 #endif
 
-static size_t cddp__staging_bytes(int size) { /* with a large L2, or unknown */
+static size_t cddp__staging_bytes(int size) { /* if the L2 is large or unknown */
   size_t each = CDDP__STAGING_MAX;
   while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
   return each;
@@ -8504,9 +8514,9 @@ static size_t cddp__slots_at(int size) { /* offset of the slots */
   size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
   return CDDP__HEADERS_AT + cddp__round_up(headers, 4096 /* a page */);
 }
-static size_t cddp__head_bytes(int size, int local_size) { /* what precedes the buffers: pages */
+static size_t cddp__head_bytes(int size, int local_size) { /* of all before the buffers */
   size_t slots = (size_t)local_size + (local_size < size); /* other hosts: one */
-  return cddp__round_up(cddp__slots_at(size) + slots * sizeof(cddp__slot), 65536);
+  return cddp__round_up(cddp__slots_at(size) + slots * sizeof(cddp__slot), 65536 /* any page */);
 }
 static size_t cddp__block_bytes(int size, int local_size) {
   size_t one_host = (size_t)size * cddp__staging_bytes(size);
@@ -8575,20 +8585,22 @@ static bool cddp__set_cause(cddp__cause *cause, cddp_result r, const char *text)
   return true;
 }
 
-static bool cddp__has_cause(const cddp__cause *cause) { return cddp__load32(&cause->state) >= 2; }
+static bool cddp__has_cause(const cddp__cause *cause) { /* state: 2 + the result */
+  return cddp__load32(&cause->state) >= 2;
+}
 
 /* Three checks return a failure and make its text this thread's error:
-     cddp__check_cause     of a stored cause, for example a model's; CDDP_OK: there is none
+     cddp__check_cause     of a stored cause, such as a model's; CDDP_OK: there is none
      cddp__check_failure   of a group; CDDP_OK: it is healthy. The first failure ends its links
-     cddp__check_group     the same at the start of a call and in waits: also notes the thread */
+     cddp__check_group     the same, and notes this thread */
 static cddp_result cddp__check_cause(const cddp__cause *cause) {
   if (CDDP__LIKELY(!cddp__has_cause(cause))) return CDDP_OK;
   return cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text);
 }
 
-/* Wakes all sleeping ranks. Adding 0 is a full fence: threads that begin to sleep later see
-   `broken`. Of other hosts' headers this host's ranks sleep only on that of the lowest rank:
-   cddp__hosts_exchange. */
+/* Wakes this host's ranks that sleep, in a round or (on `events`) for messages. Adding 0 is a full
+   fence: threads that begin to sleep later see `broken`. Of other hosts' headers they sleep only on
+   that of the lowest rank: cddp__hosts_exchange. */
 static void cddp__wake_all(cddp_group *g) {
   bool on_rounds = cddp__add32(&g->block->sleepers, 0) != 0;
   int p;
@@ -8603,7 +8615,7 @@ static void cddp__wake_all(cddp_group *g) {
   }
 }
 
-static const char *cddp__failure_text(const cddp_group *g) {
+static const char *cddp__failure_text(const cddp_group *g) { /* broken >> 8: its slot */
   CDDP_ASSERT(cddp__is_broken(g));
   return g->slots[cddp__load32(&g->block->broken) >> 8].failure;
 }
@@ -8622,7 +8634,8 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   return cddp__fail(r, "%s", cddp__failure_text(g));
 }
 
-/* Makes this thread's error the group's failure. Returns false if the group is already broken. */
+/* Makes this thread's error the group's failure, with its text in this rank's slot. Returns false
+   if the group is already broken. */
 static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   bool first = false;
   pthread_mutex_lock(&g->fail_lock); /* the threads of this rank share the slot's text */
@@ -8635,8 +8648,7 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   return first;
 }
 
-/* Whether the other hosts need a notice: of `bool notify_hosts`. */
-enum { CDDP__HOSTS_KNOW, CDDP__NOTIFY_HOSTS };
+enum { CDDP__HOSTS_KNOW, CDDP__NOTIFY_HOSTS }; /* values of `bool notify_hosts` */
 
 static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
@@ -8655,7 +8667,8 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
 }
 
 /* Like cddp__break_here; a text about memory names this rank. If this rank of an elastic model
-   fails for a reason of its own, the others lose only this rank. Then this returns r. */
+   fails for a reason of its own, the others lose only this rank: their result is CDDP_PEER_LOST.
+   Then this returns r. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX];
   if (!g->elastic && r == CDDP_OUT_OF_MEMORY && !cddp__is_broken(g) &&
@@ -8670,8 +8683,8 @@ static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   return cddp__fail(r, "%s", text);
 }
 
-/* Marks this rank: several of its threads use cddp. If one of them waits, another can end the wait,
-   so peers must not conclude that the rank is blocked. */
+/* Marks this rank: several of its threads use cddp. If one waits, another can end the wait: peers
+   must not conclude that the rank is blocked. */
 static void cddp__mark_multithreaded(const cddp__host *host) {
   if (host->slots != NULL) cddp__store32(&host->slots[host->index].multithreaded, 1);
 }
@@ -8696,11 +8709,11 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 /* --- whether and how a peer has ended --- */
 
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
-#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks may have seen how a rank ended */
+#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks can have seen how a rank ended */
 #define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
-#define CDDP__STATUS_S 0.5            /* for a dead rank's left neighbour to store how it ended */
+#define CDDP__STATUS_S 0.5 /* for a dead rank's left neighbour to store how it ended */
 #define CDDP__STOPPED_S 5.0 /* a peer that uses this rank's memory for longer is stopped */
-#define CDDP__AWAITS_MS 500           /* an older slot.awaits is ignored */
+#define CDDP__AWAITS_MS 500 /* an older slot.awaits is ignored */
 
 /* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
    false if there is no such process. */
@@ -8728,26 +8741,27 @@ static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of startti
 }
 
 /* Whether the process with the window `at` has ended. A living one holds a lock on its life byte,
-   unless the program has closed the descriptor (closefrom). */
+   unless the program has closed the descriptor (closefrom): then its pid tells. */
 static bool cddp__process_gone(cddp__host *host, int at) {
   uint32_t pid;
   uint64_t start;
   char state;
   if (cddp__holds_life_byte(host, at)) return false;
-  if ((pid = cddp__process_at(host, at).pid) == 0) return true;
+  if ((pid = cddp__process_at(host, at).pid) == 0) return true; /* not known */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
     return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
            start > host->started_before;
   return kill((pid_t)pid, 0) != 0 && errno == ESRCH; /* no /proc */
 }
 
-/* Whether a rank takes part in no further call: it has left the group, or has ended. The end of a
-   rank of another host counts when the notice of its cause has arrived or has had time to; in an
-   elastic model, which continues, immediately. After a BYE, which no notice follows, its last
-   frames can still be unread. No notice follows the end of a rank alone on its host either. */
+/* Whether a rank takes part in no further call: it has left the group, or has ended. A rank of
+   another host ends with its connection, but is alive until a notice of the cause has arrived or
+   has had time to; not in an elastic model, which continues. That time is brief if no notice
+   follows: after a BYE (its last frames can still be unread), or if the rank was alone on its
+   host. */
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
-  bool gone, brief; /* brief: a short wait for a notice */
+  bool gone, brief;
   if (g->members[rank] < 0) {
     const cddp__peer *peer = &g->hosts->peers[rank];
     enum cddp__end end;
@@ -8757,7 +8771,7 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
     if ((!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause) &&
         cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
       return CDDP__IS_ALIVE;
-    return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED : end;
+    return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED /* its connection has */ : end;
   }
   if (state == CDDP__SLOT_LEFT) return CDDP__HAS_LEFT;
   gone = state == CDDP__SLOT_DEAD;
@@ -8790,7 +8804,9 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   }
   memset(&info, 0, sizeof info);
   info.mask = 8; /* PIDFD_INFO_EXIT */
-  if (pidfd < 0 || ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0) return false;
+  if (pidfd < 0 || /* PIDFD_GET_INFO: */
+      ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0)
+    return false;
   *status = (int)info.exit_code;
   return (info.mask & 8) != 0;
 }
@@ -8802,6 +8818,7 @@ static cddp__text cddp__describe_status(int status) {
                      strsignal(WTERMSIG(status)), WCOREDUMP(status) ? ", core dumped" : "");
 }
 
+/* Example: "rank 1 (pid 7 on node2)" */
 static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
   const cddp__net *net = g->hosts != NULL ? g->hosts->net : NULL;
   const cddp__rank_entry *entry = net != NULL ? &net->ranks[g->world[rank]] : NULL;
@@ -8852,7 +8869,7 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     return cddp__textf(CDDP__EXITED);
   process = cddp__process_at(host, at);
   /* The system releases the lock of a process a moment before its status exists. Its left neighbour
-     on the host soon stores the status: cddp__wait_tick. A joined process has no neighbours. */
+     on the host soon stores the status in `ended`. A joined process has no neighbours. */
   cddp__wait_begin(&w, host->slots != NULL && at < host->size ? CDDP__STATUS_S : 0.005 /* s */);
   do {
     known = cddp__exit_status(process.pidfd, process.pid, &status);
@@ -8877,9 +8894,9 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
 
 /* Breaks the group over the loss of a rank.
      doing   the operation that this rank was in; NULL: the round in which it waited for that rank
-   A rank that left, or that is on another host, may have ended because of a third rank: a notice is
-   preferred as the cause, and the text also names a process that has died. An elastic model goes on
-   if this rank itself lacked memory. */
+   A rank that left, or that is on another host, can have ended because of a third rank: a notice is
+   preferred as the cause, and the text also names a process that has died. own: this rank lacked
+   memory for a message; an elastic model instead continues without the peer. */
 static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
   bool own = !g->elastic && g->members[rank] < 0 && g->hosts->peers[rank].error == ENOMEM;
@@ -8912,7 +8929,7 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
          (!g->hosts->local_only && !cddp__has_remote_headers(g));
 }
 
-/* Breaks the group if a rank of this host that the round needs has ended or left. */
+/* Breaks the group if a rank of this host that the round still needs has ended or left. */
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
@@ -8979,7 +8996,7 @@ static void cddp__copy_text(char *to, const char *from, size_t n) {
   }
 }
 
-static int cddp__job_rank(const cddp_group *g, int rank) {
+static int cddp__job_rank(const cddp_group *g, int rank) { /* one host: its index there */
   return g->world != NULL ? g->world[rank] : g->members[rank];
 }
 
@@ -8997,7 +9014,7 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   if (waits || cddp__load32(&slot->failed) != 0)
     return cddp__textf("; rank %d %s in %s%s", number, waits ? "waits" : "has failed", where,
                        threads ? " (one of its threads)" : "");
-  /* The rank may wait for another host, or in a thread that publishes no wait. */
+  /* The rank can wait for another host, or in a thread that publishes no wait. */
   if (g->host->net != NULL || threads) return none;
   return cddp__textf("; rank %d waits in no collective, send or recv", number);
 }
@@ -9015,8 +9032,8 @@ static bool cddp__works_visible(cddp__host *host) {
 }
 
 /* Publishes that this thread waits in g, in the operation `where`; NULL: in the group's round.
-   Returns false if another thread's wait is published, or if this rank may continue in another
-   thread. An engine's thread publishes while its caller waits for the engine. */
+   Returns false if another thread's wait is published, or if this rank can continue in another
+   thread. An engine's thread publishes only while its caller waits for the engine. */
 static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__engine *engine = cddp__own_engine;
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
@@ -9024,7 +9041,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__text call;
   if (slot == NULL) return false;
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
-  if (!cddp__works_visible(g->host) || !cddp__swap32(&g->host->shown, 0, 1)) return false;
+  if (!cddp__works_visible(g->host) || !cddp__swap32(&g->host->wait_shown, 0, 1)) return false;
   if (where == NULL) { /* during a message's wait, the engine's thread can change g->round */
     const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
     call = cddp__describe_call(header->call, header->count, header->root);
@@ -9039,13 +9056,13 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   return true;
 }
 
-/* Ends a wait that cddp__publish_wait published. failed: the wait has failed, for error texts. */
+/* Ends a wait that cddp__publish_wait published. failed: how it ended, for error texts. */
 static void cddp__clear_wait(cddp_group *g, bool failed) {
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
   if (slot == NULL) return;
   cddp__store32(&slot->failed, failed);
   cddp__store64(&slot->wait, 0);
-  cddp__store32(&g->host->shown, 0);
+  cddp__store32(&g->host->wait_shown, 0);
 }
 
 /* --- ranks that wait for each other in different groups --- */
@@ -9063,7 +9080,7 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
                  "ranks disagree: rank %d waits in %s, rank %d in %s, each for the other; make the "
                  "same calls in the same order on all ranks",
                  cddp__job_rank(g, low), here, cddp__job_rank(g, high), there);
-  /* Both groups are broken before any rank wakes: a rank that wakes may leave the other group. */
+  /* Both groups are broken before any rank wakes: a rank that wakes can leave the other group. */
   first = cddp__publish_failure(in, r);
   if (cddp__publish_failure(g, r)) {
     cddp__log(&g->host->logger, CDDP__LOG_ERROR, "%s", cddp__failure_text(g));
@@ -9073,7 +9090,7 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
   return cddp__check_failure(g);
 }
 
-/* Called at intervals during a published wait. Neither rank can continue if
+/* Called at intervals during a published wait. Breaks both groups if neither rank can continue:
      - a rank p that this rank waits for waits for a round of another group, `in`,
      - this rank has not announced that round, and
      - both ranks have one thread, and no operation in their engines.
@@ -9130,9 +9147,9 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
   return t;
 }
 
-/* Finds the ranks that are late for this rank's round, and returns their number. Instead of a late
-   rank of this host that waits for a rank of another host, the awaited rank counts. A rank of
-   another host counts unless its host has reported it. */
+/* Finds the ranks that are late for this rank's round, and returns their number. If a late rank of
+   this host awaits one of another host, the awaited one counts instead. A rank of another host also
+   counts unless its host has reported it. */
 static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
   bool all_hosts = g->hosts != NULL && !g->hosts->local_only;
@@ -9155,7 +9172,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
 
 /* After the deadline: breaks the group with the names of all late ranks, unless the missing headers
    arrive meanwhile.
-     late   a remote rank with frames that have not been sent or received, or -1 */
+     late   a remote rank to or from which a frame is missing; -1: none */
 static cddp_result cddp__break_late(cddp_group *g, int late) {
   bool set[CDDP__MAX_RANKS], far = false; /* far: one of them is on another host */
   char names[320] = "", where[CDDP__ERROR_MAX] = "";
@@ -9168,7 +9185,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
   }
   n = cddp__find_late(g, set);
   if (n == 0 && late >= 0) set[late] = true; /* it does not finish a round that all announced */
-  if (n == 0 && late < 0) cddp__append(names, sizeof names, "a rank"); /* all arrived meanwhile */
+  if (n == 0 && late < 0) cddp__append(names, sizeof names, "a rank"); /* that arrived meanwhile */
   for (p = 0; p < g->size && named < 3; p++) {
     if (!set[p]) continue;
     far = far || g->members[p] < 0;
