@@ -1978,6 +1978,7 @@ typedef struct cddp__backend {
   cddp_result (*synchronize)(cddp_group *g);
   void *(*alloc)(cddp_group *g, size_t bytes);
   void (*free)(const cddp_group *g, void *p);
+  /* Converts n elements. */
   cddp_result (*convert)(const cddp_group *g, void *to, cddp_dtype to_dtype, const void *from,
                          cddp_dtype from_dtype, size_t n);
   cddp_result (*prepare)(cddp_group *g); /* collective, before g is split */
@@ -2438,7 +2439,7 @@ typedef struct cddp__peer {
   uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from it, to it waited; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last */
   double lost_at; /* when */
-  int error; /* of the connection */
+  int error; /* connection.error */
 } cddp__peer;
 #define CDDP__LEFT (-1) /* in connection.error: the other side said BYE */
 
@@ -6703,7 +6704,7 @@ static void cddp__pending_remove(cddp__host *host, cddp__extent *extent) {
   extent->freed_after = NULL;
 }
 
-/* Frees an extent: its memory, then (unless it is quarantined) the extent itself. */
+/* Frees an extent's memory and, unless it is quarantined, the extent for another use. */
 static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
   char *address = cddp__extent_address(extent);
@@ -6862,7 +6863,7 @@ static void cddp__arena_quarantine(cddp__host *host) {
   pthread_mutex_unlock(&host->lock);
 }
 
-/* Frees p. Returns false if p is not an allocation of this rank. */
+/* Returns false if p is not an allocation of this rank. */
 static bool cddp__arena_free(cddp__host *host, void *p) {
   cddp__extent *extent;
   bool own;
@@ -7068,7 +7069,7 @@ static void cddp__find_processes(cddp__host *host) {
   for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
     if (!host->ranks[window].member) host->ranks[window].lost = 1; /* 1 + step 0 */
   for (; host->joins_seen < joins; host->joins_seen++) {
-    window = host->size + (int)host->joins_seen;
+    window = host->size + (int)host->joins_seen; /* numbered as they join */
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
     if ((p = cddp__add_process(host, window, 0 /* no pid yet */)) == NULL) return;
     p->lost = 1;
@@ -8558,10 +8559,9 @@ static bool cddp__has_remote_headers(const cddp_group *g) {
    in the group `failed`. Lock: fail_lock. Calls other hosts through >>hooks.
    Entry points:
      a failure       cddp__break, _break_here, _publish_failure and _announce_failure, _wake_all
-     known failures  cddp__check_group, _check_failure, _is_broken, _set_cause, _has_cause,
-                     _check_cause
-     ended ranks     cddp__check_peers, _rank_end, _rank_gone, _process_gone,
-                     _report_lost, _exit_status, _boot_ticks
+     known failures  cddp__check_group, _check_failure, _check_cause, _set_cause, _has_cause
+     ended ranks     cddp__check_peers, _rank_end, _rank_gone, _process_gone, _report_lost,
+                     _exit_status, _boot_ticks
      late ranks      cddp__break_late; cddp__publish_wait, _clear_wait, _check_deadlock
      peers' memory   cddp__begin_access, _end_access
      threads         cddp__note_thread, _mark_multithreaded
@@ -8908,7 +8908,7 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
     return cddp__break(g, cddp__check_cause(cause));
   loss = cddp__textf("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
   for (p = 0; left && p < g->size; p++) {
-    if (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED) continue;
+    if (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED /* lives or left */) continue;
     cddp__append(loss.s, sizeof loss.s, " after %s %s", cddp__name_rank(g, p).s,
                  cddp__describe_end(g, p).s);
     break;
@@ -8933,7 +8933,7 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
-      cddp__load32(&g->block->generation) != g->block_generation) /* it was freed */
+      cddp__load32(&g->block->generation) != g->block_generation) /* freed: not broken */
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->members[p] < 0) continue;
