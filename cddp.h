@@ -8063,15 +8063,18 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
 /* The sum of squares in double, in an order that depends only on n. Floats only. */
 static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   const cddp__loops *loops = cddp__pick_loops();
-  bool half = cddp__dtype_half(dtype);
   float buf[CDDP__BLOCK_FLOATS];
   double sum = 0;
   size_t at, m;
   for (at = 0; at < n; at += m) {
     const void *q = (const char *)p + at * cddp__dtype_size(dtype);
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
-    if (half) loops[dtype].widen(buf, q, m);
-    sum += loops[cddp__compute_type(dtype)].squares(half ? buf : q, m);
+    if (loops[dtype].squares != NULL) {
+      sum += (loops[dtype].squares)(q, m);
+    } else { /* a half */
+      loops[dtype].widen(buf, q, m);
+      sum += (loops[CDDP_F32].squares)(buf, m);
+    }
   }
   return sum;
 }

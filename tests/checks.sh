@@ -38,7 +38,9 @@ compiler() {
 implementation() { # warning-free with optimisation, where the compiler sees most
   compiler "$1"
   implement >"$work/one.$ext"
-  $cc $flags $([ "$1" = cc ] && echo -O2 || echo -O1) -I. -c "$work/one.$ext" -o "$work/one.o"
+  for level in $([ "$1" = cc ] && echo -O2 -O3 || echo -O1); do # more inlining is more that can be warned of
+    $cc $flags "$level" -I. -c "$work/one.$ext" -o "$work/one.o" || exit 1
+  done
 }
 
 declarations() { # alone, and what they include
