@@ -57,8 +57,8 @@
      collective   a call that all ranks of a group make, in the same order. It can wait for them
      local        a call that waits for no other rank. local rank: a rank's number on its host
      any thread   several threads of a rank can make the call at the same time
-     lost         of a rank: its process has ended, or its host does not answer (fine print)
-     host         a machine (fine print: several hosts). Host memory: the CPU's
+     lost         of a rank: its process has ended, or its host does not answer
+     host         a machine; containers: see SEVERAL HOSTS. Host memory: the CPU's
      device       a GPU; device memory: the GPU's. "On GPUs": desc.device is "cuda"
      message      what cddp_send sends and cddp_recv receives
      handle       a cddp_work: an operation that is still running
@@ -184,9 +184,9 @@ extern "C" {
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
    made the call, and no rank was lost or timed out. If cddp_ddp_ready, _next_shard, _wait, _step,
    _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls fail on
-   all ranks (elastic: only here). (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync, leave it
-   usable.) With NCCL, or if a rank was lost, the group is broken too. Groups of elastic jobs: see
-   the fine print.
+   all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync,
+   leave it usable.) With NCCL, or if a rank was lost, the group is broken too. Groups of elastic
+   jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew. If a rank has died, number the ranks
    anew: rank and world_size in cddp_group_desc. */
@@ -266,8 +266,8 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
      cddp_destroy(half);
      cddp_destroy(g);
 
-   Call the collectives of a group (apart from a model's calls) from one thread at a time. Fine
-   print: threads. */
+   Call the collectives of a group from one thread at a time; another thread can train its model.
+   Fine print: threads. */
 
 /* Your functions for memory and logging, called on any thread. NULL means malloc and free, and no
    log. log gets one line without a newline; level 0 = error, 1 = warning, 2 = info. */
@@ -420,8 +420,9 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
    rank has died or all others have left, and CDDP_UNSUPPORTED for device memory with NCCL. Like
    recv(tensor) without src. */
 #define CDDP_ANY INT32_MIN
-/* The sender of this thread's last received message: its rank in the group of the cddp_recv; -1
-   before the first. Not for NCCL's messages. */
+/* The sender of the last message that this thread received (with a handle: in cddp_wait or
+   cddp_test): its rank in the group of the cddp_recv; -1 before the first. Not for NCCL's
+   messages. */
 CDDPDEF int cddp_source(void);
 
 /* Blocks until the operation is complete, frees w, and returns its result. Handles can be waited
@@ -449,8 +450,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Buckets are reduced during the backward pass; but after it in elastic models, with more shards
-   than ranks, and on one host without GPUs if the step before was a cddp_ddp_step.
+   Buckets are reduced during the backward pass. They are reduced after it in three cases: in
+   elastic models; with more shards than ranks; on one host without GPUs, if the step before was a
+   cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -506,8 +508,8 @@ typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
-                                  parameter that is ready on no rank is not updated (in
-                                  cddp_optim_step: if the optimizer has ddp) */
+                                  parameter that is ready on no rank is not updated (by
+                                  cddp_optim_step only if the optimizer's desc.ddp is set) */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -526,7 +528,8 @@ typedef struct cddp_ddp_desc {
 
 /* Creates a model: compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
    the first difference), and copies rank 0's data to all ranks. Collective. Destroy the model
-   before g. Like DistributedDataParallel(module).
+   before g. A group can have several models: make their calls in one order on all ranks. Like
+   DistributedDataParallel(module).
      params   the array, each data and each grad must stay in place until cddp_ddp_destroy, without
               overlap: a std::vector<cddp_param> must not grow after this call
    Tied weights, such as an embedding and the output layer, are one cddp_param: both layers add to
@@ -536,7 +539,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer whose desc.ddp is NULL can then step another model that has the same
-   params array. If d was broken, that optimizer's states are reset. */
+   params array. If d was broken, the optimizer then starts with states of zero. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
@@ -553,17 +556,16 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
-   of d. On CPUs the ranks of a host share one set of states, and each rank
-   updates a part of the weights; weights in memory of cddp_alloc are updated in
-   place. In elastic models, and on GPUs without sharded_states, each rank has all states and
-   updates all weights. */
+   of d. On CPUs the ranks of a host share one set of states, and each rank updates a part of the
+   weights; weights in memory of cddp_alloc are updated in place, others are copied. In elastic
+   models, and on GPUs without sharded_states, each rank has all states and updates all weights. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
    no_sync), _step or _all_gather completes a step. cddp_checkpoint_desc.ddp saves the number. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
-/* For several micro-batches a step, if every backward pass calls cddp_ddp_ready. While on,
+/* For a step of several micro-batches, each of which calls cddp_ddp_ready. While on,
    cddp_ddp_ready has no effect, cddp_ddp_wait returns immediately, and cddp_ddp_step is
    CDDP_INVALID_ARGUMENT. Turn it off before the last micro-batch's backward pass: the step then
    averages the sums of all micro-batches. Divide by their number yourself. All ranks make the same
@@ -585,7 +587,8 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
    it between two steps. DDP does this before each forward pass. */
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 
-/* Whether any rank used the parameter in the last step; false for a bad argument. */
+/* Whether any rank called cddp_ddp_ready for the parameter in the last step; false for a bad
+   argument. */
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 
 /* UNEVEN INPUTS. Every rank calls it once an epoch, when the rank has no more data. The call then
@@ -639,7 +642,8 @@ typedef struct cddp_partition {
   size_t count; /* elements, at least 1 */
   void *data;   /* this rank's weights */
   void *grad;   /* their mean gradient, valid between cddp_ddp_reduce_scatter and _all_gather. If
-                   params[param].grad is copied (fine print), the mean is only here */
+                   params[param].grad is copied, the mean is only here. Fine print: gradients in
+                   memory */
 } cddp_partition;
 
 /* Returns the number of this rank's partitions. The array is valid until cddp_ddp_destroy. */
@@ -690,8 +694,8 @@ typedef struct cddp_sgd_desc {
   double weight_decay; /* >= 0; L2, coupled */
   bool nesterov;       /* needs momentum > 0 and dampening 0 */
   bool maximize;       /* ascend */
-  cddp_ddp *ddp;       /* optional: cddp_optim_step then skips parameters that no rank used. Destroy
-                          the optimizer before this model */
+  cddp_ddp *ddp;       /* optional: cddp_optim_step then skips a parameter that was ready on no
+                          rank. Destroy the optimizer before this model */
   void *stream;        /* if ddp is NULL: stream of cddp_optim_step, _zero_grad; NULL = default */
   void *const *copies;   /* [count] mixed precision; NULL entry: no copy */
   cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
@@ -729,8 +733,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. If the step before was a cddp_ddp_step, this step's
-   cddp_ddp_wait gives the rank all states. */
+/* Updates all data by grad. Local. After a cddp_ddp_step, in which each rank has states for its
+   part only, the next step's cddp_ddp_wait gives the rank all states. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -828,7 +832,8 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* frees an epoch left early
    cddp_ddp_wait or _step. Call it after cddp_ddp_ready has returned for every parameter of the
    current shard; a missing call (without find_unused_parameters) or no_sync breaks the model. After
    a failure it returns false, and cddp_ddp_wait or _step returns the error. Local, except in
-   elastic models. */
+   elastic models: there it waits for the other ranks, and returns false only when the mean of all
+   shards exists. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* >>api-elastic -----------------------------------------------------------------------------------
@@ -857,7 +862,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    bit for bit, as in a run without failures. The data of a step and the learning rate must depend
    on t and the shard alone. Set the rate before the first cddp_ddp_next_shard of a step. A
    suspended process (SIGSTOP) does not count as lost: the others wait for it until timeout_s.
-   If a host does not answer, more than half of the ranks must remain (fine print).
+   If a host does not answer, more than half of the ranks must remain (fine print: elastic
+   training).
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
    CDDP_JOIN=1. Its RANK is any number that no living rank has. It receives the weights, the states
@@ -885,9 +891,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
    models: there it has the model's present ranks, belongs to d, and changes when ranks are lost or
-   join. Ask for it in each step, at the same place on all ranks. Its rank 0 can be any process. If
-   one of its ranks is lost, its calls return CDDP_PEER_LOST, and training continues. NULL, with a
-   cddp_error, if the model has failed. */
+   join. Ask for it anew in each step that uses it, at the same place on all ranks. Its rank 0 can
+   be any process. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and training
+   continues. NULL, with a cddp_error, if the model has failed. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -946,9 +952,10 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
 
 /* Rank 0 reads the file, and all ranks get its values. f32, f64, f16 and bf16 are converted to each
    other. The number of ranks can differ. Collective; g NULL: this process alone. Like load_file and
-   load_state_dict. The file is checked before a weight changes. A sampler continues with the next
-   sample of its epoch: start the loop at cddp_sampler_epoch(). All ranks get the same result:
-   CDDP_IO: the file is damaged; CDDP_INVALID_ARGUMENT: it has other tensors or settings. */
+   load_state_dict. The file is checked before a weight changes. A sampler, also one with another
+   world_size, continues with the next sample of its epoch: start the loop at cddp_sampler_epoch().
+   All ranks get the same result: CDDP_IO: the file is damaged; CDDP_INVALID_ARGUMENT: it has other
+   tensors or settings. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params,
                                            int count, const cddp_checkpoint_desc *desc);
 
@@ -1035,8 +1042,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 
    STREAMS. With "nccl" a call with work NULL runs on the group's stream. A call with a handle runs
    on a stream of cddp, after the work already on the group's; cddp_wait(work) makes the group's
-   stream, not the host, wait for it. Buffers belong to the operation until the stream has passed
-   it. If all ranks pass host memory, collectives and messages run as on the CPU. */
+   stream, not the host, wait for it. Buffers belong to the operation until it has ended on the
+   stream. If all ranks pass host memory, collectives and messages run as on the CPU. */
 
 /* Gives g a device and a backend, as cddp_init does for desc.device and desc.backend (NULL =
    CDDP_BACKEND, else nccl). Collective, before g's first cddp_alloc. For cddp_run_threads, where
@@ -1105,10 +1112,10 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the key's new value (if it is still absent: expected). *swapped: whether it
-   equals desired, even if another process stored it; so in an election let each desired differ. If
-   the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and
-   *size are set. */
+   and *size receive the key's value after the call (expected, if the key is absent). *swapped:
+   whether that value equals desired, whoever stored it; so in an election each process needs
+   another desired. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been
+   made, and *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1138,16 +1145,17 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
    on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s after
    the failure, it can, when it continues, write to the call's gradients and cddp_alloc memory.
-   Free such memory (cddp does not reuse it), and create the models that used it anew.
+   Free such memory (cddp does not reuse it), and create anew the models that used it.
 
-   STOPPED JOBS. To stop all of a job for any time (by Slurm, or with its only machine) does no
-   harm. If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine of
-   several is lost (SEVERAL HOSTS).
+   STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or as its only machine is
+   suspended). If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine
+   of several is lost (SEVERAL HOSTS).
 
    FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
-   that calls cddp, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy in malloc'ed memory.
-   If a rank replaces its program (exec), the others on its host notice it only after timeout_s. Do
-   not close cddp's descriptors (closefrom, close_range): elastic ranks need them.
+   that uses a group, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy of the data in
+   malloc'ed memory. If a rank replaces its program (exec), the others on its host notice it only
+   after timeout_s. Do not close cddp's descriptors (closefrom, close_range): elastic ranks need
+   them.
 
    ADDRESSES. Unless a launcher has its own way (below), rank 0 accepts ranks at
    MASTER_ADDR:MASTER_PORT until all have connected, and keeps the port while the group lives.
@@ -1158,9 +1166,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
    of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
-   MVAPICH2, flux run, jsrun and PALS (untested). If a job step starts two programs, give each a
-   MASTER_PORT. On several hosts set MASTER_ADDR and MASTER_PORT, except with srun: its ranks
-   connect at the step's first host, on a port derived from job and step.
+   MVAPICH2, flux run, jsrun and PALS (untested). If one job step starts two programs that use cddp,
+   set MASTER_PORT, different for each. On several hosts set MASTER_ADDR and MASTER_PORT, except
+   with srun: its ranks connect at the step's first host, on a port derived from job and step.
 
    For other launchers export RANK, WORLD_SIZE and the rest yourself, and OMP_NUM_THREADS (if unset,
    cddprun and cddp_spawn set it to 1 for several ranks).
@@ -1208,21 +1216,21 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    it differs between ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately: if there is too little it returns
-   NULL, also with vm.overcommit_memory=2. Then groups, models and the first collective that needs a
-   group's buffers (up to 512 KiB a rank) fail with CDDP_OUT_OF_MEMORY, never by SIGBUS. A cgroup's
-   limit still kills the process. Elastic models free a lost rank's memory a step later: memory must
-   suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
+   NULL, also with vm.overcommit_memory=2. Groups, models and the first collective that needs a
+   group's buffers (up to 512 KiB a rank) fail with CDDP_OUT_OF_MEMORY, not by SIGBUS. A
+   cgroup's limit still kills the process. Elastic models free a lost rank's memory a step later:
+   memory must suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
    transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
    no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
 
-   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. If 128
-   messages, or 256 MiB of copies, that a rank has sent to its host wait in a group, its next send
-   without a handle blocks. Receives for one tag, also with CDDP_ANY, are served in the order of
-   their calls. What the network to other hosts does not accept at once is sent in the rank's later
-   calls of cddp: long computation delays it.
+   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
+   without a handle blocks while 128 messages, or 256 MiB of copies, of this rank in this group are
+   not yet received on its host. Receives for one tag, also with CDDP_ANY, are served in the order
+   of their calls. What the network to other hosts does not accept at once is sent in the rank's
+   later calls of cddp: long computation delays it.
 
    If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
    a cddp_recv can return CDDP_PEER_LOST because its sender has ended, or (with CDDP_SECRET, if the
@@ -1261,10 +1269,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
-   as by a firewall. Then the other ranks continue only if they are more than half of all ranks
-   (during a join also of the old and new ones together). Otherwise they end with CDDP_ABORTED.
-   So too if a host's last rank dies while another loss is handled. So
-   a job never continues in two halves.
+   as by a firewall. Then, and if a host's last rank dies while another loss is handled, the other
+   ranks continue only if they are more than half of all ranks; during a join, more than half
+   without and also with the new ranks. Otherwise they end with CDDP_ABORTED. So a job never
+   continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
@@ -1278,9 +1286,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
    on its host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
 
-   Checkpoints: if a rank is lost during cddp_save, the old file can remain. If one is lost during
-   cddp_load, start the job again. After the last step no later save replaces the old file: each
-   rank can save alone then, with g NULL and its own path.
+   Checkpoints: if a rank is lost during cddp_save, the old file can remain until the next save.
+   After the last save of a run, each rank can save alone instead, with g NULL and a path of its
+   own. If a rank is lost during cddp_load, start the job again.
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init or cddp_run_threads can have an elastic model, one at a time.
@@ -1312,7 +1320,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    not notice concurrent saves.
 
    If reading fails after the checks, rank 0's params can be partly overwritten. cddp_load refuses
-   another optimizer's states; with partial it leaves them out, and loads only the learning rate.
+   states of the other kind of optimizer (SGD, AdamW); with partial it loads only their learning
+   rate.
 
    FORKED RANKS. cddp_spawn sets torchrun's variables. Without CDDP_SECRET it sets a random
    CDDP_JOB_SECRET, which keeps other users of the host out. If there are several ranks, each has

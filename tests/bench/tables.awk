@@ -53,7 +53,7 @@ function letter(config, op, ranks, bytes,   w) {
 
 # The table of README.md at the top.
 function readme_table(   i, b) {
-  printf "\n| bytes | cddp, `cddp_alloc` memory | loops | peer at its best | cddp, malloc'ed memory |"
+  printf "\n| bytes | cddp, `cddp_alloc` memory | loops | peer, its best memory | cddp, malloc'ed memory |"
   printf " peer, malloc'ed memory |\n|---|---|---|---|---|---|\n"
   for (i = 1; i <= size_count; i++) {
     b = size[i]
