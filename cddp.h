@@ -1481,7 +1481,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
      - cddp_ddp.lock, engine.lock
      - p2p.lock, net.lock, host.lock, fail_lock; p2p.lock, cddp__served_lock
      - device.issue_lock, device.lock (GPUs)
-     - alone: host.joins.lock, cddp__elastic_models_lock, cddp__mpi_lock, the lock of a store
+     - alone: host.joins.lock, cddp__models_lock, cddp__mpi_lock, the lock of a store
    Memory that ranks share is accessed through cddp__atomic_*, or published by an access through it.
 
    WAITING. A wait polls for tens of microseconds, then yields, then sleeps for at most 20 ms. At
@@ -2249,11 +2249,11 @@ typedef struct cddp__member {
   char name[72];       /* of its host */
 } cddp__member;
 
-typedef struct cddp__elastic_leader_info {
+typedef struct cddp__leader_info {
   cddp__member self;
   unsigned char token[16]; /* of the model: that of the first rank */
   cddp__model_info model;
-} cddp__elastic_leader_info;
+} cddp__leader_info;
 
 /* Sizes of the model and of this rank's gradient memory. Written by cddp__set_layout; in an elastic
    model `slots` grows later. */
@@ -10051,7 +10051,7 @@ typedef struct cddp__join_table {
   cddp__rank_info info;
   uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
   /* The leader of the model's ranks (self.life 0: not known); this rank's host. */
-  cddp__elastic_leader_info lead;
+  cddp__leader_info lead;
   struct sockaddr_in6 address;
   int host;          /* number of this rank's host in cddp__meeting.net */
   int local_size;    /* ranks of the first group on this host */
@@ -18862,12 +18862,13 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
    processes cddp__model_of, cddp__join_compare.
    How cddp__ddp_setup works:
      1. It splits off the private group d->control, on which ranks check their shards, and d->comm.
-     2. All ranks compare their descs and models with rank 0's: each error names the first rank that
-        differs. Then it maps weights and gradients, lays out and maps the arenas.
+     2. All ranks compare their descs and models with rank 0's. Then it maps weights and gradients,
+        lays out and maps the arenas.
      3. Rank 0's weights and buffers go to all ranks.
    A process that joins an elastic model takes no part in collectives: see cddp__elastic_join. */
 
-/* max_grad_norm is hashed as a number: the decimal point of its text depends on the locale. */
+/* The settings that must be equal on all ranks. max_grad_norm is hashed as a number: the decimal
+   point of its text depends on the locale. */
 static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
   const cddp_ddp_desc *desc = &d->desc;
   const char *hook = desc->comm_hook == NULL                      ? ""
@@ -18882,7 +18883,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
   for (i = 0; i < desc->buffer_count; i++) {
     bytes = (uint64_t)desc->buffers[i].count * cddp__dtype_size(desc->buffers[i].dtype);
     out->hash = cddp__hash64(out->hash, &bytes, sizeof bytes);
-    if (desc->elastic) { /* joining processes receive them, in this order */
+    if (desc->elastic) { /* joining processes receive the buffers, in this order */
       name = desc->buffers[i].name != NULL ? desc->buffers[i].name : "";
       out->hash = cddp__hash64(out->hash + (uint64_t)desc->buffers[i].dtype, name, strlen(name));
     }
@@ -18892,7 +18893,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
            d->count == 1 ? "" : "s", desc->elastic ? d->shards.count : desc->shards,
            desc->elastic ? ", elastic" : "",
            desc->find_unused_parameters ? ", find_unused_parameters" : "", hook);
-  if (!desc->elastic)
+  if (!desc->elastic) /* else there are no buckets */
     cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->plan.limits[0],
                  d->plan.limits[1]);
   if (desc->buffer_count > 0)
@@ -18903,7 +18904,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
 
 #define CDDP__SETTINGS (-1) /* instead of a parameter's index */
 
-/* The info of parameter i, or of the model's settings. */
+/* What must be equal on all ranks of parameter i, or of the model's settings. */
 static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
   cddp__model_info info;
   const char *name = i >= 0 && d->params[i].name != NULL ? d->params[i].name : "";
@@ -18917,11 +18918,12 @@ static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
   if (cddp__sparse_of(d, i) != NULL)
     cddp__append(info.text, sizeof info.text, ", %zu sparse rows", d->rows.sparse[i]->rows);
   cddp__append(info.text, sizeof info.text, ")");
-  info.hash = cddp__hash64(strlen(name), name, strlen(name));
+  info.hash = cddp__hash64(strlen(name), name, strlen(name)); /* all of it: the text cuts it */
   info.hash = cddp__hash64(info.hash, info.text, strlen(info.text));
   return info;
 }
 
+/* The settings, with the hash of all parameters. */
 static cddp__model_info cddp__model_of(const cddp_ddp *d) {
   cddp__model_info model = cddp__describe(d, CDDP__SETTINGS);
   int i;
@@ -18938,10 +18940,9 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info 
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %.*s in the job",
                       model.text, d->group->rank, (int)sizeof job->text - 1, job->text);
   if (model.params == job->params) return CDDP_OK;
-  return cddp__fail(CDDP_MISMATCH,
-                    "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
-                    "elements than on the ranks of the job",
-                    d->group->rank);
+  return cddp__fail(
+      CDDP_MISMATCH, "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
+      "elements than on the ranks of the job", d->group->rank);
 }
 
 /* Collective: every rank's error names the first rank that differs from rank 0. */
@@ -18975,7 +18976,8 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 
 static cddp__atomic_u32 cddp__models_made;
 
-static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
+/* Local. d can be half made. Keeps this thread's error text. */
+static void cddp__ddp_free(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
   char text[CDDP__ERROR_MAX];
@@ -18992,18 +18994,19 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
     }
     if (o->own_shared != NULL) /* others can still copy from it */
       cddp__arena_free_with(h, o->own_shared, d->control->block);
-    o->own_shared = NULL;
+    o->own_shared = NULL; /* _end_sharing would free it */
     cddp__end_sharing(o);
   }
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL; /* the arena's */
-  if (d->hooks != NULL && d->hooks != d->group && d->plan.next > 0) { /* possibly in a hook */
+    if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL; /* in the arena */
+  if (d->hooks != NULL && d->hooks != d->group && d->plan.next > 0) { /* a hook can be waiting */
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
     (void)cddp__break(d->hooks, CDDP_ABORTED);
     cddp__engine_drain(d->comm);
   }
   if (d->memory->free != NULL) (d->memory->free)(d);
+  /* with NCCL both can be the caller's */
   if (d->hooks != NULL && d->hooks != d->group) cddp__group_leave(d->hooks);
   if (d->comm != NULL && d->comm != d->group) cddp__group_leave(d->comm);
   if (d->control != NULL) cddp__group_leave(d->control);
@@ -19014,7 +19017,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   for (i = 0; d->rows.sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->rows.sparse[i]);
   g = d->group;
   cddp__free(a, d); /* and its arrays */
-  cddp__group_hold(g, CDDP__REMOVE_MODEL);
+  cddp__group_hold(g, CDDP__REMOVE_MODEL); /* frees g if the program has destroyed it */
   memcpy(cddp__error_text, text, sizeof text);
 }
 
@@ -19030,8 +19033,9 @@ static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
 /* Sets d's arrays, from `base` on, or to NULL if it is NULL. Returns their size in bytes. */
 static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int count,
                                const cddp_ddp_desc *desc) {
-  size_t n = (size_t)count, size = (size_t)g->size, shards = cddp__max(size, (size_t)desc->shards);
-  size_t ranks = desc->elastic ? shards : size, at = 0; /* ranks: at most; shards 0: one a rank */
+  size_t n = (size_t)count, size = (size_t)g->size;
+  size_t shards = cddp__max(size, (size_t)desc->shards); /* desc->shards 0: one a rank */
+  size_t ranks = desc->elastic ? shards : size, at = 0; /* ranks: at most */
   CDDP__TAKE(d->tensors, n);
   CDDP__TAKE(d->partitions, n);
   CDDP__TAKE(d->layout.order, n);
@@ -19060,12 +19064,13 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
 }
 #undef CDDP__TAKE
 
+/* The first half of creation, local. NULL: out of memory. */
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
   double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25;
   double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap
-                                           : 1;
+                                           : 1; /* PyTorch's defaults */
   cddp_ddp none, *d; /* none: counts the bytes of the arrays */
   bool any_sparse = false;
   int i;
@@ -19081,11 +19086,12 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->desc = *desc;
   d->me = g->local_rank;
   d->memory = g->backend->memory != NULL ? g->backend->memory : &cddp__host_memory;
-  d->meets = !g->backend->enqueues;
+  d->meets = !g->backend->enqueues; /* not NCCL */
+  /* the size of a joining process's g says nothing */
   d->shards.count = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
-  d->shards.spread = !desc->elastic && /* !meets: NCCL's own order is not the canonical one */
+  d->shards.spread = !desc->elastic && /* NCCL's own order of sums is not the canonical one */
                      (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
-  cddp__rank_shards(d->shards.count, g->size, g->rank, &i, &d->shards.own_count);
+  cddp__rank_shards(d->shards.count, g->size, g->rank, &i /* unused */, &d->shards.own_count);
   cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
   if (desc->elastic) d->shards.own_count = 1;
   else
@@ -19105,8 +19111,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
     cddp__ddp_free(d);
     return NULL;
   }
-  if (!any_sparse) d->rows.sparse = NULL;
-  d->meets =
+  if (!any_sparse) d->rows.sparse = NULL; /* all are dense */
+  d->meets = /* these need rounds, with NCCL too */
       d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->rows.sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
@@ -19114,6 +19120,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   return d;
 }
 
+/* Refuses what `elastic` or `shards` exclude. */
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
   bool gpus = g->backend->on_device;
@@ -19121,14 +19128,15 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : d->desc.find_unused_parameters ? "find_unused_parameters"
                       : d->desc.uneven_inputs          ? "uneven_inputs"
                                                        : NULL;
-  const char *clash = g->id != 0              ? "a group of cddp_group_split"
-                      : g->host->elastic      ? "another elastic model"
-                      : d->shards.count > CDDP__ELASTIC_SHARDS ? "more than 1,024 shards"
-                      : other != NULL         ? other
-                      : gpus && g->size > 1 && g->host->one_process
-                          ? "ranks that are threads and have GPUs" /* peers see no thread's end */
-                      : g->carrier->foreign ? "MPI"
-                                            : NULL;
+  const char *clash =
+      g->id != 0                               ? "a group of cddp_group_split"
+      : g->host->elastic                       ? "another elastic model"
+      : d->shards.count > CDDP__ELASTIC_SHARDS ? "more than 1,024 shards"
+      : other != NULL                          ? other
+      : gpus && g->size > 1 && g->host->one_process
+          ? "ranks that are threads and have GPUs" /* no connection shows a thread's end */
+      : g->carrier->foreign ? "MPI"
+                            : NULL;
   if (d->desc.elastic && clash != NULL)
     return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
                       clash);
@@ -19138,10 +19146,9 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
         "shards in cddp_ddp_desc is %d, but the group has %d ranks; each rank needs at least one",
         d->desc.shards, g->size);
   if (other != NULL)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "shards and %s in cddp_ddp_desc exclude each other: the mean is over all "
-                      "shards, in one order",
-                      other);
+    return cddp__fail(
+        CDDP_UNSUPPORTED, "shards and %s in cddp_ddp_desc exclude each other: the mean is over "
+        "all shards, in one order", other);
   return CDDP_OK;
 }
 
@@ -19154,7 +19161,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
     size_t esize = cddp__dtype_size(d->params[i].dtype);
     if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
       d->params[i].grad = d->arena + tensor->arena_offset;
-    if (tensor->begin >= tensor->end) continue;
+    if (tensor->begin >= tensor->end) continue; /* other ranks update all of it */
     part->param = i;
     part->first = (tensor->begin - tensor->offset) / esize;
     part->count = (tensor->end - tensor->begin) / esize;
@@ -19164,10 +19171,9 @@ static void cddp__place_partitions(cddp_ddp *d) {
   }
 }
 
-/* The group that reduces buckets: the caller's if buckets are enqueued, so that NCCL has one order
-   of calls and one set of connections; else, or if the model is elastic, private: its groups are
-   created again after each loss. check: no other split of d->group passes this number; see
-   cddp__split. */
+/* Collective. *out: a group that reduces buckets. With NCCL, which enqueues them, the caller's: one
+   order of calls, one set of connections. Else, or if the model is elastic, a private one. check:
+   ranks compare it; no other split of d->group passes this number. */
 static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
   if (!g->backend->enqueues || d->desc.elastic) return cddp__split_group(g, 0, g->rank, check, out);
@@ -19175,7 +19181,8 @@ static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_g
   return CDDP_OK;
 }
 
-/* The second half of creation: collective, except in a rank that joins later (joins). */
+/* The second half of creation: collective; in a joining process (joins) local. There d->control is
+   NULL, and cddp__agree returns its argument. */
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
   char **arenas = (char **)d->scratch.buffers;
@@ -19202,9 +19209,9 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
                             arenas);
     for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__set_rank_addresses(d, k, arenas[k]);
   }
-  if (r == CDDP_OK && !joins) r = cddp__broadcast_arrays(d, d->params, d->count, 0);
+  if (r == CDDP_OK && !joins) r = cddp__broadcast_arrays(d, d->params, d->count, 0 /* root */);
   if (r == CDDP_OK && !joins)
-    r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, 0);
+    r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, 0 /* root */);
   if (r != CDDP_OK) return r;
   cddp__set_plan(d, NULL);
   cddp__reset_step(d);
@@ -19232,14 +19239,14 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
         confirmed, the leader tells all to continue.
    A split network: if a member's host does not answer, the members that reported must be more than
    half of the last table that all confirmed, and of each later one that the leader has received. No
-   report may have a later table than the leader. So two halves never train separately: see
-   tests/models/halves.pml. The rule also holds if all members of an address were lost by resets, as
-   a firewall sends: `ended` has those of which a system closed a connection without a reset.
+   report may have a later table than the leader. So two halves never train separately
+   (tests/models/halves.pml). The rule also holds if all members of an address were lost by resets,
+   as a firewall sends: `ended` has those whose system closed a connection without one.
    If its calls failed, a rank can count a living leader as lost. So a leader calls each member
    that has not reported. One that has counted it as lost since the last table reports then. One
    that has a table without the leader refuses, and the leader ends (CDDP_ABORTED).
    A joining process asks a rank on its host or at MASTER_ADDR for the leader (>>rendezvous), and
-   reports to it (`lacks_weights`). Without shared memory, it counts as a host with one rank. A
+   reports to it (`joining`). Without shared memory, it counts as a host with one rank. A
    leader without shards left starts a meeting for it. */
 
 #define CDDP__JOIN_REQUESTS 64 /* the most processes that wait for a meeting; others retry */
@@ -19254,37 +19261,37 @@ typedef struct cddp__link_cuts {
 
 typedef struct cddp__meeting {
   cddp_group *group; /* the model's, for its host and time-out */
-  uint64_t steps;    /* cddp_ddp_steps, for error texts */
+  uint64_t steps; /* cddp_ddp_steps, for error texts */
   cddp__model_info model;
-  int capacity;                  /* the most members: the model's shards */
+  int capacity; /* the most members: the model's shards */
   size_t report_bytes, ended_at; /* of a report; offset in it of `ended` */
-  cddp__net *net;           /* connections among the members */
-  cddp__member *members;    /* [capacity + 1] by number; the last: this process while it joins */
-  int me;                   /* this rank's member number; `capacity` while it joins */
-  int leader;               /* number of the member that leads this meeting, or led the last */
-  bool lacks_weights;       /* this process joins, and has not received them yet */
-  bool admits;              /* the next meeting makes joining processes members */
-  uint64_t epoch;           /* number of tables so far */
+  cddp__net *net; /* connections among the members */
+  cddp__member *members; /* [capacity + 1] by number; the last: this process while it joins */
+  int me; /* this rank's member number; `capacity` while it joins */
+  int leader; /* number of the member that leads this meeting, or led the last */
+  bool joining; /* this process joins, and has not received the weights yet */
+  bool admits; /* the next meeting makes joining processes members */
+  uint64_t epoch; /* number of tables so far */
   cddp__connection **links; /* [capacity + JOIN_REQUESTS] to the leader, or (leader) by number to
                                the members; from [capacity] on to joining processes */
-  cddp__message **reports;  /* [capacity + JOIN_REQUESTS] the reports from these links */
-  int request_count;        /* joining processes that wait for a meeting */
-  int unreachable;          /* a member lost without proof that it ended; -1: none */
-  bool leader_called;       /* a member that this rank counted as lost has called as leader */
+  cddp__message **reports; /* [capacity + JOIN_REQUESTS] the reports from these links */
+  int requests; /* number of joining processes that wait for a meeting */
+  int unreachable; /* a member lost without proof that it ended; -1: none */
+  bool leader_called; /* a member that this rank counted as lost has called as leader */
   uint64_t *lives; /* [table_count][capacity] the members' lives in the last table that all
                       confirmed, and in each later one that arrived here */
   size_t table_count, lives_capacity;
-  int member_count;     /* in the last table */
+  int member_count; /* in the last table */
   unsigned char *ended; /* [capacity] 1: a member saw its process end since the last table */
   cddp__link_cuts *cuts; /* [capacity] in this meeting */
 } cddp__meeting;
 
 /* The head of a rank's report to the leader. */
 typedef struct cddp__report {
-  uint64_t table_id; /* of a table: random, in each of its reports; for its groups' ids */
+  uint64_t table_id; /* in a table: its random number, for the ids of its groups */
   uint64_t epoch;    /* of the rank's last table */
   cddp__member self;
-  int32_t lacks_weights; /* 1: the rank joins */
+  int32_t joining; /* 1: the rank joins */
 } cddp__report;
 
 /* --- the members --- */
@@ -19318,7 +19325,7 @@ static int cddp__choose_leader(const cddp__meeting *m) {
   return leader;
 }
 
-/* Appends the members' lives to m->lives. */
+/* Appends the members' lives to m->lives, for cddp__has_majority. */
 static cddp_result cddp__remember_table(cddp__meeting *m) {
   size_t n = (size_t)m->capacity, at = m->table_count * n;
   uint64_t *lives = (uint64_t *)cddp__grow_array(&m->group->host->allocator, m->lives,
@@ -19341,10 +19348,10 @@ static void cddp__drop_link(cddp__meeting *m, int p) {
   m->reports[p] = NULL;
 }
 
-static void cddp__meeting_disconnect(cddp__meeting *m) {
+static void cddp__drop_links(cddp__meeting *m) {
   int k;
-  for (k = 0; k < m->capacity + m->request_count; k++) cddp__drop_link(m, k);
-  m->request_count = 0;
+  for (k = 0; k < m->capacity + m->requests; k++) cddp__drop_link(m, k);
+  m->requests = 0;
 }
 
 /* Then this rank is lost to the other members, and no process joins through it. */
@@ -19356,10 +19363,10 @@ static void cddp__meeting_close(cddp__meeting *m) {
   cddp__links_free(net->incoming);
   net->incoming = NULL;
   pthread_mutex_unlock(&net->lock);
-  cddp__meeting_disconnect(m);
+  cddp__drop_links(m);
 }
 
-/* Whether the process of this host with this index is a member. */
+/* Whether the process of this host with this window, its index, is a member. */
 static bool cddp__is_member_here(const cddp__meeting *m, int window) {
   const cddp__member *members = m->members;
   int p = 0;
@@ -19369,6 +19376,7 @@ static bool cddp__is_member_here(const cddp__meeting *m, int window) {
   return p < m->capacity;
 }
 
+/* Report k of a table, or (0) a report alone. */
 static cddp__report *cddp__report_at(const cddp__meeting *m, cddp__message *message, int k) {
   return (cddp__report *)(void *)((char *)(message + 1) + (size_t)k * m->report_bytes);
 }
@@ -19388,12 +19396,12 @@ static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capaci
   m->capacity = capacity;
   m->ended_at = bytes;
   m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t));
-  m->lacks_weights = host->joined;
+  m->joining = host->joined;
   m->me = host->joined ? capacity : g->rank;
   m->unreachable = -1;
-  m->members = (cddp__member *)cddp__calloc(allocator, 1,
-                                            (n + 1) * (sizeof *m->members + sizeof *m->cuts + 1) +
-                                                link_count * 2 * sizeof(void *));
+  m->members = (cddp__member *)cddp__calloc( /* and the other arrays */
+      allocator, 1, (n + 1) * (sizeof *m->members + sizeof *m->cuts + sizeof *m->ended) +
+                        link_count * (sizeof *m->links + sizeof *m->reports));
   if (m->members == NULL) return CDDP_OUT_OF_MEMORY;
   m->cuts = (cddp__link_cuts *)(void *)(m->members + n + 1);
   m->links = (cddp__connection **)(void *)(m->cuts + n);
@@ -19419,7 +19427,7 @@ static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
   const cddp__host *host = m->group->host;
   const cddp__join_table *table = host->joined ? &host->job_info->table : NULL;
   cddp__address address;
-  int fd = -1, count;
+  int fd = -1, unused;
   cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
   if (host->net != NULL) { /* several hosts */
@@ -19443,7 +19451,7 @@ static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
   cddp__address_set_port(&address, 0);
   self->address = address.v6;
   self->number = m->me;
-  if ((r = cddp__listen_all(&address, 1, &m->net->listener, &count)) != CDDP_OK)
+  if ((r = cddp__listen_all(&address, 1, &m->net->listener, &unused)) != CDDP_OK)
     return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
   self->port = cddp__address_port(&address);
   self->rank = m->group->rank;
@@ -19456,7 +19464,7 @@ static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
 
 /* --- reports and the table --- */
 
-/* Whether a member's connection has ended; notes how. */
+/* Whether a member's connection has ended for good; notes how. */
 static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connection *link) {
   const cddp__host *host = m->group->host;
   uint32_t state = host->one_process && host->slots != NULL
@@ -19471,7 +19479,7 @@ static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connecti
   return true;
 }
 
-/* Notes a cut. Returns whether to connect again, now or in CDDP__RECONNECT_S. */
+/* Notes a cut. Returns whether to connect again, at cut->retry_at; false: the member is lost. */
 static bool cddp__retries_member(cddp__meeting *m, int member) {
   cddp__link_cuts *cut = &m->cuts[member];
   double now = cddp__now();
@@ -19486,8 +19494,8 @@ static bool cddp__retries_member(cddp__meeting *m, int member) {
 
 static void cddp__remove_member(cddp__meeting *m, int member) {
   m->members[member].life = 0;
-  if (cddp__has_no_number(m)) {
-    cddp__sleep(0.01); /* the members asked next then know of the loss */
+  if (cddp__has_no_number(m)) { /* it joins: it asks others for a leader */
+    cddp__sleep(0.01); /* by then they know of the loss */
     return;
   }
   CDDP__POINT("elastic lost");
@@ -19521,8 +19529,8 @@ static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank
                                   rank));
 }
 
-/* Whether the process `life`, which has sent bytes, is member p of the last table. If it was lost,
-   it is a member again. */
+/* Whether the process `life`, which has sent bytes, so it lives, is member p of the last table. If
+   this rank counted it as lost, it is a member again. */
 static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   size_t n = (size_t)m->capacity;
   if (p >= m->capacity || m->table_count == 0 || life == 0 ||
@@ -19535,7 +19543,7 @@ static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   return true;
 }
 
-/* Returns whether to keep a leader's connection: to the leader, its end is a loss. */
+/* A call of a leader. Returns whether to keep its link, whose end would be a loss to the leader. */
 static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
                               const cddp__member *caller) {
   int p = link->peer;
@@ -19550,7 +19558,7 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
                                 bool leads) {
   cddp__report *report = cddp__report_at(m, message, 0);
   cddp__member *self = &report->self;
-  int n = m->capacity, p = 0, k;
+  int n = m->capacity, p = 0, k; /* p: the sender's number; n: none */
   bool sound = message->head.size == m->report_bytes && self->life != 0 && self->pid != 0 &&
                self->host >= 0 && self->port > 0 && self->port < 65536;
   if (sound) (void)cddp__revive_member(m, link->peer, self->life);
@@ -19566,13 +19574,13 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
       if (cddp__ended_of(m, report)[k] == 1 && m->reports[k] == NULL &&
           m->members[k].since <= report->epoch)
         m->ended[k] = 1;
-  } else if (sound && report->lacks_weights != 0 && m->request_count < CDDP__JOIN_REQUESTS) {
-    p = n + m->request_count++;
+  } else if (sound && report->joining != 0 && m->requests < CDDP__JOIN_REQUESTS) {
+    p = n + m->requests++;
     for (k = n; k < p; k++) /* an earlier request of this process */
       if (cddp__report_at(m, m->reports[k], 0)->self.life == self->life)
         cddp__connection_end(m->links[k], 0);
   } else {
-    if (sound && p == n && report->lacks_weights == 0)
+    if (sound && p == n && report->joining == 0)
       cddp__refuse_lost(m, link, self->rank);
     else
       cddp__link_free(link);
@@ -19583,8 +19591,8 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
   m->reports[p] = message;
 }
 
-/* The senders of which reports and calls are received: lost members; joining processes, too; in a
-   meeting that this rank leads, members, too. */
+/* Whose reports and calls this rank receives: those of members that it counts as lost; of joining
+   processes, too; of all, as the leader of a meeting. */
 enum cddp__accepts { CDDP__ACCEPT_LOST, CDDP__ACCEPT_JOINING, CDDP__ACCEPT_MEMBERS };
 
 static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
@@ -19610,7 +19618,7 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
       continue;
     }
     *at = link->next;
-    if (is_call)
+    if (is_call) /* of a rank that is not in the last table */
       cddp__refuse_lost(m, link, ((cddp__member *)(void *)(message + 1))->rank);
     else if (message != NULL)
       cddp__handle_report(m, link, message, accepts == CDDP__ACCEPT_MEMBERS);
@@ -19646,7 +19654,7 @@ static void cddp__answer_joins(cddp__meeting *m) {
   cddp__join_serve(host, CDDP__JOIN_WAIT);
 }
 
-/* Connects to a member (its life, in place of a group) and posts a report or a call. */
+/* Connects to a member and posts a report or a call. The hello names its life, not a group. */
 static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const void *data,
                                          size_t size) {
   cddp__connection **link = &m->links[member];
@@ -19664,7 +19672,7 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
   return r;
 }
 
-/* Leader: waits until all members have reported, or m->leader_called. */
+/* Leader: waits until each member has reported or is lost, or m->leader_called. */
 static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   cddp__connection **links = m->links;
   int missing, late = -1, p; /* number of missing reports; the first member without one */
@@ -19697,10 +19705,9 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
     }
     if (missing == 0) return CDDP_OK;
     if (cddp__now() > deadline)
-      return cddp__fail(CDDP_TIMEOUT,
-                        "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
-                        "cddp_ddp_next_shard",
-                        m->group->timeout_s, m->steps, cddp__member_name(m, late).s);
+      return cddp__fail(
+          CDDP_TIMEOUT, "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
+          "cddp_ddp_next_shard", m->group->timeout_s, m->steps, cddp__member_name(m, late).s);
     cddp__meeting_poll(m, links, m->capacity);
   }
 }
@@ -19712,7 +19719,7 @@ static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member 
   *number = -1;
   for (p = m->capacity - 1; p >= 0; p--) {
     const cddp__member *member = &m->members[p];
-    if (member->life == 0) {
+    if (member->life == 0) { /* free, and lower than *number */
       if (*number < 0 || m->members[*number].rank != self->rank || member->rank == self->rank)
         *number = p;
     } else if (member->rank == self->rank) {
@@ -19734,7 +19741,7 @@ static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member 
 static void cddp__admit_joining(cddp__meeting *m) {
   int k, number;
   if (!m->admits) return; /* they retry */
-  for (k = m->capacity; k < m->capacity + m->request_count; k++) {
+  for (k = m->capacity; k < m->capacity + m->requests; k++) {
     cddp__connection *link = m->links[k];
     cddp__member *self = &cddp__report_at(m, m->reports[k], 0)->self;
     cddp_result r = cddp__find_number(m, self, &number);
@@ -19756,10 +19763,10 @@ static void cddp__admit_joining(cddp__meeting *m) {
     m->reports[k] = NULL;
     m->links[k] = NULL;
   }
-  m->request_count = 0;
+  m->requests = 0;
 }
 
-/* Sends all reports, as one message, to all that reported. */
+/* Sends all reports, as one message, the table, to all that reported. */
 static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **table) {
   const cddp__net *net = m->net;
   cddp__connection **links = m->links;
@@ -19788,8 +19795,8 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
   return r;
 }
 
-/* A lost member at an address without a reporting member or a process in `ended`; -1: none. A
-   firewall can have reset the links to that address. */
+/* A member at whose address no process has reported or is in `ended`: a firewall can have reset all
+   links to it. -1: none. */
 static int cddp__find_cut_off(const cddp__meeting *m) {
   const uint64_t *lives = m->lives + (m->table_count - 1) * (size_t)m->capacity;
   int lost, k;
@@ -19804,8 +19811,8 @@ static int cddp__find_cut_off(const cddp__meeting *m) {
   return -1;
 }
 
-/* Whether more than half of each remembered table have reported. A report with a later table shows
-   that others have continued without this rank. */
+/* Whether more than half of the members of each remembered table have reported. A report with a
+   later table shows that others have continued without this rank. */
 static bool cddp__has_majority(const cddp__meeting *m) {
   const uint64_t *lives = m->lives;
   size_t t;
@@ -19833,12 +19840,12 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   r = cddp__await_reports(m, deadline);
   if (r == CDDP_OK && m->leader_called) {
     reports[m->me] = NULL;
-    cddp__meeting_disconnect(m);
+    cddp__drop_links(m);
     return r;
   }
   for (p = 0; p < m->capacity; p++) report_count += reports[p] != NULL;
   cut_off = m->unreachable < 0 ? cddp__find_cut_off(m) : -1;
-  if (cut_off >= 0) m->unreachable = cut_off;
+  if (cut_off >= 0) m->unreachable = cut_off; /* then a majority is needed */
   if (r == CDDP_OK && m->unreachable >= 0 && !cddp__has_majority(m))
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
@@ -19899,7 +19906,7 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
 /* Without a known member: asks ranks of the job for the leader. */
 static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__host *host = m->group->host;
-  cddp__elastic_leader_info *lead = &host->job_info->table.lead;
+  cddp__leader_info *lead = &host->job_info->table.lead;
   cddp__join_table table; /* of another rank: only `lead` is valid here */
   cddp_result r = CDDP_OK;
   int fd = -1;
@@ -19908,10 +19915,9 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
     cddp__close_fd(&fd);
     if (r == CDDP_PEER_LOST || /* no rank answers, although one did in cddp_init */
         (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0))
-      r = cddp__fail(CDDP_PEER_LOST,
-                     "CDDP_JOIN: the job has ended, or has destroyed its model, before rank %d "
-                     "joined it",
-                     m->group->rank);
+      r = cddp__fail(
+          CDDP_PEER_LOST, "CDDP_JOIN: the job has ended, or has destroyed its model, before rank "
+          "%d joined it", m->group->rank);
     if (r != CDDP_OK) return r;
     *lead = table.lead;
   }
@@ -19959,14 +19965,14 @@ static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
 }
 
 /* All living members meet. *table (NULL before) receives their reports, by number. mine: this
-   rank's report, without its head. */
+   rank's report, whose head this fills in. */
 static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__message **table) {
   double deadline = cddp__now() + m->group->timeout_s;
   cddp__report *report = cddp__report_at(m, mine, 0);
   cddp_result r = CDDP_OK;
   bool cut = false;
   report->epoch = m->epoch;
-  report->lacks_weights = m->lacks_weights;
+  report->joining = m->joining;
   report->self = m->members[m->me];
   memcpy(cddp__ended_of(m, report), m->ended, (size_t)m->capacity);
   memset(m->cuts, 0, (size_t)m->capacity * sizeof *m->cuts);
@@ -19982,7 +19988,7 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
              *table == NULL && !m->leader_called &&
              (!cut || cddp__has_no_number(m) || !cddp__retries_member(m, leader)))
       cddp__remove_member(m, leader);
-    else if (r == CDDP_OK && *table == NULL) /* a dead leader refuses the next link */
+    else if (r == CDDP_OK && *table == NULL) /* again: a dead leader will refuse the link */
       cddp__sleep(cddp__now() < m->cuts[leader].retry_at ? CDDP__RECONNECT_S : 0.001);
   }
   if (r == CDDP_OK) r = cddp__check_members(m, *table);
@@ -20000,7 +20006,7 @@ static void cddp__meeting_forget(cddp__meeting *m) {
   for (p = 0; p < m->capacity; p++) m->members[p].life = 0;
   m->table_count = 0;
   m->me = m->net->rank = m->capacity;
-  cddp__meeting_disconnect(m);
+  cddp__drop_links(m);
 }
 
 /* false: the member is lost, late, or asks to meet again. */
@@ -20033,11 +20039,11 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
     (void)cddp__link_progress(m->net, m->links[p]);
   }
   if (r == CDDP_OK && !leads) all = cddp__await_confirmation(m, m->leader, deadline);
-  cddp__meeting_disconnect(m);
+  cddp__drop_links(m);
   if (r != CDDP_OK) return r;
   if (!all) return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
   memmove(m->lives, m->lives + (m->table_count - 1) * n, n * sizeof *m->lives);
-  m->table_count = 1; /* the confirmed one */
+  m->table_count = 1; /* the last, which all have confirmed */
   m->unreachable = -1;
   return CDDP_OK;
 }
@@ -20045,7 +20051,6 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
 /* >>elastic ---------------------------------------------------------------------------------------
    Job: the assignment of shards, reductions and updates of an elastic model.
    Owns: a cddp__elastic with its meeting; the groups `control`, `comm` of its cddp_ddp.
-   Touches: the fields of a cddp_ddp that >>ddp uses.
    Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
    cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
    Words: a process's window is its index on its host (>>arena). A part is a rank's share of the
@@ -20103,31 +20108,31 @@ typedef struct cddp__lost_block {
 
 struct cddp__elastic {
   cddp__meeting meeting;
-  int *order;              /* [active_count] member numbers of the group's ranks, by rank */
-  int meetings;            /* since the last reduction */
+  int *order; /* [active_count] member numbers of the group's ranks, by rank */
+  int meetings; /* since the last reduction */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
   /* this rank's sums and the last mean: */
-  uint64_t step;    /* waits and steps since creation */
+  uint64_t step; /* waits and steps since creation */
   uint64_t reductions; /* completed: `step`, or `step` + 1 before the update */
-  char *slot_area;  /* this rank's slots */
-  char *mean;       /* the last reduction's mean, or this rank's part of it */
+  char *slot_area; /* this rank's slots */
+  char *mean; /* the last reduction's mean, or this rank's part of it */
   bool holds_shard; /* the gradients hold the sum of a shard that has ended */
-  bool in_parts;    /* each rank of its group has a part of the mean; false: this rank has all */
-  bool has_mean;    /* false: this rank has joined, and has no mean yet */
-  bool repeats;     /* the ranks with the last mean are lost: the group makes it again */
-  bool ahead;       /* repeats, and this rank, which joined, does not need the mean */
-  int mean_parts;   /* of the last mean; 1 if not in_parts */
-  char **means;     /* [mean_parts] the memory of each, addressed by model offset */
+  bool in_parts; /* each rank of its group has a part of the mean; false: this rank has all */
+  bool has_mean; /* false: this rank has joined, and has no mean yet */
+  bool repeats; /* the ranks with the last mean are lost: the group makes it again */
+  bool ahead; /* repeats, and this rank, which joined, does not need the mean */
+  int mean_parts; /* of the last mean; 1 if not in_parts */
+  char **means; /* [mean_parts] the memory of each, addressed by model offset */
   double **squares; /* [mean_parts] the squares of each */
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   /* memory of the ranks on this host: */
-  bool one_host;               /* all members are on this host and read each other's memory */
-  cddp__published *own;   /* this rank's; NULL: on a GPU */
+  bool one_host; /* all members are on this host and read each other's memory */
+  cddp__published *own; /* this rank's; NULL: on a GPU */
   cddp__published **published; /* [shards] by member number; NULL: on another host, or on a GPU */
   cddp__lost_block *lost_blocks;
   size_t lost_count, lost_capacity;
-  void *next_blocks[2]; /* memory for the control blocks of the next groups; NULL */
-  char *states;   /* of the optimizer, received on joining; NULL: none, or a cddp_optim has them */
+  void *next_blocks[2]; /* in a meeting: memory for the new groups' control blocks; else NULL */
+  char *states; /* of the optimizer, received on joining; NULL: none, or a cddp_optim has them */
   cddp_ddp *next; /* in cddp__elastic_models */
 };
 
@@ -20141,7 +20146,7 @@ typedef struct cddp__rank_report {
   cddp__ref next_blocks[2];   /* for the new groups; those of a host's lowest rank are used */
 } cddp__rank_report;
 
-/* Stops listening. The BYE of a link says (link->over) that this rank is no member any more. */
+/* Stops listening, so this rank is lost to the others. link->over: its BYEs say so. */
 static void cddp__elastic_close(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   cddp__connection *link;
@@ -20190,8 +20195,7 @@ static void cddp__drop_sums(cddp_ddp *d) {
   d->rows.bytes = 0;
 }
 
-/* Begins a step. */
-static void cddp__elastic_assign_shards(cddp_ddp *d) {
+static void cddp__elastic_begin_step(cddp_ddp *d) {
   cddp__drop_sums(d);
   cddp__assign_shards(d->shards.owner, d->shards.count, d->step.active_count);
 }
@@ -20275,10 +20279,9 @@ static void cddp__break_groups_of(cddp__host *host, int window) {
   for (g = host->groups; g != NULL; g = g->next) {
     for (k = 0; k < g->size && g->members[k] != window;) k++;
     if (k == g->size || cddp__is_broken(g)) continue;
-    cddp__fail(CDDP_PEER_LOST,
-               "rank %d of the group was lost, and the elastic model continues without it: use "
-               "cddp_ddp_group",
-               k);
+    cddp__fail(
+        CDDP_PEER_LOST, "rank %d of the group was lost, and the elastic model continues without "
+        "it: use cddp_ddp_group", k);
     if (cddp__publish_failure(g, CDDP_PEER_LOST)) cddp__wake_all(g);
   }
   pthread_mutex_unlock(&host->lock);
@@ -20363,13 +20366,13 @@ static void cddp__free_lost(cddp_ddp *d) {
     if (lost.step >= elastic->step || cddp__lost_lives(host, lost.step))
       elastic->lost_blocks[kept++] = lost;
     else
-      cddp__arena_free_block(host, lost.block, lost.generation);
+      cddp__arena_free_block(host, lost.block, lost.generation /* no later group's there */);
   }
   elastic->lost_count = kept;
   if (host->arena.fd >= 0) cddp__find_processes(host); /* those that ended as they joined, too */
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
-    if (p->lost == 0 || p->lost > elastic->step || host->arena.fd < 0) continue;
+    if (p->lost == 0 || p->lost > elastic->step /* lost in it */ || host->arena.fd < 0) continue;
     if (p->use_locked && cddp__window_in_use(host, p->window)) continue;
     if (p->use_locked) cddp__unmap_window(host, p);
     if (cddp__process_gone(host, p->window)) cddp__free_window(host, p);
@@ -20451,10 +20454,9 @@ static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_c
     cddp__fail(CDDP_MISMATCH, "rank %d called %s, %s called %s", rank,
                cddp__shapes[mine->kind].name, name.s, cddp__shapes[other->kind].name);
   else if (other->steps != mine->steps)
-    cddp__fail(CDDP_MISMATCH,
-               "%s is in step %" PRIu64 ", rank %d in another; load the same checkpoint on all "
-               "ranks",
-               name.s, other->steps, rank);
+    cddp__fail(
+        CDDP_MISMATCH, "%s is in step %" PRIu64 ", rank %d in another; load the same checkpoint "
+        "on all ranks", name.s, other->steps, rank);
   else if (other->lr != mine->lr)
     cddp__fail(CDDP_MISMATCH, "%s is %s on rank %d, %s on %s",
                cddp__setting_names[CDDP__SETTING_LR], cddp__describe_number(mine->lr).s, rank,
@@ -20477,6 +20479,7 @@ typedef struct cddp__reduction_header { /* the payload of a reduction's first ro
 } cddp__reduction_header;
 CDDP__STATIC_ASSERT(sizeof(cddp__reduction_header) <= CDDP__PAYLOAD, "a round carries it");
 
+/* What rank k has sent. */
 static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k) {
   cddp__reduction_header header;
   memcpy(&header, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof header);
@@ -20498,7 +20501,7 @@ static cddp_result cddp__check_updates(cddp_ddp *d) {
     oldest = member;
     job = call;
   }
-  if (oldest < 0 || elastic->ahead) return CDDP_OK;
+  if (oldest < 0 || elastic->ahead /* its weights have the update */) return CDDP_OK;
   if (elastic->last_update.kind == 0) elastic->last_update = job; /* joined: nothing to compare */
   r = cddp__compare_update(d, &job, oldest);
   if (r != CDDP_OK && members[elastic->meeting.me].since > members[oldest].since) return r;
@@ -20511,7 +20514,7 @@ static cddp_result cddp__check_updates(cddp_ddp *d) {
   return r == CDDP_OK ? r : cddp__break(d->control, r); /* on all ranks */
 }
 
-static cddp_result cddp__elastic_await_device(cddp_ddp *d) {
+static cddp_result cddp__await_model(cddp_ddp *d) {
   return d->memory->await != NULL ? (d->memory->await)(d) : CDDP_OK;
 }
 
@@ -20554,26 +20557,30 @@ static void cddp__set_whole_mean(cddp__elastic *elastic) {
 }
 
 /* The mean between hosts and on GPUs: each rank receives all nodes of its part and computes their
-   mean. Then the ranks gather the parts. longest_rows: the most bytes of a rank's rows. */
-static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest_rows) {
+   mean. Then the ranks gather the parts. longest: the most bytes of a rank's rows. */
+static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   cddp_result r = CDDP_OK;
   cddp__set_whole_mean(d->elastic);
-  if (d->rows.sparse != NULL) r = cddp__gather_rows(d, longest_rows);
+  if (d->rows.sparse != NULL) r = cddp__gather_rows(d, longest);
   CDDP__POINT("elastic rows gathered");
-  if (r == CDDP_OK && d->layout.dense == 0) /* no later exchange waits for all ranks */
+  /* A rank completes the reduction when all have the rows, which no meeting sends. With dense
+     gradients cddp__gather_nodes waits for that. */
+  if (r == CDDP_OK && d->layout.dense == 0)
     r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0, NULL, 0);
   if (r == CDDP_OK) r = cddp__gather_nodes(d, d->elastic->mean);
-  return r == CDDP_OK ? cddp__elastic_await_device(d) : r;
+  return r == CDDP_OK ? cddp__await_model(d) : r;
 }
 
+/* Collective: computes the step's mean. */
 static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
-  size_t longest_rows = 0;
+  size_t longest = 0;
   cddp_result r = CDDP_OK;
   int k, unused; /* number of slots: this rank has grown its own */
   CDDP_ASSERT(elastic->reductions == elastic->step); /* the last update is complete */
-  if (!elastic->one_host && elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
+  if (!elastic->one_host && elastic->holds_shard) /* since another host's process has joined */
+    r = cddp__elastic_clear_gradients(d);
   if (!elastic->one_host && r == CDDP_OK) r = cddp__grow_slots(d, 1); /* sent, even without sums */
   if (r != CDDP_OK) return r;
   if (elastic->own != NULL) cddp__publish_own(d);
@@ -20581,20 +20588,20 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
                   elastic->reductions - elastic->ahead /* its number */, &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
-    longest_rows = cddp__max(longest_rows, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
+    longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
   if (r == CDDP_OK) r = cddp__check_updates(d);
   CDDP__POINT("elastic met");
   if (r != CDDP_OK) return r;
   cddp__free_lost(d);
   d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true /* apart */,
                                           d->shards.nodes, d->shards.widths, &unused);
-  r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest_rows);
+  r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
   if (r != CDDP_OK) return r;
-  elastic->reductions += !elastic->ahead;
+  elastic->reductions += !elastic->ahead; /* ahead: counted already */
   elastic->repeats = elastic->ahead = false;
   elastic->has_mean = true;
   elastic->meetings = 0;
-  cddp__elastic_assign_shards(d);
+  cddp__elastic_begin_step(d);
   CDDP__POINT("elastic reduced");
   return CDDP_OK;
 }
@@ -20690,7 +20697,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
         if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__connection_end(link, n == 0 ? 0 : errno);
         if (link->state != CDDP__CONNECTION_ENDED) continue;
         if (link->peer_over || (link->error == 0 && !link->peer_failed && link->got == 0 &&
-                                cddp__buffer_size(&link->in) == 0))
+                                cddp__buffer_size(&link->in) == 0)) /* between two frames */
           *ended = 1;
         again = again || (link->error > 0 && *ended == 0);
       }
@@ -20807,8 +20814,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref);
-  if (elastic->own != NULL) /* not on a GPU */
-    ref = cddp__ref_of(d->group->host, elastic->own, bytes);
+  if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref, sizeof ref);
   if (r == CDDP_OK)
     r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
@@ -20840,7 +20846,7 @@ static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint6
   int *owner = d->shards.owner, able[CDDP__MAX_RANKS], count = 0, missing = 0, assigned = 0, i, k;
   for (k = 0; k < d->step.active_count; k++) {
     const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
-    if (!d->elastic->repeats || (report->head.lacks_weights == 0 && report->reductions == next))
+    if (!d->elastic->repeats || (report->head.joining == 0 && report->reductions == next))
       able[count++] = k;
   }
   for (i = 0; i < d->shards.count; i++) {
@@ -20866,7 +20872,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
     report = cddp__rank_report_at(d, table, k);
     elastic->order[k] = report->head.self.number;
     d->step.active[k] = k;
-    if (report->head.lacks_weights == 0 &&
+    if (report->head.joining == 0 &&
         (from == NULL || report->reductions > from->reductions ||
          (report->reductions == from->reductions && report->has_mean > from->has_mean)))
       from = report;
@@ -20874,12 +20880,12 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
   elastic->repeats = false;
   for (k = 0; from != NULL && from->has_mean == 0 && k < ranks; k++) {
     report = cddp__rank_report_at(d, table, k);
-    if (report->head.lacks_weights == 0 && report->reductions < from->reductions)
+    if (report->head.joining == 0 && report->reductions < from->reductions)
       elastic->repeats = true;
   }
   next = (from != NULL ? from->reductions : 0) - elastic->repeats; /* the reduction to make */
   elastic->ahead =
-      elastic->repeats && (elastic->meeting.lacks_weights || elastic->reductions > next);
+      elastic->repeats && (elastic->meeting.joining || elastic->reductions > next);
   if (elastic->reductions != next) cddp__drop_sums(d); /* they are of another reduction */
   cddp__assign_missing_shards(d, table, next);
   cddp__record_event(d->group, "assigned", (uint64_t)ranks, CDDP_OK);
@@ -20891,7 +20897,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   const cddp_allocator *allocator = &d->group->host->allocator;
-  bool takes_part = elastic->meeting.lacks_weights || elastic->order[source] == elastic->meeting.me;
+  bool takes_part = elastic->meeting.joining || elastic->order[source] == elastic->meeting.me;
   bool host_data = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
   size_t most = CDDP__NODES_CHUNK * sizeof(double), at, n;
   void *passed = NULL, *host_chunk = host_data ? cddp__malloc(allocator, most) : NULL;
@@ -20915,7 +20921,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
 static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int source) {
   cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)from->optim.state_count * d->layout.state_stride;
-  bool receives = elastic->meeting.lacks_weights;
+  bool receives = elastic->meeting.joining;
   bool sends = elastic->order[source] == elastic->meeting.me;
   char *states = elastic->states; /* not NULL: this rank has joined in this step */
   cddp_result r = CDDP_OK;
@@ -20934,14 +20940,14 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
     r = cddp__elastic_broadcast(d, source, p->data, p->count * cddp__dtype_size(p->dtype));
   }
   if (r == CDDP_OK) r = cddp__elastic_broadcast(d, source, states, bytes);
-  if (r == CDDP_OK) r = cddp__elastic_await_device(d);
+  if (r == CDDP_OK) r = cddp__await_model(d);
   if (r == CDDP_OK && receives) {
     elastic->states = states;
     d->snapshot = from->optim;
     for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = ((float *)(from + 1))[i];
     elastic->step = from->reductions;
     d->steps = from->steps;
-    elastic->meeting.lacks_weights = false;
+    elastic->meeting.joining = false;
   }
   if (states != elastic->states) (d->group->backend->free)(d->group, states);
   return r;
@@ -20952,14 +20958,14 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__rank_report *from) {
   cddp__elastic *elastic = d->elastic;
-  bool joins = elastic->meeting.lacks_weights, some_join = false, some_lack = false;
+  bool joins = elastic->meeting.joining, some_join = false, some_lack = false;
   bool lacks_mean = !joins && elastic->reductions < from->reductions && !elastic->repeats;
   bool has_mean = lacks_mean || (!joins && elastic->has_mean);
   int source = 0, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
     const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
-    bool joining = report->head.lacks_weights != 0;
+    bool joining = report->head.joining != 0;
     if (report == from) source = k;
     some_lack =
         some_lack || (!joining && report->reductions < from->reductions && !elastic->repeats);
@@ -20973,7 +20979,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
     has_mean = true;
   }
   if (r == CDDP_OK && some_join) r = cddp__send_snapshot(d, from, source);
-  if (r == CDDP_OK && some_lack) r = cddp__elastic_await_device(d);
+  if (r == CDDP_OK && some_lack) r = cddp__await_model(d);
   if (r != CDDP_OK) return r;
   elastic->has_mean = has_mean;
   if (elastic->ahead || !elastic->repeats) elastic->reductions = from->reductions;
@@ -20992,10 +20998,9 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp_result r;
   int i;
   if (++elastic->meetings > 4 * d->shards.count + 16) /* more than losses explain */
-    return cddp__fail(CDDP_ABORTED,
-                      "ranks formed new groups %d times in step %" PRIu64
-                      " and could not complete it",
-                      elastic->meetings - 1, d->steps);
+    return cddp__fail(
+        CDDP_ABORTED, "ranks formed new groups %d times in step %" PRIu64 " and could not "
+        "complete it", elastic->meetings - 1, d->steps);
   cddp__elastic_leave_both(d);
   m->steps = d->steps;
   /* Before the first update the members do not know their optimizer: a joining process would not
@@ -21032,7 +21037,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Sets d->shards.current to the next shard; -1: the mean exists. */
+/* Sets d->shards.current to the next shard; -1: the mean exists. Reduces, and meets if needed. */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__meeting *m = &elastic->meeting;
@@ -21051,8 +21056,8 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
       return r;
     }
     cddp__accept_reports(m, CDDP__ACCEPT_JOINING);
-    if (cddp__choose_leader(m) != m->me) cddp__meeting_disconnect(m); /* the leader admits */
-    if (m->request_count > 0 && elastic->meetings == 0 && /* at most one of these a step */
+    if (cddp__choose_leader(m) != m->me) cddp__drop_links(m); /* the leader admits */
+    if (m->requests > 0 && elastic->meetings == 0 && /* no second meeting for joins */
         elastic->last_update.kind != 0)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
     else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* else comm has lost a link */
@@ -21074,6 +21079,7 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
   return pass;
 }
 
+/* Updates all of this rank's weights and states, on a host. */
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   cddp__sparse *const *own_sparse = optim->sparse; /* NULL: it was created without desc.ddp */
   cddp__elastic *elastic = d->elastic;
@@ -21184,8 +21190,8 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   if (r == CDDP_OK)
     r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
   from->stepped = false;
-  /* This ignores lost members: the next step makes new groups. */
-  if (r == CDDP_OK && d->group->backend->on_device) r = cddp__await_device(d->group);
+  if (r == CDDP_OK && d->group->backend->on_device) /* ignores losses: the next step finds them */
+    r = cddp__await_device(d->group);
   (d->group->backend->free)(d->group, elastic->states);
   elastic->states = NULL;
   return r;
@@ -21193,15 +21199,15 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
 
 /* The elastic models of this process. An optimizer without desc.ddp finds its model here, and in a
    joining process its states. */
-static pthread_mutex_t cddp__elastic_models_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t cddp__models_lock = PTHREAD_MUTEX_INITIALIZER;
 static cddp_ddp *cddp__elastic_models; /* by elastic.next */
 
 static void cddp__forget_elastic_models(void) { /* in a forked child: they are its parent's */
-  pthread_mutex_init(&cddp__elastic_models_lock, NULL);
+  pthread_mutex_init(&cddp__models_lock, NULL);
   __atomic_store_n(&cddp__elastic_models, NULL, __ATOMIC_RELEASE);
 }
 
-static void cddp__register_elastic_fork_handler(void) {
+static void cddp__register_elastic_fork(void) {
   (void)pthread_atfork(NULL, NULL, cddp__forget_elastic_models);
 }
 
@@ -21209,22 +21215,22 @@ static void cddp__elastic_register(cddp_ddp *d) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   int i;
   for (i = 0; i < d->count; i++) d->tensors[i].data = d->params[i].data; /* for _elastic_pair */
-  pthread_once(&once, cddp__register_elastic_fork_handler);
-  pthread_mutex_lock(&cddp__elastic_models_lock);
+  pthread_once(&once, cddp__register_elastic_fork);
+  pthread_mutex_lock(&cddp__models_lock);
   d->elastic->next = cddp__elastic_models;
   __atomic_store_n(&cddp__elastic_models, d, __ATOMIC_RELEASE);
-  pthread_mutex_unlock(&cddp__elastic_models_lock);
+  pthread_mutex_unlock(&cddp__models_lock);
 }
 
 static void cddp__elastic_unregister(cddp_ddp *d) {
   cddp_ddp **at = &cddp__elastic_models;
-  pthread_mutex_lock(&cddp__elastic_models_lock);
+  pthread_mutex_lock(&cddp__models_lock);
   while (*at != NULL && *at != d) at = &(*at)->elastic->next;
   if (*at == d) __atomic_store_n(at, d->elastic->next, __ATOMIC_RELEASE);
-  pthread_mutex_unlock(&cddp__elastic_models_lock);
+  pthread_mutex_unlock(&cddp__models_lock);
 }
 
-/* In the same order. */
+/* Whether optim has d's parameters, in the same order. */
 static bool cddp__has_params_of(const cddp_optim *optim, const cddp_ddp *d) {
   int i = 0;
   while (i < d->count && i < optim->count && optim->params[i].data == d->tensors[i].data) i++;
@@ -21244,12 +21250,12 @@ static cddp_result cddp__elastic_pair(cddp_optim *optim) {
   cddp_ddp *d, *model = NULL;
   bool partial = false; /* in a joined process: optim has only some parameters of a model */
   if (__atomic_load_n(&cddp__elastic_models, __ATOMIC_ACQUIRE) == NULL) return CDDP_OK;
-  pthread_mutex_lock(&cddp__elastic_models_lock);
+  pthread_mutex_lock(&cddp__models_lock);
   for (d = cddp__elastic_models; d != NULL && model == NULL; d = d->elastic->next)
     if (cddp__has_params_of(optim, d)) model = d;
     else partial |= d->group->host->joined && optim->state_count > 0 &&
                     cddp__has_any_param_of(optim, d);
-  pthread_mutex_unlock(&cddp__elastic_models_lock);
+  pthread_mutex_unlock(&cddp__models_lock);
   if (model != NULL) return cddp__elastic_restore(model, optim);
   if (!partial) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -21301,7 +21307,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
       cddp__arena_free_with(host, elastic->mean, d->control->block);
       cddp__arena_free_with(host, d->arena, d->control->block);
     }
-    elastic->own = NULL;
+    elastic->own = NULL; /* not freed below */
     elastic->mean = d->arena = NULL;
     if (host->one_process) elastic->slot_area = d->rows.packet = NULL;
   }
@@ -21347,16 +21353,16 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
 static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = (size_t)g->size;
-  cddp__elastic_leader_info mine, *all;
+  cddp__leader_info mine, *all;
   cddp__meeting *m;
   cddp_result r = cddp__elastic_new(d);
   int k;
   CDDP__POINT("elastic enter");
-  if (r == CDDP_OK) r = cddp__elastic_await_device(d); /* a loss could end rank 0's broadcast */
+  if (r == CDDP_OK) r = cddp__await_model(d); /* a loss could end rank 0's broadcast */
   memset(&mine, 0, sizeof mine);
   if (r == CDDP_OK) r = cddp__describe_self(&d->elastic->meeting, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
-  all = (cddp__elastic_leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
+  all = (cddp__leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__consensus(g, r, &mine, sizeof mine, all);
   if (r == CDDP_OK) {
@@ -21368,7 +21374,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     memcpy(m->net->token, all[0].token, sizeof all[0].token);
     m->net->host = all[m->me].self.host;
     d->step.active_count = g->size;
-    cddp__elastic_assign_shards(d);
+    cddp__elastic_begin_step(d);
     r = cddp__remember_table(m);
   }
   cddp__free(&g->host->allocator, all);
@@ -21382,10 +21388,10 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   return CDDP_OK;
 }
 
+/* In a joining process: the first meeting makes it a member. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
-  const cddp__elastic_leader_info *lead = &d->group->host->job_info->table.lead;
   cddp__member self;
-  cddp_result r = cddp__join_compare(d, &lead->model);
+  cddp_result r = cddp__join_compare(d, &d->group->host->job_info->table.lead.model);
   if (r == CDDP_OK) r = cddp__elastic_new(d);
   if (r == CDDP_OK) r = cddp__describe_self(&d->elastic->meeting, &self);
   if (r != CDDP_OK) return r;
