@@ -2531,14 +2531,13 @@ static void cddp__await_watchers(void);
 
 /* >>base -----------------------------------------------------------------------------------------
    Job: error texts, memory, the clock, atomics and threads, for every room.
-   Owns: the calling thread's error text and call site. Touches nothing else.
+   Owns: the calling thread's error text and call site; cddp__stopped. Touches nothing else.
    Entry points: all of it.
    Conventions:
      1. A function that fails writes a sentence with cddp__fail and returns the result. Its callers
         can put a prefix before the sentence: cddp__fail_in.
      2. A deadline is a time of cddp__now.
-     3. Only functions of this room access scalars that threads or processes share.
-     4. (logger->log)(...): the parentheses keep a macro `log` of the program away. */
+     3. Only functions of this room access scalars that threads or processes share. */
 
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
 
@@ -2549,23 +2548,25 @@ static __thread cddp__site cddp__this_site, cddp__next_site;
 /* The engine that this thread runs; NULL on the program's threads. */
 static __thread cddp__engine *cddp__own_engine;
 
-/* Compilers do not merge atomic accesses. A merged, wide load would stall until the fields just
-   stored one by one reach the cache: 10 % of a small call. */
+/* Copies by atomic accesses, which compilers do not merge: one wide load of fields that were just
+   stored one by one would stall until they reach the cache, 10 % of a small call. */
 static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
-  __atomic_store_n(&to->function, __atomic_load_n(&from->function, __ATOMIC_RELAXED),
-                   __ATOMIC_RELAXED);
-  __atomic_store_n(&to->file, __atomic_load_n(&from->file, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
-  __atomic_store_n(&to->line, __atomic_load_n(&from->line, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+#define CDDP__COPY(field) \
+  __atomic_store_n(&to->field, __atomic_load_n(&from->field, __ATOMIC_RELAXED), __ATOMIC_RELAXED)
+  CDDP__COPY(function);
+  CDDP__COPY(file);
+  CDDP__COPY(line);
+#undef CDDP__COPY
 }
 
-/* Begins a public call without a call site. Keeps cddp__next_site, which a collective's macro has
-   set if the call is its argument. */
+/* Begins a public call without a call site. Keeps cddp__next_site: if this call is an argument of a
+   collective, the collective's macro has already set it. */
 static void cddp__enter_without_site(const char *function) {
   cddp__this_site.function = function;
   cddp__this_site.file = NULL;
 }
 
-/* Begins a public call that has a macro of call sites. */
+/* Begins a public call. Its macro, if used, has set cddp__next_site. */
 static void cddp__enter_call(const char *function) {
   cddp__copy_site(&cddp__this_site, &cddp__next_site);
   cddp__this_site.function = function;
@@ -2583,7 +2584,7 @@ static const char *const cddp__result_texts[] = {
 #undef CDDP__TEXT
 };
 
-/* Size of the UTF-8 sequence at p; 0 if it is invalid. */
+/* Size of the UTF-8 sequence at p, of at most n bytes; 0 if it is invalid. */
 static size_t cddp__utf8(const unsigned char *p, size_t n) {
   size_t i, k = 0;
   if (p[0] < 0x80) return 1;
@@ -2591,7 +2592,7 @@ static size_t cddp__utf8(const unsigned char *p, size_t n) {
   if (k > n) return 0;
   for (i = 1; i < k; i++)
     if ((p[i] & 0xc0) != 0x80) return 0;
-  /* overlong forms, surrogates, beyond U+10FFFF */
+  /* 3 bytes: overlong, or a surrogate; 4 bytes: overlong, or beyond U+10FFFF */
   if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
   if ((p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f)) return 0;
   return k;
@@ -2608,8 +2609,8 @@ static void cddp__format(char *to, size_t n, const char *format, va_list args) {
 }
 
 /* Escapes control characters in this thread's error text, as \r or \x1b: a terminal would execute
-   them. They can come from a file, another process, or a variable. Control characters from U+0080
-   to U+009F have two bytes in UTF-8. Bytes that are not UTF-8 are escaped too. */
+   them. Those from U+0080 to U+009F have two bytes in UTF-8. Bytes that are not UTF-8 are escaped
+   too. */
 static void cddp__escape_controls(void) {
   char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
   const unsigned char *c, *end;
@@ -2617,14 +2618,14 @@ static void cddp__escape_controls(void) {
   memcpy(raw, cddp__error_text, sizeof raw);
   end = (unsigned char *)raw + strlen(raw);
   for (c = (unsigned char *)raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5; c += n) {
-    /* 5: \x1b and the NUL */
+    /* 5: for \x1b and the NUL */
     n = cddp__utf8(c, (size_t)(end - c));
     if (n == 2 && c[0] == 0xc2 && c[1] < 0xa0)
       to += snprintf(to, 5, "\\x%02x", (unsigned)c[1]);
     else if (n > 1 || (n == 1 && *c >= ' ' && *c != 127))
       to = (char *)memcpy(to, c, n) + n;
     else if (*c >= 7 && *c <= 13)
-      to += snprintf(to, 5, "\\%c", "abtnvfr"[*c - 7]);
+      to += snprintf(to, 5, "\\%c", "abtnvfr"[*c - 7]); /* 7: \a, 13: \r */
     else
       to += snprintf(to, 5, "\\x%02x", (unsigned)*c);
     if (n == 0) n = 1; /* a byte that is not UTF-8 */
@@ -2632,7 +2633,7 @@ static void cddp__escape_controls(void) {
   *to = 0;
 }
 
-/* Sets this thread's error text and returns r: return cddp__fail(CDDP_NETWORK, "connect: %s", e) */
+/* Sets this thread's error text and returns r. */
 CDDP__PRINTF(2, 3)
 static cddp_result cddp__fail(cddp_result r, const char *format, ...) {
   va_list args;
@@ -2643,7 +2644,7 @@ static cddp_result cddp__fail(cddp_result r, const char *format, ...) {
   return r;
 }
 
-/* Appends to a text in a buffer of n bytes. */
+/* Appends to the text in a buffer of n bytes. */
 CDDP__PRINTF(3, 4)
 static void cddp__append(char *text, size_t n, const char *format, ...) {
   size_t at = strlen(text);
@@ -2653,7 +2654,7 @@ static void cddp__append(char *text, size_t n, const char *format, ...) {
   va_end(args);
 }
 
-/* Example: cddp__fail(r, "%s ...", cddp__textf("rank %d", p).s) */
+/* A part of an error text: cddp__fail(r, "%s ...", cddp__textf("rank %d", p).s) */
 CDDP__PRINTF(1, 2)
 static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
@@ -2721,7 +2722,7 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
     if (CDDP__UNLIKELY(cddp__tried != CDDP_OK)) return cddp__named(__func__, cddp__tried); \
   } while (0)
 
-/* Advice that follows strerror(e) of a call that needs a descriptor. */
+/* Advice after strerror(e) of a call that needs a descriptor. */
 static const char *cddp__descriptor_advice(int e) {
   return e == EMFILE || e == ENFILE ? "; raise the limit of open files (ulimit -n)" : "";
 }
@@ -2784,8 +2785,8 @@ static size_t cddp__min(size_t a, size_t b) { return a < b ? a : b; }
 static size_t cddp__max(size_t a, size_t b) { return a > b ? a : b; }
 static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-/* Returns p, or a larger copy, with a capacity of at least `needed` elements. NULL: memory is
-   exhausted, and p is unchanged. */
+/* Returns the array p, or a larger copy of it: of at least `needed` elements of `size` bytes. NULL:
+   memory is exhausted, and p is unchanged. */
 static void *cddp__grow_array(const cddp_allocator *allocator, void *p, size_t *capacity,
                               size_t needed, size_t size) {
   size_t more = cddp__max(needed, *capacity * 2 + 8);
@@ -2809,7 +2810,7 @@ static void cddp__stream_store(char *to, const char *from, size_t n) { /* to, n:
 }
 #endif
 
-/* Bypasses this core's cache, from which another core would have to fetch the lines. */
+/* Copies past this core's cache, from which the reading core would have to fetch the lines. */
 static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   char *t = (char *)to;
   const char *f = (const char *)from;
@@ -2822,9 +2823,9 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
         cddp__stream_store(t + (page << 12) + i, f + (page << 12) + i, 64);
   cddp__stream_store(t, f, n & ~(size_t)15);
   t += n & ~(size_t)15, f += n & ~(size_t)15, n &= 15;
-  _mm_sfence();
+  _mm_sfence(); /* later stores wait for these */
 #endif
-  memcpy(t, f, n);
+  memcpy(t, f, n); /* the rest */
 }
 
 enum { CDDP__COPY_CACHED, CDDP__COPY_NONTEMPORAL }; /* values of `bool nontemporal` */
@@ -2858,7 +2859,7 @@ static bool cddp__swap32(cddp__atomic_u32 *a, uint32_t expected, uint32_t desire
 static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
   return __atomic_load_n(&a->v, __ATOMIC_SEQ_CST);
 }
-static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
+static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* exchange: sequentially consistent */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
 /* Stores v for a process that reads after this one has died. A reader that sees v sees all earlier
@@ -2949,7 +2950,7 @@ static int cddp__poll(struct pollfd *fds, size_t count, int ms) {
   int n;
   CDDP_ASSERT(ms <= CDDP__POLL_MAX_MS);
   n = poll(fds, (nfds_t)count, ms);
-  cddp__note_sleep(start, ms < 0 ? INFINITY : 1e-3 * ms);
+  cddp__note_sleep(start, ms < 0 ? INFINITY /* never a stop */ : 1e-3 * ms);
   return n;
 }
 
@@ -3051,12 +3052,12 @@ static cddp__text cddp__describe_fp_mode(uint32_t mode) {
 static void cddp__futex_wait(cddp__atomic_u32 *a, uint32_t value, double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
-  if (seconds > 0) syscall(SYS_futex, &a->v, 0 /* FUTEX_WAIT */, value, &t, NULL, 0);
+  if (seconds > 0) syscall(SYS_futex, &a->v, 0 /* FUTEX_WAIT */, value, &t, NULL, 0 /* unused */);
   cddp__note_sleep(start, seconds);
 }
 
 static void cddp__futex_wake(cddp__atomic_u32 *a) {
-  syscall(SYS_futex, &a->v, 1 /* FUTEX_WAKE */, INT_MAX, NULL, NULL, 0);
+  syscall(SYS_futex, &a->v, 1 /* FUTEX_WAKE */, INT_MAX /* all */, NULL, NULL, 0 /* unused */);
 }
 
 static void cddp__cond_init(pthread_cond_t *c) { /* for timed waits on CLOCK_MONOTONIC */
@@ -3087,8 +3088,8 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
 
 enum cddp__thread_kind { CDDP__THREAD_OF_USER, CDDP__THREAD_OF_CDDP };
 /* Starts a thread with a stack for the user's callbacks: the default can be 64 KiB (ulimit -s 64)
-   or 128 KiB (musl). cddp's own threads block all signals, so that the program's handlers run on
-   the program's threads. */
+   or 128 KiB (musl). cddp's own threads inherit a mask that blocks all signals, so that the
+   program's handlers run on the program's threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       enum cddp__thread_kind kind) {
   pthread_attr_t a;
@@ -3100,7 +3101,7 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
     if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN)
       pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_MARGIN);
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &all : NULL, &old);
+    pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &all : NULL /* none */, &old);
     e = pthread_create(thread, &a, fn, arg);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&a);
@@ -3118,7 +3119,7 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
 #define CDDP__PAUSE_MAX_S 1e-3
 #define CDDP__SLEEP_MIN_S 1e-3 /* shortest, longest sleep of a wait that peers wake */
 #define CDDP__SLEEP_MAX_S 0.02
-#define CDDP__YIELDS_MAX_S 5e-3 /* of yields before the first sleep */
+#define CDDP__YIELDS_MAX_S 5e-3 /* of all yields before the first sleep */
 
 /* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
    waiting thread. */
@@ -3127,7 +3128,7 @@ typedef struct cddp__wait {
   double since;      /* when the wait began, or last made progress */
   double now;        /* when the clock was last read */
   double next_check; /* when the caller next checks whether the awaited rank has ended */
-  int yields;        /* yields left before the first sleep; the caller sets it */
+  int yields;        /* left before the first sleep; the caller sets it */
   bool due, late;    /* set by cddp__wait_read_clock: next_check, deadline has passed */
 } cddp__wait;
 
@@ -3139,8 +3140,8 @@ static void cddp__wait_begin(cddp__wait *w, double seconds) {
   w->due = w->late = false;
 }
 
-/* A long gap since the last reading means that the process was stopped (SIGSTOP): cddp__note_sleep
-   then excludes this time from all deadlines. */
+/* Sets now, late and due. A long gap since the last reading means that the process was stopped
+   (SIGSTOP): cddp__note_sleep then excludes this time from all deadlines. */
 static void cddp__wait_read_clock(cddp__wait *w) {
   cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S);
   w->now = cddp__now();
@@ -3149,8 +3150,8 @@ static void cddp__wait_read_clock(cddp__wait *w) {
   if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
 }
 
-/* Counts one yield. Whether the yields, or CDDP__YIELDS_MAX_S, are used up: with 300 runnable
-   processes on two cores, a single yield lasts for a quarter of a second. */
+/* Counts one yield. Returns true when the yields or their time are used up: with 300 runnable
+   processes on two cores, one yield lasts a quarter of a second. */
 static bool cddp__wait_yields_spent(cddp__wait *w) {
   return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
 }
@@ -3178,8 +3179,8 @@ static bool cddp__wait_pause(cddp__wait *w) {
 
 /* --- files --- */
 
-/* Number of bytes that this process can write from offset `at` of a file; 0 with errno EFBIG: none.
-   A write beyond the limit (ulimit -f) would raise SIGXFSZ and end the process. */
+/* Number of bytes that this process can write from offset `at` of a file; 0: none, and errno is
+   EFBIG. A write beyond the limit (ulimit -f) would end the process (SIGXFSZ). */
 static uint64_t cddp__file_allowance(uint64_t at) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) return UINT64_MAX - at;
@@ -3187,7 +3188,7 @@ static uint64_t cddp__file_allowance(uint64_t at) {
   return at < limit.rlim_cur ? limit.rlim_cur - at : 0;
 }
 
-/* Advice that follows strerror(e) in the error text of a call that enlarges a file. */
+/* Advice after strerror(e) of a call that enlarges a file. */
 static const char *cddp__size_advice(int e) {
   return e == EFBIG ? "; raise the file size limit (ulimit -f, RLIMIT_FSIZE)" : "";
 }
@@ -3195,8 +3196,7 @@ static const char *cddp__size_advice(int e) {
 /* >>record -------------------------------------------------------------------------------------
    Job: the flight recorder, in a mapped file: the kernel keeps the records if the rank is killed.
    Owns: cddp__host.record. Touches nothing else.
-   Entry points: cddp__record_job, _open; cddp__record_new, _start and _finish, or _event for all
-   three; cddp__record_at, to change a record.
+   Entry points: cddp__record_job, _open; _new, _start, _finish; _event; _at, to change a record.
    How it works:
      1. An operation takes the next number, and with it an entry of the ring behind the header.
      2. Start, end and result are added later, unless a newer operation has reused the entry.
@@ -3215,11 +3215,11 @@ static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
-/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. life: 0; for a process that
-   joined, its number, because an earlier process of the rank can have a file. The file gets its
+/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. join: the number of a process
+   that joined, because an earlier process of the rank can have a file; else 0. The file gets its
    full size now: a full disk cannot kill the program later (SIGBUS). */
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
-                                     int life) {
+                                     int join) {
   const char *dir = getenv("CDDP_RECORD");
   size_t bytes = CDDP__RECORD_BYTES;
   cddp_record_header *header;
@@ -3229,7 +3229,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   *out = NULL;
   if (dir == NULL || dir[0] == 0) return CDDP_OK;
   snprintf(path, sizeof path, "%s/cddp-%016" PRIx64 "-%d", dir, job, rank);
-  if (life > 0) cddp__append(path, sizeof path, ".join%d", life);
+  if (join > 0) cddp__append(path, sizeof path, ".join%d", join);
   cddp__append(path, sizeof path, ".rec");
   (void)mkdir(dir, 0777); /* fails if it exists; open reports any other error */
   fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -3261,7 +3261,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   return CDDP_OK;
 }
 
-/* NULL if the recorder is off (number 0), or if a newer operation has reused the entry. */
+/* The operation's record; NULL if the recorder is off (number 0) or a newer one has replaced it. */
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   cddp_record *record;
   if (CDDP__LIKELY(number == 0)) return NULL;
@@ -3270,7 +3270,7 @@ static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
 }
 
 /* An operation of g was requested. Returns its number, or 0 if the recorder is off. what: its name,
-   at most 15 bytes. */
+   of which 15 bytes are kept. dtype, op, root: -1 for none. */
 static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t count, int dtype,
                                  int op, int root) {
   cddp_record_header *header = g->host->record;
@@ -3279,7 +3279,7 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   if (CDDP__LIKELY(header == NULL)) return 0;
   number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED);
   record = (cddp_record *)(void *)(header + 1) + (number - 1) % CDDP_RECORDS;
-  __atomic_exchange_n(&record->number, 0, __ATOMIC_SEQ_CST);
+  __atomic_exchange_n(&record->number, 0 /* not valid yet */, __ATOMIC_SEQ_CST);
   /* No later store can be visible before this one: a reader that sees a new field must not see the
      old number. On x86 the exchange ensures that. gcc's thread sanitizer supports no fences. */
 #if !defined(__x86_64__) && !defined(__i386__) && !defined(__SANITIZE_THREAD__)
@@ -3300,7 +3300,7 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   return number;
 }
 
-/* sequence: number of the operation in its group; 0: it has none. */
+/* The operation begins. sequence: its number in its group; 0: it has none. */
 static void cddp__record_start(const cddp_group *g, uint64_t number, uint64_t sequence) {
   cddp_record *record = cddp__record_at(g, number);
   if (CDDP__LIKELY(record == NULL)) return;
@@ -3315,10 +3315,10 @@ CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cdd
   record->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
-/* An operation that starts and ends now. */
+/* Records an event, which has no duration: `started` stays 0. */
 static void cddp__record_event(const cddp_group *g, const char *what, uint64_t count,
                                cddp_result result) {
-  cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1 /* none */), result);
+  cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1), result);
 }
 
 /* >>bytes ----------------------------------------------------------------------------------------
@@ -3344,7 +3344,7 @@ static uint64_t cddp__get64(const void *p) {
   return (uint64_t)cddp__get32(p) | (uint64_t)cddp__get32((const unsigned char *)p + 4) << 32;
 }
 
-/* FNV-1a; start with h = 0. */
+/* FNV-1a. h: 0, a seed, or the hash of data before it. */
 CDDP__OUT_OF_LINE uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) {
   const unsigned char *b = (const unsigned char *)data;
   size_t i;
@@ -3363,13 +3363,13 @@ static cddp_result cddp__random(void *p, size_t n) {
   return got == (long)n ? CDDP_OK : cddp__fail_errno("getrandom");
 }
 
-/* BLAKE2s (RFC 7693) takes a key and needs no HMAC around it. */
+/* BLAKE2s (RFC 7693), a hash with a key, which needs no HMAC. Its initial state: */
 static const uint32_t cddp__blake2s_start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
                                                 0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
 
-static uint32_t cddp__rotate(uint32_t v, int n) { return v >> n | v << (32 - n); }
+static uint32_t cddp__rotate_right(uint32_t v, int n) { return v >> n | v << (32 - n); }
 
-/* Mixes in one block. bytes: number of bytes hashed so far, with this block. */
+/* Mixes a block of 64 bytes into the state h. bytes: hashed so far, with this block. */
 static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t bytes, bool last) {
   static const uint64_t order[10] = { /* a round's order of the block's words, lowest digit first */
       0xfedcba9876543210u, 0x357b20c16df984aeu, 0x491763eadf250c8bu, 0x8f04a562ebcd1397u,
@@ -3389,13 +3389,13 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
       uint32_t *a = &v[i % 4], *b = &v[4 + (i + turn) % 4], *c = &v[8 + (i + 2 * turn) % 4],
                *d = &v[12 + (i + 3 * turn) % 4];
       *a += *b + cddp__get32(p + 4 * (words & 15));
-      *d = cddp__rotate(*d ^ *a, 16);
+      *d = cddp__rotate_right(*d ^ *a, 16);
       *c += *d;
-      *b = cddp__rotate(*b ^ *c, 12);
+      *b = cddp__rotate_right(*b ^ *c, 12);
       *a += *b + cddp__get32(p + 4 * (words >> 4 & 15));
-      *d = cddp__rotate(*d ^ *a, 8);
+      *d = cddp__rotate_right(*d ^ *a, 8);
       *c += *d;
-      *b = cddp__rotate(*b ^ *c, 7);
+      *b = cddp__rotate_right(*b ^ *c, 7);
     }
   for (i = 0; i < 8; i++) h[i] ^= v[i] ^ v[8 + i];
 }
@@ -3422,7 +3422,8 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   for (i = 0; i < 8; i++) cddp__put32(out + 4 * i, h[i]);
 }
 
-/* A code of a label and data, which proves that its author knows the secret. */
+/* A code of a label and data: its author knows the secret. A key has at most 32 bytes, so each is a
+   hash. */
 static void cddp__mac(const char *secret, const char *label, const void *data, size_t n,
                       unsigned char mac[32]) {
   unsigned char key[32], of_data[32];
@@ -3431,14 +3432,14 @@ static void cddp__mac(const char *secret, const char *label, const void *data, s
   cddp__blake2s(of_data, sizeof of_data, label, strlen(label), mac);
 }
 
-/* In constant time, which does not reveal where the first difference is. */
+/* In constant time (volatile: no shortcuts), which does not reveal the first difference. */
 static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
   const volatile unsigned char *p = (const volatile unsigned char *)a;
   const volatile unsigned char *q = (const volatile unsigned char *)b;
-  unsigned char difference = 0;
+  unsigned char differs = 0;
   size_t i;
-  for (i = 0; i < n; i++) difference = (unsigned char)(difference | (p[i] ^ q[i]));
-  return difference == 0;
+  for (i = 0; i < n; i++) differs = (unsigned char)(differs | (p[i] ^ q[i]));
+  return differs == 0;
 }
 
 /* CHALLENGE. Both ends of a connection prove that they know the same secret, without revealing it.
@@ -3451,11 +3452,9 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
      S  this end requires a secret          N  this end has no secret
      W  the secrets differ                  D  this end has no file descriptor left
      J  an elastic job listens here for processes that join
-   How to use it, without blocking:
-     1. Call cddp__challenge_begin.
-     2. Whenever out_size is not 0, send `out` and set out_size to 0.
-     3. Pass received bytes to cddp__challenge_feed until the state is not CDDP__CHALLENGE_ON.
-   A called end without a secret accepts anything except HELLO. */
+   After cddp__challenge_begin the user sends `out` whenever out_size is not 0, and sets that to 0.
+   It passes received bytes to cddp__challenge_feed while the state is CDDP__CHALLENGE_ON. Nothing
+   blocks. A called end without a secret accepts anything except HELLO. */
 #define CDDP__AUTH_HELLO "CDDPau\r\n" /* a line of text: a web server or redis answers it */
 #define CDDP__AUTH_CHALLENGE "CDDPchal"
 #define CDDP__AUTH_PROOF "CDDPprov"
@@ -3478,7 +3477,7 @@ typedef struct cddp__challenge {
   const char *purpose; /* part of the labels */
   bool caller;
   int state, step; /* cddp__challenge_state; number of messages received */
-  char why;        /* REFUSED: the letter of REFUSAL */
+  char why;        /* state REFUSED: the letter received */
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
   size_t covered_size;
@@ -3486,7 +3485,7 @@ typedef struct cddp__challenge {
   size_t in_size, out_size;
 } cddp__challenge;
 
-/* Writes the message to send: a tag of 8 bytes and n bytes of data. */
+/* Writes the next message to `out`: a tag of 8 bytes and n bytes of data. */
 static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, const void *data,
                                   size_t n) {
   memcpy(challenge->out, tag, 8);
@@ -3494,12 +3493,13 @@ static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, c
   challenge->out_size = 8 + n;
 }
 
-/* A listener for joins refuses with J: the caller can be a rank of another job. */
+/* A listener for joins sends J instead: the caller can be a rank of another job. */
 static void cddp__challenge_refuse(cddp__challenge *challenge, const char *letter) {
   bool join = strcmp(challenge->purpose, "join") == 0;
   cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, join ? "J" : letter, 1);
 }
 
+/* The proof that the caller, or the called end, sends. */
 static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64];
@@ -3512,7 +3512,7 @@ static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
 static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char *secret,
                                          const char *purpose, bool caller, const void *context,
                                          size_t context_size) {
-  unsigned char *nonce = challenge->covered + (caller ? 0 : CDDP__NONCE_SIZE);
+  unsigned char *nonce = challenge->covered + (caller ? 0 : CDDP__NONCE_SIZE); /* this end's */
   cddp_result r;
   memset(challenge, 0, sizeof *challenge);
   challenge->secret = secret;
@@ -3542,11 +3542,11 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
                             CDDP__NONCE_SIZE);
     return;
   }
-  cddp__challenge_prove(challenge, !challenge->caller, proof); /* the other end must send it */
+  cddp__challenge_prove(challenge, !challenge->caller, proof); /* the other end's, for comparison */
   challenge->state = cddp__same_bytes(proof, challenge->in + 8, sizeof proof)
                          ? CDDP__CHALLENGE_PROVEN
                          : CDDP__CHALLENGE_WRONG;
-  if (challenge->caller) return;
+  if (challenge->caller) return; /* that was ACCEPT */
   cddp__challenge_prove(challenge, CDDP__END_CALLED, proof);
   if (challenge->state == CDDP__CHALLENGE_PROVEN)
     cddp__challenge_queue(challenge, CDDP__AUTH_ACCEPT, proof, sizeof proof);
@@ -4680,24 +4680,24 @@ static bool cddp__has_spare_fd(int fd) {
    Job: a key-value store, client and server, for torchrun's rendezvous and for user programs.
    Owns: a server's thread, map and clients; a store's connection and file.
    Entry points: cddp__store_open, _close, _run and _wait; for >>rendezvous cddp__store_new, _free
-   and _open_client, cddp__fail_connect, cddp__fail_refused, and functions of addresses and files.
+   and _open_client, cddp__fail_connect, _fail_refused, _listen_at, and the functions of file://.
    How it works:
      1. The protocol is that of c10d's TCPStore in PyTorch 2.2 and later. tcp://, unix:// and
         file:// differ only in how a client finds the server.
      2. A client sends one command at a time and reads its answer, under the store's lock.
-     3. The server executes each command. A WAIT for a missing key stays at the head of its client's
-        input and is executed again after keys have been created.
+     3. A WAIT for a missing key stays at the head of its client's input and is executed again after
+        keys have been created.
    Format of a command:
      code        1 byte
-     count       8 bytes, in counted commands only; number of items, else 1
+     count       8 bytes, in counted commands only: the number of items; else there is 1
      items       each a fixed number of strings, the first of them a key
-     tail bytes  a fixed number
+     tail bytes  a fixed number of bytes
    Numbers have 8 bytes, little-endian. A string is its length (a number) and its bytes. The first
-   command of a connection is VALIDATE. Commands 14 to 18 (QUEUE_PUSH to BARRIER) are missing: a
-   rank of PyTorch does not send them by default. */
+   command of a connection is VALIDATE. Commands 14 to 18 (QUEUE_PUSH to BARRIER) are missing:
+   PyTorch's ranks do not send them by default. */
 
 #define CDDP__COMMAND_MAX (64u << 20) /* bytes of a command or reply */
-#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a client's input, or output */
+#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* bytes of a client's in, or out */
 #define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all clients' buffers together */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
@@ -4740,7 +4740,7 @@ static const struct cddp__command {
 #undef CDDP__X
 
 /* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. Its
-   key is a line of text, which a web server answers too. */
+   key is a line of text, to which a web server answers. */
 #define CDDP__VALIDATE_SIZE 5
 static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c" /* c10d's magic number */
                                      "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n"; /* CHECK 1 key */
@@ -4759,15 +4759,15 @@ static void cddp__buffer_add_string(cddp__buffer *buffer, cddp__span s) {
 
 /* The progress of the command at the head of a connection's input. */
 typedef struct cddp__parser {
-  size_t scanned;   /* valid bytes */
-  uint64_t strings; /* not yet parsed */
+  size_t end;       /* of the bytes parsed; 0: not yet the count */
+  uint64_t strings; /* to be parsed */
   unsigned code;    /* cddp__code */
   size_t missing;   /* WAIT: offset of the first missing key; 0 = not executed yet */
 } cddp__parser;
 
 enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE_INVALID };
 
-/* Parses the command in the n bytes at p. COMPLETE: parser->scanned is its size. PARTIAL: the next
+/* Parses the command in the n bytes at p. COMPLETE: parser->end is its size. PARTIAL: the next
    call, with more bytes at p, continues after the last complete string. A new command needs a
    zeroed parser. */
 static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_t n) {
@@ -4777,25 +4777,25 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
   parser->code = p[0];
   if (parser->code >= CDDP__STORE_CODES) return CDDP__PARSE_INVALID;
   c = &cddp__commands[parser->code];
-  if (parser->scanned == 0) {
-    if (c->counted && n < 9) return CDDP__PARSE_PARTIAL;
+  if (parser->end == 0) {
+    if (c->counted && n < 9 /* code and count */) return CDDP__PARSE_PARTIAL;
     if (c->counted) items = cddp__get64(p + 1);
     if (items > CDDP__KEYS_MAX) return CDDP__PARSE_INVALID;
     parser->strings = items * c->strings;
-    parser->scanned = c->counted ? 9 : 1; /* code and count */
+    parser->end = c->counted ? 9 : 1;
   }
   for (; parser->strings > 0; parser->strings--) {
-    if (n - parser->scanned < 8) return CDDP__PARSE_PARTIAL;
-    size = cddp__get64(p + parser->scanned);
+    if (n - parser->end < 8 /* its size */) return CDDP__PARSE_PARTIAL;
+    size = cddp__get64(p + parser->end);
     /* the first string of an item is its key */
     if (size > (parser->strings % c->strings == 0 ? CDDP__KEY_MAX : CDDP__VALUE_MAX) ||
-        parser->scanned + 8 + size > CDDP__COMMAND_MAX)
+        parser->end + 8 + size > CDDP__COMMAND_MAX)
       return CDDP__PARSE_INVALID;
-    if (n - parser->scanned - 8 < size) return CDDP__PARSE_PARTIAL;
-    parser->scanned += 8 + (size_t)size;
+    if (n - parser->end - 8 < size) return CDDP__PARSE_PARTIAL;
+    parser->end += 8 + (size_t)size;
   }
-  if (n - parser->scanned < c->tail) return CDDP__PARSE_PARTIAL;
-  parser->scanned += c->tail;
+  if (n - parser->end < c->tail) return CDDP__PARSE_PARTIAL;
+  parser->end += c->tail;
   return CDDP__PARSE_COMPLETE;
 }
 
@@ -4806,7 +4806,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
 typedef struct cddp__entry { /* the key follows */
   struct cddp__entry *next;  /* in its hash chain */
   size_t key_size;
-  cddp__buffer value;
+  cddp__buffer value; /* adds its capacity to server->stored */
 } cddp__entry;
 
 typedef struct cddp__server { /* Owner: its thread, between start and join */
@@ -4816,10 +4816,10 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int epoll;
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
-  int spare_fd;           /* closed to accept a connection only to refuse it */
+  int spare_fd;           /* closed when no descriptor is left, to accept one more */
   cddp__atomic_u32 ended; /* 1: the thread must return; set by cddp__store_close */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map */
-  uint64_t seed; /* of the map's hash */
+  uint64_t seed; /* of the map's hash: secret */
   size_t keys;   /* in the map */
   size_t stored; /* bytes of the map's entries */
   struct cddp__client *clients; /* newest first */
@@ -4829,7 +4829,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   size_t buffered; /* bytes of all clients' buffers */
 } cddp__server;
 
-/* The pointer to the key's entry in its hash chain, or the NULL at the chain's end. */
+/* The pointer to the key's entry in its chain; or the NULL at the chain's end. */
 static cddp__entry **cddp__map_link(cddp__server *server, cddp__span key) {
   cddp__entry **link =
       &server->chains[cddp__hash64(server->seed, key.data, key.size) % CDDP__MAP_CHAINS];
@@ -4852,7 +4852,7 @@ static bool cddp__map_drop(cddp__server *server, cddp__entry **link) {
   *link = entry->next;
   server->keys--;
   server->stored -= sizeof *entry + entry->key_size;
-  cddp__buffer_clear(&entry->value, 0);
+  cddp__buffer_clear(&entry->value, 0); /* frees it, and lowers server->stored */
   cddp__free(&server->allocator, entry);
   return true;
 }
@@ -4865,7 +4865,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
   cddp__entry **link = cddp__map_link(server, key), *e = *link;
   size_t old_size = e != NULL ? e->value.end : 0;
   size_t size = (how == CDDP__PUT_APPENDS ? old_size : 0) + value.size;
-  size_t owned = e != NULL ? e->value.capacity : 0;
+  size_t owned = e != NULL ? e->value.capacity : 0; /* part of server->stored */
   bool fresh = e == NULL;
   CDDP_ASSERT(owned == 0 || value.data < e->value.data || value.data >= e->value.data + owned);
   if (size > CDDP__VALUE_MAX || server->stored - owned + size > CDDP__STORE_MEMORY) return false;
@@ -4909,13 +4909,13 @@ static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount,
 
 enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMMAND_WAITS };
 
-/* Executes the command at head, and adds its answer to out. FAILED: close the connection, as memory
-   is exhausted, or c10d does not answer the command either. */
+/* Executes the command at head, and adds its answer to out. FAILED: memory is exhausted, or c10d
+   does not answer the command either; the caller closes the connection. */
 static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
-  const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + parser->scanned - c->tail;
-  uint64_t number = 0; /* the answer's */
+  const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + parser->end - c->tail;
+  uint64_t number = 0; /* the answer's. p .. end: the strings */
   cddp__span key, value, expected, desired;
   bool ok = true, found, swap;
   switch (parser->code) {
@@ -4933,7 +4933,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     break;
   case CDDP__STORE_GET:
   case CDDP__STORE_MULTI_GET: /* a missing key's value is empty, as with PyTorch's libuv server */
-    while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) {
+    while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX /* else it is closed */) {
       cddp__map_get(server, cddp__parse_string(&p), &value);
       cddp__buffer_add_string(out, value);
     }
@@ -4954,7 +4954,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   case CDDP__STORE_CHECK: /* answers 0: all exist, 1: one is missing */
     while (p < end && number == 0) number = !cddp__map_get(server, cddp__parse_string(&p), &value);
     break;
-  case CDDP__STORE_WAIT: /* a key that was found once is not looked up again */
+  case CDDP__STORE_WAIT: /* continues at the key that was missing last time */
     if (parser->missing > 0) p = head + parser->missing;
     while (p < end) {
       parser->missing = (size_t)(p - head);
@@ -4973,37 +4973,34 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   default:
     number = cddp__get32(p); /* PING returns its 4 bytes */
   }
-  if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer); /* size */
+  if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer /* size */);
   return ok && !out->failed ? CDDP__COMMAND_DONE : CDDP__COMMAND_FAILED;
 }
 
 /* --- the server ---
-   One thread with level-triggered epoll: poll(2) is slow with thousands of clients. After a command
-   that created a key, all waiting commands are executed again. A closed connection and an
-   ended WAIT are only marked: cddp__server_settle handles them. */
+   One thread with level-triggered epoll: poll(2) is slow with thousands of clients. A closed
+   connection and an ended WAIT are only marked: cddp__server_settle handles them. */
 #ifndef CDDP__GREETING_S
-#define CDDP__GREETING_S 5.0 /* for a caller's proof and first command; >>rendezvous: its RANK */
+#define CDDP__GREETING_S 5.0 /* for a caller's proof and VALIDATE; >>rendezvous: its RANK */
 #endif
 #ifndef CDDP__COMMAND_S
-#define CDDP__COMMAND_S 10.0 /* for a command, and 1 s more per 64 KiB; for reading output */
+#define CDDP__COMMAND_S 10.0 /* to send a command, and 1 s more per 64 KiB; to read an answer */
 #endif
 #define CDDP__SERVER_CHECK_MS 250 /* between checks of deadlines */
 
 typedef struct cddp__client { /* Owner: the server's thread */
-  /* fd -1: closed; freed at the end of the loop's iteration. deadline: for VALIDATE, the current
-     command, or reading output */
-  cddp__connection c;
+  cddp__connection c; /* fd -1: closed, to be freed. deadline: CDDP__GREETING_S, _COMMAND_S */
   struct cddp__client *next; /* older */
   bool greeted;              /* its first command was a valid VALIDATE */
   bool blocked;              /* the command at the head of c.in is a WAIT for a missing key */
-  uint32_t events;           /* that epoll watches for */
+  uint32_t events;           /* EPOLL*: for which epoll waits */
   cddp__parser parser;       /* of the command at the head of c.in */
 } cddp__client;
 
 /* Sets the events of fd that epoll watches. action: EPOLL_CTL_*. what: an index of server->fds, or
    the address of a cddp__client. */
-static bool cddp__server_watch_fd(const cddp__server *server, int fd, int action, uint32_t events,
-                                  uint64_t what) {
+static bool cddp__server_watch(const cddp__server *server, int fd, int action, uint32_t events,
+                               uint64_t what) {
   struct epoll_event event;
   event.events = events;
   event.data.u64 = what;
@@ -5011,7 +5008,7 @@ static bool cddp__server_watch_fd(const cddp__server *server, int fd, int action
 }
 
 static void cddp__client_set_blocked(cddp__server *server, cddp__client *client, bool blocked) {
-  server->waiting += blocked - client->blocked;
+  server->waiting += blocked - client->blocked; /* number of blocked clients */
   client->blocked = blocked;
 }
 
@@ -5020,7 +5017,7 @@ static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
   if (client->c.fd >= 0) { /* a forked child can have a copy, which close would leave connected */
-    cddp__server_watch_fd(server, client->c.fd, EPOLL_CTL_DEL, 0, 0);
+    cddp__server_watch(server, client->c.fd, EPOLL_CTL_DEL, 0, 0 /* unused */);
     shutdown(client->c.fd, SHUT_RDWR);
   }
   cddp__connection_close(&client->c);
@@ -5029,10 +5026,11 @@ static void cddp__client_close(cddp__server *server, cddp__client *client) {
 /* Removes the command at the head of the input. */
 static void cddp__client_advance(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
-  client->c.in.start += client->parser.scanned;
+  client->c.in.start += client->parser.end;
   memset(&client->parser, 0, sizeof client->parser);
 }
 
+/* Executes the command at the head of the input, where a WAIT for a missing key stays. */
 static void cddp__client_execute(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
   int ran = cddp__server_execute(server, &client->parser, c->in.data + c->in.start, &c->out);
@@ -5042,7 +5040,7 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
     return;
   }
   client->greeted = true;
-  c->deadline = cddp__now() + CDDP__COMMAND_S;
+  c->deadline = cddp__now() + CDDP__COMMAND_S; /* to read the answer */
   if (ran == CDDP__COMMAND_WAITS) cddp__client_set_blocked(server, client, true);
   else cddp__client_advance(server, client);
 }
@@ -5055,13 +5053,13 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__client *other;
   cddp__span in;
   int found;
-  if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c);
+  if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c); /* sets state */
   if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
   in = cddp__buffer_span(&c->in);
   if (in.size == 0 || c->state != CDDP__CONNECTION_UP) return false;
   if (client->blocked) {
-    if (in.size == client->parser.scanned || /* no command follows the WAIT */
-        in.data[client->parser.scanned] != CDDP__STORE_CANCEL_WAIT)
+    if (in.size == client->parser.end || /* no command follows the WAIT */
+        in.data[client->parser.end] != CDDP__STORE_CANCEL_WAIT)
       return false;
     cddp__client_advance(server, client);
     return true;
@@ -5071,17 +5069,18 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client);
   else if (found == CDDP__PARSE_COMPLETE)
     cddp__client_execute(server, client);
+  /* Before `client` can delete the new key, all WAITs are executed again. */
   other = server->keys > keys_before && server->waiting > 0 ? server->clients : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
-    cddp__client_execute(server, other); /* before `client` can delete its new keys */
+    cddp__client_execute(server, other);
     server->unsettled = server->unsettled || !other->blocked;
   }
   return found == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
 
-/* Executes the received commands, each after the client has read the last answer. Then sets the
-   events that epoll watches. */
+/* Executes the received commands, each after the client has read the last answer. Sets the events
+   that epoll watches. */
 static void cddp__client_run(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->c;
   bool more = true;
@@ -5091,16 +5090,17 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     if (left == 0) more = cddp__client_step(server, client);
     left = cddp__buffer_size(&c->out);
     if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c);
-    if (cddp__buffer_size(&c->out) < left && client->greeted) /* it reads its answers */
+    if (cddp__buffer_size(&c->out) < left && client->greeted) /* the client reads its answer */
       c->deadline = cddp__now() + CDDP__COMMAND_S;
     if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
     more = more && cddp__buffer_size(&c->out) == 0;
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
+  /* no new input until the answer is read */
   events = cddp__buffer_size(&c->out) > 0 ? EPOLLOUT : (uint32_t)cddp__connection_events(c);
   if (c->fd < 0 || events == client->events) return;
   client->events = events;
-  if (!cddp__server_watch_fd(server, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)client))
+  if (!cddp__server_watch(server, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)client))
     cddp__client_close(server, client);
 }
 
@@ -5108,10 +5108,10 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
   cddp__connection *c = &client->c;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
   int got = 0;
-  if (c->fd < 0) return;
+  if (c->fd < 0) return; /* closed meanwhile */
   if (events & EPOLLIN)
     got = cddp__connection_fill(c, 256);
-  else if (events & (EPOLLHUP | EPOLLERR))
+  else if (events & (EPOLLHUP | EPOLLERR)) /* all input is read */
     got = -1;
   if (got > 0 && idle && client->greeted) /* a command begins */
     c->deadline = cddp__now() + CDDP__COMMAND_S;
@@ -5152,12 +5152,12 @@ static void cddp__server_settle(cddp__server *server) {
 }
 
 /* Creates a client with the connection fd. If too few descriptors remain for the program (not
-   `spare`), or too many clients have not sent VALIDATE, it replaces the oldest of those, but none
-   that has passed the challenge. Without one it refuses the new client. */
+   `spare`), or too many clients are silent (have not sent VALIDATE), it replaces the oldest silent
+   one that has not passed the challenge. If there is none, the new client is refused. */
 static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D"; /* no descriptor is left */
   cddp__client *client, *oldest = NULL;
-  int silent = 0; /* clients that have not sent VALIDATE */
+  int silent = 0;
   for (client = server->clients; client != NULL; client = client->next) {
     if (client->c.fd < 0 || client->greeted) continue;
     silent++;
@@ -5184,13 +5184,14 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   client->next = server->clients;
   server->clients = client;
   client->events = EPOLLIN;
-  if (cddp__connection_challenge(&client->c, server->secret, "store", NULL, 0) != CDDP_OK ||
-      !cddp__server_watch_fd(server, fd, EPOLL_CTL_ADD, EPOLLIN, (uint64_t)(uintptr_t)client))
+  if (cddp__connection_challenge(&client->c, server->secret, "store", NULL /* no context */, 0) !=
+          CDDP_OK ||
+      !cddp__server_watch(server, fd, EPOLL_CTL_ADD, EPOLLIN, (uint64_t)(uintptr_t)client))
     cddp__client_close(server, client);
 }
 
-/* Accepts up to 64 connections. If no descriptor is left, closes the reserve to accept one, and
-   refuses it. */
+/* Accepts up to 64 connections. If no descriptor is left, closes spare_fd to accept one, which then
+   replaces a client or is refused. */
 static void cddp__server_accept(cddp__server *server, int listener) {
   int i, fd = 0;
   for (i = 0; i < 64 && fd >= 0; i++) {
@@ -5215,7 +5216,7 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `en
   struct epoll_event events[64];
   for (;;) {
     double start = cddp__now();
-    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000;
+    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000; /* no deadlines */
     n = epoll_wait(server->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms);
     if ((n < 0 && errno != EINTR) || cddp__load32(&server->ended) != 0) return NULL;
@@ -5230,7 +5231,7 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `en
   }
 }
 
-/* The thread has ended, or never ran. */
+/* The server's thread has ended, or never ran. */
 static void cddp__server_free(cddp__server *server) {
   cddp_allocator a = server->allocator;
   cddp__client *client;
@@ -5250,9 +5251,9 @@ static void cddp__server_free(cddp__server *server) {
 
 typedef struct cddp__store_options {
   cddp_store_desc desc; /* timeout_s: above 0 */
-  bool elect;           /* file://: the first process that opens it is the server, not is_server */
+  bool elect;           /* file://: the first process that opens it serves, not desc.is_server */
   double deadline;      /* for opening; a time of cddp__now */
-  double closed_since;  /* of cddp_store, kept between two calls */
+  double closed_since;  /* in: the store's, from an earlier try; out: its last */
 } cddp__store_options;
 
 struct cddp_store {
@@ -5264,7 +5265,7 @@ struct cddp_store {
   char *secret; /* both ends prove that they know it; file://: behind the file's key; NULL: none */
   cddp__connection connection; /* to the server; fd -1: closed */
 
-  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* possible addresses of the server, in order */
+  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of the server, tried in order */
   int address_count;
   double closed_since;  /* since when connections are closed without an answer; 0: not so */
   cddp__server *server; /* NULL = only a client */
@@ -5280,7 +5281,7 @@ struct cddp_store {
 static cddp_result cddp__fail_refused(const cddp__connection *c, const char *address) {
   const cddp__challenge *challenge = &c->challenge;
   bool rendezvous = challenge->purpose != NULL && strcmp(challenge->purpose, "rendezvous") == 0;
-  char line[81] = "", why = challenge->why; /* S: needs a secret, W: secrets differ: >>bytes */
+  char line[81] = "", why = challenge->why; /* a letter: see CHALLENGE in >>bytes; 0: none */
   char refusal = challenge->state == CDDP__CHALLENGE_REFUSED ? why : 0;
   size_t k;
   if (refusal == 'D')
@@ -5305,9 +5306,9 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
         : why == 'W'
             ? rendezvous ? "rank 0 has another secret, or none" : "the server has another secret"
         : why == 'N' ? "this process has a secret and the server has none"
-                                : "the program that answers does not know the secret");
-  memcpy(line, c->in.data,
-         cddp__min(c->in.end, sizeof line - 1)); /* also those that the challenge consumed */
+                     : "the program that answers does not know the secret");
+  /* the printable start, with the bytes that the challenge consumed */
+  memcpy(line, c->in.data, cddp__min(c->in.end, sizeof line - 1));
   for (k = 0; line[k] >= 32 && line[k] < 127; k++) {}
   line[k] = 0;
   return cddp__fail(CDDP_MISMATCH,
@@ -5317,7 +5318,7 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
                     k > 0 ? "'" : "");
 }
 
-/* Proves the secret, if any, to the server, sends the greeting, and reads the one-byte answer.
+/* Proves the secret, if any, to the server, sends the greeting, and reads the byte of its answer.
      CDDP_NETWORK    the connection was closed without an answer
      CDDP_MISMATCH   the other program is not a store
      CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
@@ -5326,9 +5327,10 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
   cddp__challenge *challenge = &c->challenge;
   cddp__span in;
   cddp_result r = CDDP_OK;
-  if (store->secret != NULL) r = cddp__connection_challenge(c, store->secret, "store", NULL, 0);
+  if (store->secret != NULL)
+    r = cddp__connection_challenge(c, store->secret, "store", NULL /* no context */, 0);
   cddp__buffer_add(&c->out, cddp__greeting, sizeof cddp__greeting - 1);
-  if (r == CDDP_OK) r = cddp__connection_exchange(c, 1, deadline);
+  if (r == CDDP_OK) r = cddp__connection_exchange(c, 1 /* byte */, deadline);
   if (r == CDDP_OK) {
     in = cddp__buffer_span(&c->in);
     if (in.size == 1 && in.data[0] <= 1) { /* the answer to CHECK */
@@ -5345,14 +5347,14 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
       challenge->why = (char)in.data[8];
     }
   }
-  /* states behind PROVEN are failures */
+  /* the states behind PROVEN are failures */
   return challenge->state <= CDDP__CHALLENGE_PROVEN ? r : cddp__fail_refused(c, address);
 }
 
-/* Fails because connect(2) to the address failed, or, if error is 0 or ECONNRESET, because the
-   other side closed the connection without an answer. CDDP_NETWORK: a retry can succeed. A server
-   that exits, or a proxy before its server starts, closes for a moment. A program that does so for
-   CDDP__CLOSED_S, counted from *closed_since, is not cddp. */
+/* Fails with the error of connect(2); 0 or ECONNRESET: the other side closed the connection without
+   an answer. CDDP_NETWORK: a retry can succeed. A server that exits, or a proxy before its server
+   starts, closes for a moment. A program that does so for CDDP__CLOSED_S, counted from
+   *closed_since, is not cddp. */
 static cddp_result cddp__fail_connect(const cddp__address *address, int error,
                                       double *closed_since) {
   cddp__text text = cddp__describe_address(address);
@@ -5374,7 +5376,7 @@ static cddp_result cddp__fail_connect(const cddp__address *address, int error,
 
 /* Tries each address once. CDDP_NETWORK: a retry can succeed. Other errors are final. Resets
    closed_since unless a connection was closed without an answer or timed out. */
-static cddp_result cddp__store_try_addresses(cddp_store *store, double deadline) {
+static cddp_result cddp__store_try(cddp_store *store, double deadline) {
   bool closed = false;
   cddp_result r = CDDP_NETWORK;
   int i, error = 0, fd;
@@ -5398,11 +5400,11 @@ typedef struct cddp__request { /* one command and its answer */
   unsigned code;
   const char *const *keys;
   int count; /* keys */
-  cddp__span values[2];
-  uint64_t number; /* sent: the amount to add; received: a number or byte */
+  cddp__span values[2]; /* the strings behind the key */
+  uint64_t number; /* sent: the amount to ADD; received: a number or byte, or a string's size */
   bool equal;      /* received: the string equals values[1] */
   void *out;       /* receives a string */
-  size_t capacity, *size; /* bytes of `out`; receives the string's */
+  size_t capacity, *size; /* bytes of `out`; NULL, or receives the string's */
 } cddp__request;
 
 static cddp__request cddp__request_of(unsigned code, const char *const *keys, int count) {
@@ -5414,7 +5416,7 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Names the store in the error text. Only opening a store returns CDDP_MISMATCH. */
+/* Names the store in the error text. CDDP_MISMATCH is for the opening of a store only. */
 static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
@@ -5426,7 +5428,8 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   const struct cddp__command *command = &cddp__commands[request->code];
   cddp__connection *c = &store->connection;
   cddp__buffer *out = &c->out;
-  size_t answer_size = command->answer == CDDP__ANSWER_BYTE ? 1 : 8; /* 8: also a string's length */
+  /* 8: a number (for SET too), or a string's length */
+  size_t answer_size = command->answer == CDDP__ANSWER_BYTE ? 1 : 8;
   unsigned char number[8] = {0};
   cddp_result r;
   int i;
@@ -5438,9 +5441,8 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
     cddp__buffer_add(out, "/", 1); /* before a client's keys, as in PyTorch */
     cddp__buffer_add(out, key.data, key.size);
   }
-  /* the strings behind the key */
   for (i = 0; i + 1 < command->strings; i++) cddp__buffer_add_string(out, request->values[i]);
-  cddp__buffer_add_number(out, request->number, command->tail);
+  cddp__buffer_add_number(out, request->number, command->tail); /* ADD: 8 bytes */
   if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1);
   if (cddp__buffer_size(out) > CDDP__COMMAND_MAX)
     return CDDP__REFUSE("the keys of one call exceed %u MiB", CDDP__COMMAND_MAX >> 20);
@@ -5463,7 +5465,7 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
   cddp_result r = CDDP_OK;
   pthread_mutex_lock(&store->lock);
   if (deadline <= 0) deadline = cddp__now() + store->timeout_s;
-  if (c->fd < 0) r = cddp__store_try_addresses(store, deadline);
+  if (c->fd < 0) r = cddp__store_try(store, deadline);
   if (r == CDDP_OK) {
     r = cddp__store_exchange(store, request, deadline);
     if (r == CDDP_NETWORK && request->code == CDDP__STORE_ADD) /* closed by the server */
@@ -5480,7 +5482,7 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
     if (request->size != NULL) *request->size = reply.size;
     if (reply.size <= request->capacity)
       cddp__copy(request->out, reply.data, reply.size);
-    else if (request->out != NULL || request->capacity > 0)
+    else if (request->out != NULL || request->capacity > 0) /* else only the size is wanted */
       r = CDDP__REFUSE(
           "the value of '%s' does not fit into the buffer: its size is %zu, the buffer's %zu",
           cddp__cut(request->keys[0], 64).s, reply.size, request->capacity);
@@ -5504,7 +5506,7 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
   }
   if (r != CDDP_TIMEOUT) return r;
   q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
-  r = cddp__store_run(store, &q, cddp__now() + 5);
+  r = cddp__store_run(store, &q, cddp__now() + 5 /* s */);
   return cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
                     store->name, cddp__cut(keys[i - 1], 128).s, i, count,
                     r == CDDP_OK ? "which no client has set" : "and the server no longer answers");
@@ -5518,14 +5520,15 @@ enum { CDDP__URL_NONE, CDDP__URL_TCP, CDDP__URL_UNIX, CDDP__URL_FILE };
 static int cddp__url_scheme(const char *url, const char **name) {
   static const char *const prefixes[] = {"", "tcp://", "unix://", "file://"}; /* by scheme */
   int scheme = CDDP__URL_FILE;
-  while (strncmp(url, prefixes[scheme], strlen(prefixes[scheme])) != 0) scheme--;
+  while (strncmp(url, prefixes[scheme], strlen(prefixes[scheme])) != 0) scheme--; /* "" fits */
   *name = url + strlen(prefixes[scheme]);
   if (scheme == CDDP__URL_UNIX && (*name)[0] == 0) return CDDP__URL_NONE;
   if (scheme == CDDP__URL_FILE && ((*name)[0] != '/' || (*name)[1] == 0)) return CDDP__URL_NONE;
   return scheme;
 }
 
-/* Listens at the addresses, or duplicates the launcher's listening socket and sets address[0]. */
+/* Listens at the addresses. But if listen_fd is the launcher's listening socket, not -1, duplicates
+   it and sets address[0]. */
 static cddp_result cddp__listen_at(cddp__address *address, int count, int listen_fd, int *fds,
                                    int *fd_count) {
   cddp_result r;
@@ -5552,14 +5555,15 @@ static cddp_result cddp__server_start(cddp_store *store) {
   if (server == NULL) return CDDP_OUT_OF_MEMORY;
   server->allocator = store->allocator;
   server->secret = store->secret;
-  r = cddp__listen_at(store->addresses, store->address_count, -1, server->fds, &server->fd_count);
+  r = cddp__listen_at(store->addresses, store->address_count, -1 /* no launcher's socket */,
+                      server->fds, &server->fd_count);
   server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   server->spare_fd =
       server->epoll < 0 ? -1 : fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   if (r == CDDP_OK && server->spare_fd < 0) r = cddp__fail_errno("epoll");
   if (r == CDDP_OK) r = cddp__random(&server->seed, sizeof server->seed);
   for (i = 0; i < server->fd_count && r == CDDP_OK; i++)
-    if (!cddp__server_watch_fd(server, server->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
+    if (!cddp__server_watch(server, server->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
       r = cddp__fail_errno("epoll");
   if (r == CDDP_OK)
     r = cddp__thread_start(&server->thread, cddp__server_main, server, CDDP__THREAD_OF_CDDP);
@@ -5576,7 +5580,7 @@ static bool cddp__is_exact_address(const char *host) {
 }
 
 /* A host's own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). Adds the
-   addresses that other hosts can reach. */
+   addresses of all interfaces, which other hosts can reach. */
 static void cddp__add_interface_addresses(cddp__address *address, int *count, const char *host) {
   int i;
   if (cddp__is_exact_address(host)) return;
@@ -5585,13 +5589,13 @@ static void cddp__add_interface_addresses(cddp__address *address, int *count, co
   *count += cddp__interface_addresses(NULL, address + *count, CDDP__ADDRESSES_MAX - *count);
 }
 
-/* Finds the addresses of a server of tcp:// or unix://. unix:// is for ranks of one host, if the
-   launcher gives no address: it needs no free port. */
+/* Finds the server's addresses. unix:// is for ranks of one host, if the launcher gives no address:
+   it needs no free port. */
 static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options *options) {
   char host[256];
   int port;
   cddp_result r;
-  if (store->scheme == CDDP__URL_FILE) return CDDP_OK;
+  if (store->scheme == CDDP__URL_FILE) return CDDP_OK; /* they are in the file */
   store->address_count = 1;
   if (store->scheme == CDDP__URL_UNIX) {
     cddp__unix_name(&store->addresses[0], store->name);
@@ -5604,7 +5608,7 @@ static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options
   return r == CDDP_OK ? cddp__resolve(host, port, store->addresses, &store->address_count) : r;
 }
 
-/* Starts the server of tcp:// or unix:// at the addresses found. */
+/* Starts the server of tcp:// or unix://. */
 static cddp_result cddp__store_serve(cddp_store *store) {
   bool any_port = store->scheme == CDDP__URL_TCP && cddp__address_port(&store->addresses[0]) == 0;
   cddp_result r = cddp__server_start(store);
@@ -5615,9 +5619,9 @@ static cddp_result cddp__store_serve(cddp_store *store) {
 }
 
 /* --- file:// ---
-   The file holds the addresses of the server and a random key. Clients prove that they know the key
-   and the user's secret: only processes that can read the file are accepted, also from other hosts.
-   The server locks the file and removes it when it ends. A file without a lock is left over. */
+   The file holds the server's addresses and a random key. Clients prove that they know the key and
+   the user's secret: only processes that can read the file are accepted, also from other hosts.
+   The server locks the file and removes it at its end. A file without a lock is left over. */
 #define CDDP__FILE_MAGIC "cddp store 4"
 #define CDDP__FILE_KEY 32 /* the key's hexadecimal digits */
 
@@ -5636,11 +5640,11 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   size_t n;
   memset(record, 0, sizeof *record);
   if (fstat(fd, &st) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
-  why = !S_ISREG(st.st_mode)                      ? "is not a regular file"
-        : st.st_uid != geteuid()                  ? "belongs to another user"
-        : st.st_nlink > 1                         ? "has other names (hard links)"
-        : (st.st_mode & (S_IWGRP | S_IWOTH)) != 0 ? "can be written by others"
-                                                  : NULL;
+  why = !S_ISREG(st.st_mode)                 ? "is not a regular file"
+        : st.st_uid != geteuid()             ? "belongs to another user"
+        : st.st_nlink > 1                    ? "has other names (hard links)"
+        : (st.st_mode & (S_IWGRP | S_IWOTH)) ? "can be written by others"
+                                             : NULL;
   if (why != NULL)
     return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
   n = cddp__min((size_t)st.st_size, sizeof *record);
@@ -5653,7 +5657,8 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   return CDDP_OK;
 }
 
-/* Writes the file's key and a space before the user's secret, where cddp__store_new left memory. */
+/* Writes the file's key, 32 characters, and a space before the user's secret, where cddp__store_new
+   left memory. */
 static void cddp__store_set_key(cddp_store *store, const char *key) {
   snprintf(store->secret, CDDP__FILE_KEY + 1, "%*.*s", CDDP__FILE_KEY, CDDP__FILE_KEY, key);
   store->secret[CDDP__FILE_KEY] = ' ';
@@ -5671,7 +5676,7 @@ static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachabl
                   cddp__textf("cddp-file-%016" PRIx64 "%016" PRIx64, word[2], word[3]).s);
   record->count = 1;
   if (reachable)
-    record->count += (uint32_t)cddp__interface_addresses(NULL, record->addresses + 1, 8);
+    record->count += (uint32_t)cddp__interface_addresses(NULL /* all */, record->addresses + 1, 8);
   return r;
 }
 
@@ -5684,8 +5689,7 @@ static cddp_result cddp__file_record_write(int file, cddp__store_file *record) {
 /* Makes this process, which has locked the file, the server. */
 static cddp_result cddp__file_store_serve(cddp_store *store) {
   cddp__store_file record;
-  bool reachable = true;
-  cddp_result r = cddp__file_record_new(&record, reachable);
+  cddp_result r = cddp__file_record_new(&record, true /* reachable */);
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
   cddp__store_set_key(store, record.key);
@@ -5733,16 +5737,16 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
 }
 
 /* Opens the file once. Locks it in store->file if this process must serve it, else connects to its
-   server. Results: see cddp__store_try_addresses. */
+   server. Results: as of cddp__store_try. */
 static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_options *options) {
   cddp__store_file record;
   int fd;
   cddp_result r = cddp__file_store_look(store, options, &record, &fd);
-  if (r != CDDP_OK || fd < 0) return r;
+  if (r != CDDP_OK || fd < 0 /* this process serves */) return r;
   cddp__store_set_key(store, record.key);
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
-  r = cddp__store_try_addresses(store, options->deadline);
+  r = cddp__store_try(store, options->deadline);
   if (r != CDDP_OK && (!cddp__file_has_name(fd, store->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
     r = CDDP_NETWORK; /* its server has ended, and another program can have its port */
   cddp__close_fd(&fd);
@@ -5751,7 +5755,7 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
 
 /* --- opening and closing --- */
 
-/* Creates a store that is not open. *out is not NULL after some failures. */
+/* Creates a store that is not open. The caller frees *out, also after a failure. */
 static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *options) {
   const cddp_store_desc *desc = &options->desc;
   const char *name, *secret = desc->secret != NULL ? desc->secret : getenv("CDDP_SECRET");
@@ -5798,7 +5802,8 @@ static void cddp__store_close(cddp_store *store) {
   if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) unlink(store->name);
   if (store->server != NULL && store->server_pid == getpid()) {
     cddp__store32(&store->server->ended, 1);
-    for (i = 0; i < store->server->fd_count; i++) shutdown(store->server->fds[i], SHUT_RDWR);
+    for (i = 0; i < store->server->fd_count; i++) /* wakes the thread */
+      shutdown(store->server->fds[i], SHUT_RDWR);
     pthread_join(store->server->thread, NULL);
     cddp__server_free(store->server);
   }
@@ -5815,7 +5820,7 @@ static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_opti
     if (store->scheme == CDDP__URL_FILE && store->file < 0)
       r = cddp__file_store_try(store, options); /* the file tells where the server is */
     else
-      r = cddp__store_try_addresses(store, options->deadline);
+      r = cddp__store_try(store, options->deadline);
     if (r != CDDP_NETWORK || cddp__now() >= options->deadline) break;
     cddp__sleep(cddp__earlier_deadline(pause * jitter, options->deadline) - cddp__now());
     pause = pause < 0.125 ? pause * 2 : 0.25;
@@ -21609,28 +21614,26 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
    How it works (the text is not trusted):
      1. The text must be UTF-8. Memory is allocated once, for the largest number of items that a
         text of this length can contain.
-     2. A cursor reads the text once and stops at the first error. Everything outside of the format
-        is an error. Strings are decoded in place, which never lengthens them, and get a NUL where
-        their closing quote was.
+     2. A cursor reads the text once and stops at the first error: anything outside of the format.
+        Strings are decoded in place, which never lengthens them, and get a NUL.
      3. The tensors are sorted by position: each must begin where the previous one ends, the last
-        must end with the file. Then they are sorted by name, to find equal names.
+        must end with the file. An index is sorted by name, which finds equal names.
    Each computation of a size checks for overflow. */
 
 #define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
-#define CDDP__DIMS_MAX 64           /* of a tensor, as in PyTorch and NumPy */
+#define CDDP__DIMS_MAX 64 /* of a tensor, as in PyTorch and NumPy */
 
 typedef struct cddp__st_type {
   char name[12];
-  int bits;
+  int bits; /* of an element */
 } cddp__st_type;
 
-/* In the reference implementation's order, in which all tensors are aligned. */
+/* Tensors are written in this order, the reference implementation's, which aligns them. */
 static const cddp__st_type cddp__st_types[] = {
-    {"U64", 64},    {"I64", 64},        {"F64", 64},        {"C64", 64},    {"F32", 32},
-    {"U32", 32},    {"I32", 32},        {"BF16", 16},       {"F16", 16},    {"U16", 16},
-    {"I16", 16},    {"F8_E5M2", 8},     {"F8_E4M3", 8},     {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8},
-    {"F8_E5M2FNUZ", 8}, {"I8", 8},      {"U8", 8},          {"F6_E3M2", 6}, {"F6_E2M3", 6},
-    {"F4", 4},      {"BOOL", 8}};
+    {"U64", 64}, {"I64", 64}, {"F64", 64}, {"C64", 64}, {"F32", 32}, {"U32", 32}, {"I32", 32},
+    {"BF16", 16}, {"F16", 16}, {"U16", 16}, {"I16", 16}, {"F8_E5M2", 8}, {"F8_E4M3", 8},
+    {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"I8", 8}, {"U8", 8}, {"F6_E3M2", 6},
+    {"F6_E2M3", 6}, {"F4", 4}, {"BOOL", 8}};
 #define CDDP__ST_TYPES ((int)(sizeof cddp__st_types / sizeof *cddp__st_types))
 
 typedef struct cddp__st_name { /* an entry of the index by name */
@@ -21643,10 +21646,10 @@ struct cddp_safetensors { /* constant once it is open */
   char *text; /* follows this struct: the JSON, decoded in place, and a NUL */
   size_t text_size;
   uint64_t data_bytes;       /* after the header in the file */
-  cddp_tensor_info *tensors; /* by position in the file; the next three are in its memory */
+  cddp_tensor_info *tensors; /* [count] by position; the next three arrays are in its memory */
   cddp__st_name *by_name;    /* [count] */
-  cddp_metadata *metadata;   /* by key */
-  uint64_t *next_shape;      /* end of the tensors' shapes */
+  cddp_metadata *metadata;   /* [metadata_count] by key */
+  uint64_t *next_shape;      /* where the next tensor's shape is written */
   size_t count, metadata_count;
   bool has_metadata;
   int fd; /* the open file; -1: none */
@@ -21695,7 +21698,7 @@ static void cddp__json_space(cddp__json *json) {
     json->at++;
 }
 
-/* Skips white space and c. Returns false, without skipping c, if another character is next. */
+/* Skips white space, then c. Returns false if another character is next. */
 static bool cddp__json_next(cddp__json *json, char c) {
   cddp__json_space(json);
   if (json->at == json->end || *json->at != c) return false;
@@ -21703,8 +21706,8 @@ static bool cddp__json_next(cddp__json *json, char c) {
   return true;
 }
 
-/* Skips to item n of a list or an object: over the opening bracket or a comma. Returns false at the
-   end, or after an error. */
+/* Skips to item n of a list or an object: over the opening bracket or a comma. Returns false behind
+   the closing bracket, or after an error. what: for the error text. */
 static bool cddp__json_item(cddp__json *json, const char *brackets, size_t n, const char *what) {
   if (n == 0 && !cddp__json_next(json, brackets[0]))
     cddp__json_fail(json, cddp__textf("%s is expected", what).s);
@@ -21714,7 +21717,7 @@ static bool cddp__json_item(cddp__json *json, const char *brackets, size_t n, co
   return json->result == CDDP_OK;
 }
 
-static bool cddp__json_hex(cddp__json *json, uint32_t *v) { /* four digits */
+static bool cddp__json_hex(cddp__json *json, uint32_t *v) { /* false: not four digits */
   char digits[5] = {0};
   if (strspn(json->at, "0123456789abcdefABCDEF") < 4) return false;
   memcpy(digits, json->at, 4);
@@ -21723,7 +21726,7 @@ static bool cddp__json_hex(cddp__json *json, uint32_t *v) { /* four digits */
   return true;
 }
 
-/* Decodes an escape sequence to `to` and returns the end of the result; NULL if it is invalid. */
+/* Decodes the escape sequence at json->at to `to`. Returns the result's end; NULL: invalid. */
 static char *cddp__json_escape(cddp__json *json, char *to) {
   static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
   static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0}; /* marks the first of 1 + i bytes */
@@ -21774,7 +21777,7 @@ static const char *cddp__json_key(cddp__json *json) {
   return key;
 }
 
-/* Reads [n, n, ...], at most max numbers, without leading zeros. Returns how many. */
+/* Reads [n, n, ...], at most max numbers. Returns how many. */
 static size_t cddp__json_numbers(cddp__json *json, uint64_t *v, size_t max) {
   size_t n;
   char *after;
@@ -21783,6 +21786,7 @@ static size_t cddp__json_numbers(cddp__json *json, uint64_t *v, size_t max) {
     cddp__json_space(json);
     errno = 0;
     number = strtoull(json->at, &after, 10);
+    /* strtoull accepts a sign and leading zeros */
     if (*json->at < '0' || *json->at > '9' || (*json->at == '0' && after > json->at + 1))
       cddp__json_fail(json, "a whole number from 0 on is expected");
     if (errno != 0) cddp__json_fail(json, "a number exceeds 64 bits");
@@ -21810,8 +21814,8 @@ static int cddp__st_dtype(const cddp__st_type *type) {
   return d;
 }
 
-/* Elements and bytes of a shape, multiplied from left to right. Returns false if a product exceeds
-   64 bits, or if the size is not a whole number of bytes. */
+/* Elements and bytes of a shape. Returns false if a product, from left to right, exceeds 64 bits,
+   or if the size is not whole bytes. */
 static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *elements,
                           uint64_t *bytes) {
   uint64_t n = 1;
@@ -21901,7 +21905,7 @@ static int cddp__st_by_position(const void *a, const void *b) {
   return strcmp(x->name, y->name);
 }
 
-/* Sorts the tensors by position and checks that each byte of the data belongs to exactly one. */
+/* Sorts the tensors by position. Checks that each byte of the data belongs to exactly one. */
 static cddp_result cddp__st_check_offsets(cddp_safetensors *file) {
   uint64_t at = 0;
   size_t i;
@@ -21929,7 +21933,7 @@ static int cddp__st_by_name(const void *a, const void *b) { /* elements that beg
   return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-/* Sorts an array of elements that begin with a name. Returns a duplicate name, or NULL. */
+/* Sorts elements of `size` bytes that begin with a name. Returns a name that two have, or NULL. */
 static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   const char *p = (const char *)names;
   if (count > 1) qsort(names, count, size, cddp__st_by_name);
@@ -21938,7 +21942,7 @@ static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   return NULL;
 }
 
-/* Allocates the arrays, each for the largest number of items that fits into the text. */
+/* Allocates the arrays, each for the most items that fit into the text. */
 static cddp_result cddp__st_reserve(cddp_safetensors *file) {
   static const char shortest[] = "\"\":{\"dtype\":\"\",\"shape\":[],\"data_offsets\":[0,0]}";
   size_t tensors = file->text_size / strlen(shortest) + 1; /* + an incomplete one */
@@ -21990,7 +21994,7 @@ static cddp_result cddp__st_parse(cddp_safetensors *file) {
   return cddp__fail(CDDP_IO, "the metadata has \"%s\" twice", cddp__cut(twice, 60).s);
 }
 
-/* The size of the header of a file with file_bytes bytes, from its first 8 bytes. */
+/* The size of the JSON of a file with file_bytes bytes, from its first 8 bytes. */
 static cddp_result cddp__st_header_size(const unsigned char *first, uint64_t file_bytes,
                                         size_t *size) {
   uint64_t n = file_bytes >= 8 ? cddp__get64(first) : 2; /* no header is shorter than {} */
@@ -22021,8 +22025,8 @@ static const char *cddp__st_value(const cddp_safetensors *file, const char *key)
 /* A tensor of a checkpoint, in memory and in the file. */
 typedef struct cddp__st_item {
   const char *name;
-  cddp_dtype dtype;          /* in memory */
-  const cddp__st_type *type; /* the same in a file */
+  cddp_dtype dtype;
+  const cddp__st_type *type; /* dtype in a file */
   cddp_shape shape;
   bool any_shape; /* the caller passed no shape */
   size_t count;   /* elements */
@@ -22035,7 +22039,7 @@ typedef struct cddp__st_item {
 } cddp__st_item;
 
 /* The order of the reference implementation. */
-static int cddp__st_item_order(const void *a, const void *b) {
+static int cddp__st_by_type(const void *a, const void *b) {
   const cddp__st_item *x = (const cddp__st_item *)a, *y = (const cddp__st_item *)b;
   if (x->type != y->type) return x->type < y->type ? -1 : 1;
   return strcmp(x->name, y->name);
@@ -22045,7 +22049,7 @@ static void cddp__st_add(cddp__buffer *buffer, const char *text) {
   cddp__buffer_add(buffer, text, strlen(text));
 }
 
-/* Adds a JSON string. The UTF-8 is checked when the header is parsed before it is saved. */
+/* Adds a JSON string. cddp_save then parses the header, which checks the UTF-8. */
 static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
   static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
   cddp__st_add(buffer, "\"");
@@ -22062,13 +22066,13 @@ static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
 }
 
 /* Sorts the items and sets their offsets. Adds N and the JSON, padded so that the data is aligned
-   to 8 bytes. Returns the size of all items. buffer->failed is set if memory is exhausted. */
+   to 8 bytes. Returns the size of the data. buffer->failed: memory is exhausted. */
 static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *buffer,
                                cddp__st_item *items, size_t count, const cddp_metadata *metadata,
                                size_t metadata_count) {
   uint64_t at = 0;
   size_t i;
-  if (count > 1) qsort(items, count, sizeof *items, cddp__st_item_order);
+  if (count > 1) qsort(items, count, sizeof *items, cddp__st_by_type);
   buffer->allocator = allocator;
   cddp__buffer_add_number(buffer, 0, 8); /* N, set below */
   cddp__st_add(buffer, "{\"__metadata__\":{");
@@ -22084,13 +22088,10 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
     cddp__st_quote(buffer, items[i].name);
     items[i].begin = at;
     at += items[i].bytes;
-    cddp__st_add(buffer,
-                 cddp__textf(":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%" PRIu64
-                             ",%" PRIu64 "]}",
-                             items[i].type->name,
-                             cddp__describe_shape(items[i].shape.size, items[i].shape.dims).s,
-                             items[i].begin, at)
-                     .s);
+    cddp__st_add(buffer, cddp__textf(
+        ":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}",
+        items[i].type->name, cddp__describe_shape(items[i].shape.size, items[i].shape.dims).s,
+        items[i].begin, at).s);
   }
   cddp__st_add(buffer, "}");
   while (cddp__buffer_size(buffer) % 8 != 0 && !buffer->failed) cddp__st_add(buffer, " ");
