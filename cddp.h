@@ -1162,7 +1162,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host resolves
    the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses (not for
    "localhost"). The other ranks retry an unknown name for a minute. Ranks on one host need no
-   network.
+   network (those of an elastic model the loopback interface).
 
    LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
    of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
@@ -8622,6 +8622,7 @@ static void cddp__wake_all(cddp_group *g) {
   bool on_rounds = cddp__add32(&g->block->sleepers, 0) != 0;
   int p;
   if (on_rounds) cddp__futex_wake(&g->block->release);
+  if (on_rounds) cddp__futex_wake(&g->block->arrivals);
   for (p = 0; p < g->size; p++) {
     if (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->waiting) != 0)
       cddp__futex_wake(&cddp__slot_of(g, p)->events);
@@ -19427,6 +19428,18 @@ static void cddp__meeting_free(cddp__meeting *m) {
   cddp__free(allocator, m->members);
 }
 
+/* Fails if this host cannot connect to its own address: the first loss would end the job. */
+static cddp_result cddp__check_own_address(const cddp__address *own) {
+  int fd = socket(own->sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0); /* it sends nothing */
+  int error = fd >= 0 && connect(fd, &own->any, own->size) != 0 ? errno : 0;
+  cddp__close_fd(&fd);
+  if (error != ENETUNREACH) return CDDP_OK;
+  return cddp__fail(CDDP_NETWORK,
+                    "elastic ranks connect to each other after a loss, but this host cannot reach "
+                    "its own address, %s: start the loopback interface (ip link set lo up)",
+                    cddp__describe_address(own).s);
+}
+
 /* Fills `self`, and opens this rank's listening socket. */
 static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
   const cddp__host *host = m->group->host;
@@ -19458,6 +19471,7 @@ static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
   self->number = m->me;
   if ((r = cddp__listen_all(&address, 1, &m->net->listener, &unused)) != CDDP_OK)
     return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
+  if ((r = cddp__check_own_address(&address)) != CDDP_OK) return r;
   self->port = cddp__address_port(&address);
   self->rank = m->group->rank;
   self->index = host->index;
