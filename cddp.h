@@ -7314,14 +7314,14 @@ static void cddp__share_memory(cddp__host *host) {
 
 /* >>reduce ---------------------------------------------------------------------------------------
    Job: sums in canonical order, type conversions, and the loops of the optimizers, over arrays.
-   Owns: nothing. The functions read and write only the arrays in their arguments.
+   Owns: nothing.
    Entry points: cddp__reduce, _reduce_nodes, _reduce_all; cddp__scale, cddp__divide,
-   cddp__sum_squares, cddp__convert; cddp__pick_loops, cddp__fuse and cddp__round_odd for steps.
+   cddp__sum_squares, cddp__convert; for optimizers cddp__pick_loops, _fuse and _round_odd.
    How it works:
      1. Each loop is written once, in plain C. A macro instantiates it for each element type and
         each instruction set.
-     2. An instruction set has a table of loops with one row for each element type.
-        cddp__pick_loops returns the table of the best instruction set of this machine.
+     2. cddp__pick_loops returns the table of this machine's best instruction set: a row of loops
+        for each element type.
      3. Rare cases (more sources, other operations on half precision) combine these loops, on blocks
         that fit into the first-level cache.
      4. Order: the sum of sources 0 .. n - 1 is that of 0 .. p - 1 plus that of p .. n - 1, where p
@@ -7331,18 +7331,18 @@ static void cddp__share_memory(cddp__host *host) {
    sums here, except clang's -ffp-contract=fast. */
 
 /* These types can alias the caller's elements of any type, such as _Float16. */
-typedef float __attribute__((may_alias)) cddp__f32;
-typedef double __attribute__((may_alias)) cddp__f64;
-typedef int8_t __attribute__((may_alias)) cddp__i8;
-typedef uint8_t __attribute__((may_alias)) cddp__u8;
-typedef uint16_t __attribute__((may_alias)) cddp__u16;
-typedef int32_t __attribute__((may_alias)) cddp__i32;
-typedef int64_t __attribute__((may_alias)) cddp__i64;
+#define CDDP__ALIAS __attribute__((may_alias))
+typedef float CDDP__ALIAS cddp__f32;
+typedef double CDDP__ALIAS cddp__f64;
+typedef int8_t CDDP__ALIAS cddp__i8;
+typedef uint8_t CDDP__ALIAS cddp__u8;
+typedef uint16_t CDDP__ALIAS cddp__u16;
+typedef int32_t CDDP__ALIAS cddp__i32;
+typedef int64_t CDDP__ALIAS cddp__i64;
 
-/* FAST: the compiler vectorizes the loops. SCALAR: it does not, and compiles faster; baseline x86
-   has no vector fma. */
+/* FAST: the compiler vectorizes a function's loops. SCALAR: it does not, and compiles faster. */
 #if defined(__clang__)
-#define CDDP__FAST
+#define CDDP__FAST /* clang vectorizes at -O2 */
 #define CDDP__SCALAR
 #define CDDP__WIDE ""
 #define CDDP__STRICT_FP _Pragma("clang fp contract(off) reassociate(off)")
@@ -7366,8 +7366,9 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #endif
 #endif
 
-/* The attributes of each instruction set's functions. `base` is the compiler's own target; with
-   dispatch it serves only x86 processors without AVX2, from before 2013. */
+/* The attributes of each instruction set's functions. `base` is the compiler's own target. If
+   cddp__isa chooses the set, it serves only x86 processors without AVX2 (and vector fma), from
+   before 2013. */
 #if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
 #include <cpuid.h>
 #define CDDP__DISPATCH 1
@@ -7381,15 +7382,15 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #endif
 
 /* const: a square root that sets no errno can be vectorized. nvcc declares these differently.
-   <tgmath.h> has a macro sqrt(), which `sqrt` alone does not call. */
+   <tgmath.h> has a macro sqrt(...): the typedef declares sqrt without the parenthesis. */
 #if defined(__CUDACC__)
 #elif defined(__cplusplus)
 extern "C" float sqrtf(float) noexcept __attribute__((const));
 extern "C" double sqrt(double) noexcept __attribute__((const));
 #else
-typedef double cddp__function(double);
+typedef double cddp__double_to_double(double);
 extern float sqrtf(float) __attribute__((const));
-extern cddp__function sqrt __attribute__((const));
+extern cddp__double_to_double sqrt __attribute__((const));
 #endif
 
 /* Half precision, like the F16C instructions: a NaN becomes quiet, and keeps its sign and the upper
@@ -7413,7 +7414,7 @@ CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
   uint32_t small = cddp__f32_bits(scaled);                           /* subnormal or zero */
   /* The exponent's bias is 112 larger in f32, and infinity's exponent 224. */
   uint32_t normal = (magnitude << 13) + (magnitude >= 0x7c00 ? 224u << 23 : 112u << 23);
-  uint32_t quiet = magnitude > 0x7c00 ? 0x400000 : 0;
+  uint32_t quiet = magnitude > 0x7c00 ? 0x400000 : 0; /* of a NaN */
   return cddp__f32_of_bits(sign | quiet | (magnitude < 0x400 ? small : normal));
 }
 
@@ -7422,7 +7423,7 @@ CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
   uint32_t normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   /* normal: ties to even. Below 2^-14 the addition of 0.5 rounds: its last place is 2^-24. */
   uint32_t little = magnitude < 0x38800000 /* 2^-14 */ ? magnitude : 0;
-  uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000;
+  uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000 /* 0.5 */;
   uint32_t half = magnitude < 0x38800000 ? small : normal;
   half = magnitude >= 0x477ff000 ? 0x7c00 : half; /* 65520 and larger values round to infinity */
   half = magnitude > 0x7f800000 ? 0x7e00 | ((magnitude >> 13) & 0x1ff) : half; /* NaN */
@@ -7433,7 +7434,7 @@ CDDP__INLINED float cddp__bf16_to_f32(uint16_t h) { return cddp__f32_of_bits((ui
 
 CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
   uint32_t bits = cddp__f32_bits(x), rounded = bits + 0x7fff + (bits >> 16 & 1); /* ties to even */
-  return (uint16_t)((x != x ? bits | 0x400000 : rounded) >> 16);
+  return (uint16_t)((x != x ? bits | 0x400000 /* NaN: quiet */ : rounded) >> 16);
 }
 
 #define CDDP__STATES 3 /* largest number of state arrays of an optimizer, per parameter */
@@ -7447,7 +7448,7 @@ typedef struct cddp__scalars {
   double keep;  /* factor of the momentum */
   double take;  /* factor of the gradient that is added to the momentum */
   bool nesterov;
-  bool first; /* the momentum is set to the gradient */
+  bool first; /* step: the momentum is set to the gradient */
 } cddp__scalars;
 
 /* A range of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one set of states. */
@@ -7459,15 +7460,15 @@ typedef struct cddp__fused_args {
   float clip; /* factor of that mean, from gradient clipping; 1: none */
 } cddp__fused_args;
 
-enum { CDDP__MEAN_MULTIPLY, CDDP__MEAN_DIVIDE }; /* of `bool divide` */
+enum { CDDP__SCALE_MULTIPLY, CDDP__SCALE_DIVIDE }; /* of `bool divide` */
 
-/* The loops for one element type; NULL: this type has none. */
+/* The loops for one element type. Comments end with the types that have the loop; else NULL. */
 typedef struct cddp__loops {
   /* d = canonical sum of k sources, scaled by f: see CDDP__SUM_KERNELS. F32, F64, BF16 */
   void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
   /* each of the k buffers = canonical sum of all, scaled by f. F32, F64, BF16 */
   void (*all)(void *const *bufs, int k, size_t n, double f);
-  /* d = a op b: PROD, MIN (MAX with the bits of flip set); integers also SUM. Not F16, BF16 */
+  /* d = a op b: PROD, MIN (also MAX, by flip); integers also SUM. All but F16, BF16 */
   void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op, int64_t flip);
   /* d = a op b: BAND, BOR, BXOR of n bytes. Integers */
   void (*bits)(void *d, const void *a, const void *b, size_t n, cddp_op op);
@@ -7479,8 +7480,8 @@ typedef struct cddp__loops {
   double (*squares)(const void *p, size_t n);
   /* one AdamW step; states: exp_avg, exp_avg_sq, max_exp_avg_sq (NULL without amsgrad). F32, F64 */
   void (*adamw)(void *w, const void *g, void *const *states, size_t n, const cddp__scalars *s);
-  /* data-parallel steps, F32: SGD with an initialized momentum and without nesterov; AdamW without
-     amsgrad */
+  /* data-parallel steps of 1 or 2 ranks: SGD with an initialized momentum and without nesterov;
+     AdamW without amsgrad. F32 */
   void (*sgd_loop)(const cddp__fused_args *s, int ranks, size_t n);
   void (*adamw_loop)(const cddp__fused_args *s, int ranks, size_t n);
   void (*widen)(cddp__f32 *d, const void *s, size_t n);  /* F16, BF16 */
@@ -7496,10 +7497,10 @@ typedef struct cddp__loops {
     } \
   } while (0)
 
-/* Each macro below defines functions cddp__LOOP_S_ISA, which struct cddp__loops describes. ISA is
-   an instruction set, TARGET its attributes, T an element type and S the type's name. */
+/* The macros below define functions cddp__LOOP_S_ISA, see struct cddp__loops. ISA: an instruction
+   set, TARGET: its attributes, T: an element type, S: the type's name. */
 
-/* The canonical sums of element i of 2, 4 and 8 arrays. IN converts to the type of arithmetic. */
+/* The canonical sums of element i of 2, 4 and 8 (s0 .. s7) arrays. IN: as in SUM_KERNELS. */
 #define CDDP__SUM_2(IN, a, b) (IN(a[i]) + IN(b[i]))
 #define CDDP__SUM_4(IN, a, b, c, d) (CDDP__SUM_2(IN, a, b) + CDDP__SUM_2(IN, c, d))
 #define CDDP__SUM_8(IN, s) \
@@ -7507,7 +7508,8 @@ typedef struct cddp__loops {
 
 /* cddp__sum_S_ISA, for k = 2, 3, 4 or 8 sources, and cddp__all_S_ISA, for k = 2, 4 or 8 buffers.
    k = 3 divides by factor, since 1/3 is not exact; the others multiply by it. Source 0 also stands
-   for sources that are not read. F: the type of the arithmetic. IN, OUT: convert to it and back. */
+   for sources that are not read. F: the type of the arithmetic. IN, OUT: convert to it and back;
+   empty if T is F. */
 #define CDDP__SUM_KERNELS(ISA, TARGET, T, S, F, IN, OUT) \
   TARGET static void cddp__sum_##S##_##ISA(void *dst, const void *const *s, int k, size_t n, \
                                            double factor) { \
@@ -7635,7 +7637,7 @@ typedef struct cddp__loops {
    The bits of PyTorch 2.6.0 show which of its sums are fused multiply-adds.
      v, x      the gradient; the weight
      m, q      exp_avg and exp_avg_sq; a and b are their new values
-     others    the fields of cddp_adamw_step
+     others    from CDDP__ADAMW_SCALARS: the fields of cddp_adamw_step
      MAXIMUM   the code of amsgrad, or empty */
 #define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM) \
   F a = m[i]; \
@@ -7650,7 +7652,7 @@ typedef struct cddp__loops {
   F decay = (F)(s)->adamw.decay, keep = (F)(s)->adamw.keep, take = (F)(s)->adamw.take; \
   F root = (F)(s)->adamw.root, step = (F)(s)->adamw.step, eps = (F)(s)->adamw.eps; \
   F lerp = (F)(s)->adamw.lerp; \
-  bool near = lerp < (F)0.5; /* torch.lerp starts at the nearer end */ \
+  bool near = lerp < (F)0.5; /* like torch.lerp, adds to the nearer end: m[i], or v */ \
   if (!near) lerp = lerp - (F)1
 #define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, FMA, SQRT) \
   TARGET static void cddp__adamw_##S##_##ISA(void *weights, const void *gradient, \
@@ -7685,8 +7687,8 @@ typedef struct cddp__loops {
   bool decays = (scalars)->decay != 0
 
 /* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
-   that the memory is always busy. STEP computes the new states and x, the new weight, from x and v,
-   the mean gradient. LOCALS declares what STEP uses. OTHERS: the same stores for a second rank. */
+   that memory is always busy. STEP computes the new states and x, the new weight, from x and v,
+   the mean gradient of 1 or 2 ranks. LOCALS: what STEP uses. OTHERS: the second rank's stores. */
 #define CDDP__FUSED(SUM, STEP, OTHERS) \
   CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, LOCALS, STEP) \
@@ -7704,8 +7706,8 @@ typedef struct cddp__loops {
   cddp__f32 *q = s->states[1]; /* exp_avg_sq */ \
   CDDP__ADAMW_SCALARS(float, scalars)
 
-/* The loops that are faster with AVX-512 (by 4 to 20 % on Zen 4 and 5); memory and caches limit the
-   others. */
+/* WIDE: loops that are faster with AVX-512 (by 4 to 20 % on Zen 4 and 5); memory and caches limit
+   the others. KERNELS: a set's loops except f16's, for which AVX2 has instructions. */
 #define CDDP__WIDE_KERNELS(ISA, TARGET) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , ) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16) \
@@ -7731,7 +7733,7 @@ typedef struct cddp__loops {
 
 /* An instruction set's table: a row by cddp_dtype, with the columns of cddp__loops in their order:
    sum, all; pair, bits; scale, mix, squares; adamw, sgd_loop, adamw_loop; widen, narrow. WIDE: the
-   set for the loops of CDDP__WIDE_KERNELS. CDDP__ROW_S is the row of a type with loops S. */
+   set for the loops of CDDP__WIDE_KERNELS, not f64's. CDDP__ROW_S: of a type with loops S. */
 #define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW) \
   {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL, \
    cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, \
@@ -7800,10 +7802,10 @@ static const cddp__loops cddp__loops_avx512[] = {CDDP__DTYPES(CDDP__X)};
 #endif
 
 enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2, CDDP__ISA_AVX512 };
-static int cddp__isa_found; /* 0: not detected yet. Only cddp__isa and tests access it. */
+static int cddp__isa_found; /* 0: not detected yet. Tests set it */
 
-/* The best instruction set of this machine and its system. AVX-512 is used only on processors that
-   also have VBMI (Ice Lake, Zen 4): older ones lower their clock for it, and lose. */
+/* The best instruction set that the processor and the kernel support. AVX-512 is used only on
+   processors with VBMI too (Ice Lake, Zen 4): older ones lower their clock for it, and lose. */
 static int cddp__isa(void) {
   int isa = __atomic_load_n(&cddp__isa_found, __ATOMIC_RELAXED);
   if (isa != 0) return isa;
@@ -7834,19 +7836,19 @@ static const cddp__loops *cddp__pick_loops(void) {
   return (void)isa /* unused */, cddp__loops_base;
 }
 
-#define CDDP__BLOCK_BYTES 4096 /* of a block: small enough for the first-level cache */
+#define CDDP__BLOCK_BYTES 4096 /* of a block: fits into the first-level cache */
 #define CDDP__BLOCK_FLOATS (CDDP__BLOCK_BYTES / sizeof(float))
-#define CDDP__FOLD_BYTES 20480 /* of all partial results: a thread's stack may have only 64 KiB */
+#define CDDP__FOLD_BYTES 20480 /* of all partial results: a thread's stack can have only 64 KiB */
 
 /* One reduction: the values that are the same for all its blocks. */
 typedef struct cddp__fold {
   const cddp__loops *loops; /* of dtype */
   const cddp__loops *math;  /* of the compute type: F32 for F16 and BF16, else dtype */
-  const void *const *srcs;      /* [nsrcs] */
-  const int *widths;            /* [nsrcs] leaves that each source is the sum of. One leaf has
-                                   dtype (1) or the compute type (-1); sums have the compute type.
-                                   NULL: all are 1 */
-  int nsrcs, ranks;             /* ranks: the divisor of AVG; 0: the result is partial */
+  const void *const *srcs;  /* [nsrcs] */
+  /* [nsrcs] 1: the source is a leaf, of type dtype. Of the compute type: -1: a leaf; w > 1: a sum
+     of w leaves. NULL: all are 1 */
+  const int *widths;
+  int nsrcs, ranks; /* ranks: the divisor of AVG. 0: partial: not divided, of the compute type */
   cddp_dtype dtype;
   cddp_op op;          /* SUM for AVG */
   int64_t flip;        /* for `pair` */
@@ -7871,12 +7873,12 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
   fold->op = op == CDDP_AVG ? CDDP_SUM : op;
   fold->esize = cddp__dtype_size(dtype);
   fold->flip = op == CDDP_MAX ? -1 : 0;
-  if (cddp__dtypes[dtype].cls == CDDP__CLASS_UNSIGNED) /* the upper bit, as in a signed type */
+  if (cddp__dtypes[dtype].cls == CDDP__CLASS_UNSIGNED) /* signed comparisons then order them */
     fold->flip ^= (int64_t)((uint64_t)1 << (8 * fold->esize - 1));
   fold->csize = cddp__dtype_size(cddp__compute_type(dtype));
   fold->sums = fold->op == CDDP_SUM && fold->math->sum != NULL;
   fold->narrows = fold->loops != fold->math && ranks > 0; /* partial results stay wide */
-  /* Division by a power of two and multiplication by its inverse give the same bits. */
+  /* Floats: multiplication by the inverse of a power of two gives the bits of a division. */
   fold->divide = average && (!fold->sums || (ranks & (ranks - 1)) != 0);
   fold->factor = !average ? 1.0 : fold->divide ? (double)ranks : 1.0 / (double)ranks;
 }
@@ -7892,11 +7894,11 @@ static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   size_t i;
   switch (dtype) {
 #define CDDP__DIVIDE_FLOAT(type, k) \
-  (cddp__pick_loops()[dtype].scale)(p, n, (double)(k), CDDP__MEAN_DIVIDE)
+  (cddp__pick_loops()[dtype].scale)(p, n, (double)(k), CDDP__SCALE_DIVIDE)
 #define CDDP__DIVIDE_HALF(type, k) CDDP_ASSERT(false)
 #define CDDP__DIVIDE_SIGNED(type, k) \
   for (i = 0; i < n; i++) { \
-    type __attribute__((may_alias)) *x = (type *)p + i; \
+    type CDDP__ALIAS *x = (type *)p + i; \
     *x = (type)(*x / (k)); \
   }
 #define CDDP__DIVIDE_UNSIGNED(type, k) CDDP__DIVIDE_SIGNED(type, (unsigned)(k))
@@ -7934,9 +7936,9 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
   return buf;
 }
 
-/* Bytes of a block. Those of all levels fit into FOLD_BYTES: shorter ones from 16 sources on. */
+/* Bytes of a block, such that those of all levels fit into FOLD_BYTES: less from 16 sources on. */
 static size_t cddp__fold_bytes(const cddp__fold *fold) {
-  size_t levels = 2; /* most partial results at a time */
+  size_t levels = 2; /* most partial results at a time; with widths not known */
   int n;
   for (n = fold->nsrcs; n > 1; n /= 2) levels++;
   if (fold->widths != NULL) levels = CDDP__FOLD_DEPTH;
@@ -7947,13 +7949,13 @@ static size_t cddp__fold_bytes(const cddp__fold *fold) {
      1. A stack holds partial results of 2^j sources each; sizes fall from bottom to top.
      2. The next leaf is pushed.
      3. While the two results on top have the same size, or no sources are left, they are merged.
-   This is the canonical tree, which splits a range at the largest power of two below its length.
-   The last merge writes dst. */
+   So merges form the canonical tree. The last one writes dst, unless its result is narrowed. */
 static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_t n) {
   double space[CDDP__FOLD_BYTES / sizeof(double)];
   char *bufs[CDDP__FOLD_DEPTH];
   const void *parts[CDDP__FOLD_DEPTH];
   int sizes[CDDP__FOLD_DEPTH]; /* leaves below each part */
+  /* sources of a leaf: a call of `sum` adds up 8, if they have the compute type */
   int most = fold->sums && fold->loops == fold->math && fold->widths == NULL ? 8 : 1;
   int depth = 0, i = 0, k; /* k: sources of the next leaf, at most `most` */
   size_t bytes = cddp__fold_bytes(fold);
@@ -7989,11 +7991,8 @@ static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_
   for (; at < end; at += block) cddp__fold_block(fold, (char *)dst, at, cddp__min(block, end - at));
 }
 
-/* dst[i] = the canonical tree over srcs[..][i]; nsrcs >= 2.
-     widths   NULL, or the number of leaves below each source: see cddp__fold
-     ranks    the divisor of AVG. 0: dst gets a partial result: undivided, and f32 for f16 and
-              bf16
-   dst can be one of the sources if both have elements of the same size. */
+/* dst[i] = the canonical tree over srcs[..][i]; nsrcs >= 2. widths, ranks: see cddp__fold. dst can
+   be one of the sources if both have elements of the same size. */
 static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *widths, int nsrcs,
                                int ranks, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
@@ -8022,7 +8021,7 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
   int i;
   if (nbufs == 1) return;
   cddp__fold_init(&f, (const void *const *)bufs, nbufs, nbufs, dtype, op);
-  if (cddp__fold_direct(&f) && nbufs != 3) {
+  if (cddp__fold_direct(&f) && nbufs != 3 /* `all` has no loop for 3 */) {
     (f.loops->all)(bufs, nbufs, n, f.factor);
     return;
   }
@@ -8035,8 +8034,8 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
 }
 
 /* Runs `loop`, a data-parallel step of n elements, for 1, 2 or 4 ranks. Four ranks have more
-   arrays than the first-level cache has ways: these arrays are processed one after the other, in
-   chunks short enough for libc's memcpy to use the cache. */
+   arrays than the first-level cache has ways. So each chunk is added up, stepped, then copied: the
+   chunks are so short that libc's memcpy uses the cache. */
 static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
                        const cddp__fused_args *s, int ranks, size_t n) {
   cddp__f32 sum[256];
@@ -8062,14 +8061,14 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
 /* p[i] *= factor, with one rounding. factor is first rounded to the compute type. Floats only. */
 static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   const cddp__loops *loops = cddp__pick_loops();
-  float buf[CDDP__BLOCK_FLOATS];
+  float buf[CDDP__BLOCK_FLOATS]; /* of halves: they have no `scale` */
   size_t at, m;
-  if (loops[dtype].scale != NULL) (loops[dtype].scale)(p, n, factor, CDDP__MEAN_MULTIPLY);
+  if (loops[dtype].scale != NULL) (loops[dtype].scale)(p, n, factor, CDDP__SCALE_MULTIPLY);
   for (at = 0; loops[dtype].scale == NULL && at < n; at += m) {
     char *q = (char *)p + at * 2; /* bytes of a half */
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     loops[dtype].widen(buf, q, m);
-    (loops[CDDP_F32].scale)(buf, m, factor, CDDP__MEAN_MULTIPLY);
+    (loops[CDDP_F32].scale)(buf, m, factor, CDDP__SCALE_MULTIPLY);
     loops[dtype].narrow(q, buf, m);
   }
 }
@@ -8099,7 +8098,7 @@ static float cddp__round_odd(double x) {
   float y = (float)x;
   uint32_t u = cddp__f32_bits(y);
   if (x != x || (double)y == x) return y;
-  if (fabs((double)y) > fabs(x)) u--;
+  if (fabs((double)y) > fabs(x)) u--; /* y was rounded away from zero */
   return cddp__f32_of_bits(u | 1);
 }
 
@@ -8139,22 +8138,23 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
         on; the last node of a level can be cut short by S.
      2. A rank adds up its shards as a binary counter does: a new shard becomes a node, and while
         the two last nodes are the halves of a larger node, they are merged.
+     3. A node's sum is in a slot, in the compute type. A single shard can stay in the gradients:
+        slot -1.
    How buckets work:
      1. Parameters are taken in order. Each dtype has one open bucket.
      2. A bucket is closed when its bytes reach the dtype's current limit: the k-th limit for its
         k-th bucket, the last limit for all further ones.
      3. Buckets are ordered by closing, or by their smallest parameter index. */
 
-/* Slice `part` of n elements. Slices are cut at multiples of granule. The first `small` ones have
+/* Slice `part` of n elements. Slices begin at multiples of granule. The first `small` ones have
    `each` granules, the others one more: the end of the array can cut the last one short. */
-static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *begin,
-                        size_t *end) {
-  size_t grains = n / granule + (n % granule != 0), i = (size_t)part;
-  size_t each = grains / (size_t)parts, small = (size_t)parts - grains % (size_t)parts;
+static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *begin, size_t *end) {
+  size_t all = n / granule + (n % granule != 0), i = (size_t)part; /* all: granules */
+  size_t each = all / (size_t)parts, small = (size_t)parts - all % (size_t)parts;
   size_t first = each * i + (i > small ? i - small : 0), count = each + (i >= small);
   CDDP_ASSERT(part >= 0 && part < parts);
-  *begin = first >= grains ? n : first * granule;
-  *end = first + count >= grains ? n : (first + count) * granule;
+  *begin = first >= all ? n : first * granule;
+  *end = first + count >= all ? n : (first + count) * granule;
 }
 
 /* The shards of a rank: a contiguous range. The first shards % ranks ranks have one more. */
@@ -8173,31 +8173,32 @@ static void cddp__assign_shards(int *owner, int shards, int ranks) {
   }
 }
 
-/* The node's width for cddp__reduce_nodes; -1: one shard, in a slot, in the compute type. */
+/* The node's width as cddp__reduce_nodes needs it: -1 for one shard in the compute type. */
 static int cddp__node_width(const cddp__shard_node *node) {
   return node->width == 1 && node->slot >= 0 ? -1 : node->width;
 }
 
 /* The nodes that become one when a shard ends. */
 typedef struct cddp__node_merge {
-  int low, high; /* nodes[low .. high) and the new shard become: */
+  int low, high; /* nodes[low .. high) and the new shard become `node` */
   cddp__shard_node node;
   int count; /* of slots and widths: those of these nodes and of the shard, in order */
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1];
 } cddp__node_merge;
 
-/* Merges `shard`, a new node of one shard, with nodes of the same rank. nodes: [count], ascending.
-   shards: of the step, in all. Never forms the root of the tree: the mean adds its halves. */
+/* Merges `shard`, a new node of one shard, with its sibling in the tree if that is the same rank's,
+   then their parent with its sibling, ... Never forms the root: the mean adds its halves.
+   nodes: [count], ascending. */
 static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int count,
                                           cddp__shard_node shard, int shards) {
   const cddp__shard_node *part;
   cddp__node_merge merge;
   int begin = shard.first, end = begin + 1, at = 0, size, i;
-  while (at < count && nodes[at].first < begin) at++;
+  while (at < count && nodes[at].first < begin) at++; /* the shard belongs before nodes[at] */
   merge.low = merge.high = at;
   for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards */
-    bool right = begin / size % 2 == 1;
-    /* [from, to) is its sibling, which nodes[k] must be; root: their parent would be it */
+    bool right = begin / size % 2 == 1; /* half of its parent */
+    /* [from, to) is its sibling, which nodes[k] must be; root: their parent is the root */
     int from = right ? begin - size : end;
     int to = right ? begin : begin + 2 * size < shards ? begin + 2 * size : shards;
     int k = right ? merge.low - 1 : merge.high;
@@ -8219,7 +8220,7 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
   merge.node.width = end - begin;
   merge.count = 0;
   for (i = merge.low; i <= merge.high; i++) {
-    part = i == at ? &shard : &nodes[i - (i > at)]; /* the shard precedes nodes[at] */
+    part = i == at ? &shard : &nodes[i - (i > at)];
     merge.slots[merge.count] = part->slot;
     merge.widths[merge.count++] = cddp__node_width(part);
   }
@@ -8241,8 +8242,8 @@ static bool cddp__nodes_contain(const cddp__shard_node *nodes, int count, int sh
   return false;
 }
 
-/* Computes the nodes of all ranks, ascending, and returns their number. *slots: the largest number
-   of slots that a rank needs. A rank's last shard needs no slot if it merges with no other, unless
+/* Computes the nodes of all ranks at the step's end, ascending, and returns their number. *slots:
+   the most that a rank needs. A rank's last shard needs none if it merges with no other, unless
    nodes must be `apart` from gradients. */
 static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shard_node *nodes,
                             int *widths, int *slots) {
@@ -8266,15 +8267,15 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
 
 /* Assigns params[0 .. count) to buckets of limits[0], limits[1], ... bytes. The last limit repeats;
    limit_count >= 1.
-     order     NULL: declaration order. Buckets are sorted by smallest index and listed last first,
-               as gradients arrive. Else the order of the parameters; buckets are listed in the
-               order of closing, then the open ones by the first appearance of their dtype
+     order     NULL: declaration order. Buckets are numbered by smallest index, and listed last
+               first, as gradients arrive. Else the parameters' order; buckets are listed in order
+               of closing, then the open ones by first appearance of their dtype
      sorted    [3 * count] receives the parameters; its last two thirds are scratch memory
      offsets   [count + 2] bucket b has parameters sorted[offsets[b]] .. sorted[offsets[b + 1] - 1]
    Returns the number of buckets. */
 static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *params, int count,
                               const int *order, const size_t *limits, int limit_count) {
-  int *bucket_of = sorted + count; /* of each position, numbered in order of creation */
+  int *bucket_of = sorted + count; /* of each position; buckets are numbered as they are created */
   int *place = bucket_of + count;  /* of each bucket, in order of closing */
   struct {
     int bucket, limit; /* the open bucket, -1: none; index of the current limit */
@@ -8314,15 +8315,15 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
 }
 
 /* >>shape --------------------------------------------------------------------------------------
-   Job: describe which data each collective moves, for all backends and argument checks, and
-   describe calls in error texts. Owns: nothing. Entry points: all functions of the room.
+   Job: which data each collective moves, for all backends and argument checks; texts of calls.
+   Owns: nothing. Entry points: all functions of the room.
    How it works:
      1. The caller's buffers consist of shares of `count` elements.
-     2. A send buffer has one share for all ranks, or one for each rank. A receive buffer has one
-        share, or one of each rank. If both have one share, they are the same buffer.
+     2. A send buffer has one share for all ranks, or one for each rank (scatters). A receive buffer
+        has one share, or one of each rank (gathers). If both have one share, they are one buffer.
      3. All ranks send, or only the root. All ranks receive, or only the root.
      4. In a call with counts (all_gather_v, all_to_all_v) the ranks first exchange the lengths of
-        their shares. The collective runs with the longest; only existing bytes move. */
+        their shares. The collective runs as if all had the longest, but moves their own bytes. */
 
 typedef struct cddp__shape {
   const char *name;
@@ -8344,12 +8345,12 @@ enum {
 static const cddp__shape cddp__shapes[] = {CDDP__KINDS(CDDP__X)};
 #undef CDDP__X
 
-/* Invalid dtypes and ops stay invalid. */
+/* A dtype or op beyond a byte becomes 255, which is invalid too. */
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
   cddp__call c = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
                   (uint8_t)((unsigned)op > 255 ? 255 : op), root, send, recv, count,
-                  cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0, NULL};
+                  cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0 /* tag */, NULL};
   return c;
 }
 
@@ -8370,8 +8371,8 @@ static bool cddp__is_written(const cddp__call *call, int rank) {
          !(cddp__in_one_buffer(call) && cddp__shapes[call->kind].from_root && rank == call->root);
 }
 
-/* Whether other ranks read the rank's buffer, or add to it. Only the root itself reads the
-   root's share of a gather. */
+/* Whether other ranks read the rank's buffer, or write sums to it. The root's share of a gather is
+   read by the root alone. */
 static bool cddp__is_read(const cddp__call *call, int rank) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   return cddp__sends(call, rank) && (shape->reduces || !shape->to_root || rank != call->root);
@@ -8390,7 +8391,7 @@ static size_t cddp__recv_shares(const cddp_group *g, const cddp__call *call) {
   return cddp__shapes[call->kind].gathers ? (size_t)g->size : 1;
 }
 
-/* The address of the share for rank `to`, and the address for the share of rank `from`. */
+/* Addresses of the share for rank `to`, and for the share of rank `from`. */
 static const char *cddp__share_for(const cddp__call *call, int to) {
   size_t at = 0;
   if (cddp__shapes[call->kind].scatters)
@@ -8405,7 +8406,7 @@ static char *cddp__share_from(const cddp__call *call, int from) {
 }
 
 /* Bytes of the elements [begin, begin + n) of the share that this rank sends to another, or
-   receives from it. In a call with counts the share has `count` elements: some do not exist. */
+   receives from it. In a call with counts they can be beyond its end: the share has `count`. */
 static size_t cddp__bytes_within(const cddp__call *call, size_t count, size_t begin, size_t n) {
   return begin < count ? cddp__min(n, count - begin) * call->esize : 0;
 }
@@ -8418,11 +8419,11 @@ static size_t cddp__in_bytes(const cddp__call *call, int from, size_t begin, siz
   return cddp__bytes_within(call, call->shares[from].in, begin, n);
 }
 
-/* A call with counts: what each rank sends to each other one first. */
+/* In a call with counts each rank first sends one to each rank. */
 typedef struct cddp__count_notice {
   uint64_t count; /* of the share for the receiver */
   uint64_t at;    /* cddp__counted_share.peer_at of the receiver */
-  uint64_t most;  /* the largest count that the sender knows of */
+  uint64_t most;  /* the largest count that the sender sends or receives */
   uint64_t host;  /* 1: the sender's buffers are in host memory */
 } cddp__count_notice;
 
@@ -8431,13 +8432,13 @@ static size_t cddp__counts_memory(const cddp_group *g) {
   return (size_t)g->size * (sizeof(cddp__counted_share) + 2 * sizeof(cddp__count_notice));
 }
 
-/* The bytes of both buffers that a collective uses on this rank. */
+/* The bytes of both buffers that a collective uses on this rank: if they are one, on every rank. */
 static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *call, size_t *sent,
                                size_t *received) {
   bool one = cddp__in_one_buffer(call);
   size_t share = call->count * call->esize;
   if (call->shares != NULL) {
-    const cddp__counted_share *last = &call->shares[g->size - 1];
+    const cddp__counted_share *last = &call->shares[g->size - 1]; /* ends both buffers */
     *sent = (last->out_at + last->out) * call->esize;
     *received = (last->in_at + last->in) * call->esize;
     return;
@@ -8448,8 +8449,8 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *call, size
 
 /* --- texts --- */
 
-static const char *const cddp__op_names[] = {"sum", "avg",  "prod", "min",
-                                             "max", "band", "bor",  "bxor"};
+static const char *const cddp__op_names[] = {
+    "sum", "avg", "prod", "min", "max", "band", "bor", "bxor"};
 CDDP__STATIC_ASSERT(sizeof cddp__op_names / sizeof *cddp__op_names == CDDP_BXOR + 1,
                     "a name for each operation");
 
@@ -8468,7 +8469,7 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   cddp__text t = {"an unknown call"};
   if (kind >= CDDP__KIND_COUNT || !cddp__dtype_ok(dtype) || op > CDDP_BXOR) return t;
   t = cddp__textf("%s", cddp__shapes[kind].name);
-  if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(t.s, sizeof t.s, " %" PRIu64, count);
+  if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(t.s, sizeof t.s, " %" PRIu64, count /* index */);
   if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t; /* no elements */
   cddp__append(t.s, sizeof t.s, "(");
   if (kind < CDDP__KIND_ALL_GATHER_V) /* else a count for each rank */
@@ -14481,14 +14482,14 @@ static bool cddp__cpu_done(cddp_work *work) {
    Entry points: cddp__check_call and _check_memory; cddp__cpu_start and cddp__run_call;
    cddp__broadcast, _all_gather, _consensus and cddp__packet for other rooms.
    How it works: a collective is one of three sequences of rounds, chosen by its size and by where
-   all ranks' buffers are.
+   all ranks' buffers are. cddp__round_of(..., NULL, 0): a round without a payload.
      one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
                  rank writes its share to its header or staging buffer, and reads the shares that
                  it needs. Every rank adds all values, in the same order.
      direct      All buffers that other ranks need are in shared memory. One round announces their
-                 addresses, each rank reads (all_reduce: also writes) them in place, and one round
-                 ends the access. In an all_reduce rank r reads the r-th slice of every buffer once
-                 and writes the result to every buffer.
+                 addresses, each rank reads them in place, and one round ends the access. In an
+                 all_reduce rank r reads the r-th slice of every buffer once and writes the result
+                 to every buffer.
      staged      Other memory. The shares pass through the staging buffers, which stay in the
                  cache, one round a chunk. An all_reduce on three or more ranks: each adds up a
                  slice of a long chunk, and reads the other slices after a second round.
@@ -14502,12 +14503,12 @@ static bool cddp__cpu_done(cddp_work *work) {
 #define CDDP__TIMING_PERIOD 2048u /* chunks from one timing to the next */
 #define CDDP__TIMING_RUNS 4u /* chunks timed with each kind of copy: cached, then non-temporal */
 #define CDDP__NT_BLOCK 4096 /* bytes of a sum between two non-temporal copies */
-#define CDDP__CHECK_BYTES ((size_t)1 << 20) /* written to a peer between checks of the group */
+#define CDDP__CHECK_BYTES ((size_t)1 << 20) /* written to a peer per cddp__is_broken */
 /* Oversubscribed: bytes that a rank reads in the time of a second round. */
 #define CDDP__OVERSUBSCRIBED_READ ((size_t)384 << 10)
 /* Bytes of a staging buffer to prefetch for the next call. memcpy itself prefetches larger ones. */
 #define CDDP__PREFETCH_MAX ((size_t)2 << 10)
-#define CDDP__PIPELINE_CHUNKS 16 /* chunks of a one-sided call, if they have STAGING_MIN or more */
+#define CDDP__PIPELINE_CHUNKS 16 /* of a one-sided call: the next is written while one is read */
 #define CDDP__SLICES_MIN ((size_t)16 << 10) /* bytes of a chunk; up to here one round is faster */
 
 /* A call's elements [begin, begin + n) of each share. */
@@ -14516,7 +14517,7 @@ typedef struct cddp__chunk {
   bool in_header; /* small enough for the headers */
 } cddp__chunk;
 
-/* Rank 0's header payload or staging buffer. *apart: bytes from one rank's to the next rank's. */
+/* Rank 0's header payload or staging buffer. *apart: bytes to the next rank's; each rank has 2. */
 static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp__chunk *chunk,
                                 size_t *apart) {
   *apart = 2 * (chunk->in_header ? sizeof(cddp__op_header) : g->staging_size);
@@ -14529,8 +14530,8 @@ static bool cddp__is_one_sided(const cddp__call *call) {
   return cddp__shapes[call->kind].from_root || cddp__shapes[call->kind].to_root;
 }
 
-/* The timing of chunks like this. NULL: it is small, or ranks share cores, or it is the only one of
-   a one-sided call: the writer would time only its own half. */
+/* The timing of chunks like this. NULL: it is small, or not staged, or ranks share cores, or it is
+   the only one of a one-sided call: the writer would time only its own half. */
 static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
                                           const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call);
@@ -14555,8 +14556,8 @@ static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) { /* adds up 
   if (cddp__is_timed(timing)) timing->clock += sign * cddp__now();
 }
 
-/* Ends the timing of a chunk. The first two of a row do not count: they find the buffers as the
-   other kind of copy has left them. Of the rest the fastest counts. */
+/* Ends the timing of a chunk. The first two of TIMING_RUNS do not count: they find the buffers as
+   the other kind of copy has left them. Of the rest the fastest counts. */
 static void cddp__record_timing(cddp__copy_timing *timing, size_t bytes) {
   uint32_t n = timing->chunks % CDDP__TIMING_RUNS;
   double *least = &timing->seconds[cddp__uses_nontemporal(timing)];
@@ -14565,7 +14566,8 @@ static void cddp__record_timing(cddp__copy_timing *timing, size_t bytes) {
   timing->chunks++;
 }
 
-/* Whether each rank adds up a slice of the chunk (cddp__exchange_slices). */
+/* Whether each rank adds up a slice of the chunk (cddp__exchange_slices). With 2 ranks that saves
+   no reads. */
 static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize;
   if (CDDP__LIKELY(bytes <= CDDP__SLICES_MIN) || call->kind != CDDP__KIND_ALL_REDUCE) return false;
@@ -14586,11 +14588,11 @@ CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) 
   return CDDP_OK;
 }
 
-/* Writes this rank's shares of the chunk to its header or staging buffer. */
+/* Writes this rank's shares of the chunk to its header or staging buffer of the next round. */
 static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
                                       const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize, share_bytes = call->count * call->esize;
-  size_t shares = cddp__send_shares(g, call), apart, begin, end, r;
+  size_t shares = cddp__send_shares(g, call), apart, begin, end, p;
   char *space = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
   const char *from = (const char *)call->send + chunk->begin * call->esize;
   cddp__copy_timing *timing = cddp__timing_of(g, call, chunk);
@@ -14601,14 +14603,14 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
   }
   if (!cddp__sends(call, g->rank)) return CDDP_OK;
   if (CDDP__UNLIKELY(!chunk->in_header && bytes * shares > g->staging_ready)) {
-    cddp_result result = cddp__commit_staging(g, bytes * shares);
-    if (result != CDDP_OK) return result;
+    cddp_result r = cddp__commit_staging(g, bytes * shares);
+    if (r != CDDP_OK) return r;
   }
   space += (size_t)g->rank * apart;
   if (CDDP__UNLIKELY(call->shares != NULL)) {
-    for (r = 0; r < shares; r++, space += bytes)
-      memcpy(space, cddp__share_for(call, (int)r) + chunk->begin * call->esize,
-             cddp__out_bytes(call, (int)r, chunk->begin, chunk->n));
+    for (p = 0; p < shares; p++, space += bytes)
+      memcpy(space, cddp__share_for(call, (int)p) + chunk->begin * call->esize,
+             cddp__out_bytes(call, (int)p, chunk->begin, chunk->n));
     return CDDP_OK;
   }
   if (cddp__is_sliced(g, call, chunk)) { /* other ranks do not read this rank's own slice */
@@ -14617,59 +14619,59 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
     cddp__copy_by(space, from, begin, nontemporal);
     space += end, from += end, bytes -= end;
   }
-  for (r = 0; r < shares; r++, space += bytes, from += share_bytes) {
-    if (shares > 1 && r == (size_t)g->rank) continue; /* it reads its own share in place */
+  for (p = 0; p < shares; p++, space += bytes, from += share_bytes) {
+    if (shares > 1 && p == (size_t)g->rank) continue; /* it reads its own share in place */
     cddp__copy_by(space, from, bytes, nontemporal);
   }
-  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) /* else the round counts too */
+  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) /* else the round is timed too */
     cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
   return CDDP_OK;
 }
 
-/* Reads this rank's result of the chunk. from[r]: rank r's share for this rank. */
+/* Reads this rank's result of the chunk. from[p]: rank p's share for this rank. */
 static void cddp__read_result(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk,
                               void *const *from) {
   bool from_root = cddp__shapes[call->kind].from_root;
   size_t at = chunk->begin * call->esize;
   /* Each rank starts with its own share, so that the readers spread over the owners. */
-  int i, n = from_root ? 1 : g->size, r = from_root ? call->root : g->rank;
+  int i, n = from_root ? 1 : g->size, p = from_root ? call->root : g->rank;
   if (cddp__shapes[call->kind].reduces) {
     cddp__reduce((char *)call->recv + at, (const void *const *)from, g->size, chunk->n,
                  (cddp_dtype)call->dtype, (cddp_op)call->op);
     return;
   }
-  for (i = 0; i < n; i++, r = r + 1 < g->size ? r + 1 : 0)
-    cddp__copy_by(cddp__share_from(call, r) + at, from[r],
-                  cddp__in_bytes(call, r, chunk->begin, chunk->n),
+  for (i = 0; i < n; i++, p = p + 1 < g->size ? p + 1 : 0)
+    cddp__copy_by(cddp__share_from(call, p) + at, from[p],
+                  cddp__in_bytes(call, p, chunk->begin, chunk->n),
                   call->count * call->esize >= CDDP__NT_SHARE);
 }
 
 /* Reads this rank's result from all ranks' headers or staging buffers. */
 static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
                               const cddp__chunk *chunk) {
-  size_t apart, r;
+  size_t apart, p;
   char *space = cddp__chunk_memory(g, g->round, chunk, &apart);
   if (!cddp__is_written(call, g->rank)) return;
   if (cddp__shapes[call->kind].scatters) space += (size_t)g->rank * chunk->n * call->esize;
-  for (r = 0; r < (size_t)g->size; r++, space += apart) g->slices[r] = space;
-  if (cddp__sends(call, g->rank))
+  for (p = 0; p < (size_t)g->size; p++, space += apart) g->slices[p] = space;
+  if (cddp__sends(call, g->rank)) /* its own is not staged */
     g->slices[g->rank] =
         (void *)(uintptr_t)(cddp__share_for(call, g->rank) + chunk->begin * call->esize);
   cddp__read_result(g, call, chunk, g->slices);
 }
 
-/* Adds up this rank's slice of the arrays of n elements, block by block, until the group breaks,
-   and writes it to `to`; NULL: to all buffers. */
+/* Adds up this rank's slice of all ranks' arrays of n elements, block by block, and writes it to
+   `to`; NULL: to all arrays. Ends early if the group breaks. */
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
   unsigned char sums[CDDP__NT_BLOCK];
   size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES, block;
-  int r;
+  int p;
   cddp__slice(n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
   for (; begin < end && !cddp__is_broken(g); begin += block) {
     block = cddp__min(end - begin, block_bytes / call->esize);
-    for (r = 0; r < g->size; r++) g->slices[r] = (char *)bufs[r] + begin * call->esize;
+    for (p = 0; p < g->size; p++) g->slices[p] = (char *)bufs[p] + begin * call->esize;
     if (to == NULL)
       cddp__reduce_all(g->slices, g->size, block, dtype, (cddp_op)call->op);
     else
@@ -14687,22 +14689,23 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   char *space = cddp__chunk_memory(g, g->round, chunk, &apart);
   char *sums = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
   char *recv = (char *)call->recv + chunk->begin * call->esize;
-  cddp_result result;
-  int r;
-  for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
-  /* Its own slice is not in its staging buffer: cddp__write_shares. */
+  cddp_result r;
+  int p;
+  for (p = 0; p < g->size; p++) g->buffers[p] = space + (size_t)p * apart;
+  /* cddp__write_shares does not stage a rank's own slice. */
   g->buffers[g->rank] = (char *)(uintptr_t)call->send + chunk->begin * call->esize;
   cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
-  result = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0);
-  for (r = 0; result == CDDP_OK && r < g->size; r++, sums += apart) {
-    cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, r, &begin, &end);
+  r = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0);
+  for (p = 0; r == CDDP_OK && p < g->size; p++, sums += apart) {
+    cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, p, &begin, &end);
     memcpy(recv + begin * call->esize, sums + begin * call->esize, (end - begin) * call->esize);
   }
-  return result;
+  return r;
 }
 
+/* The chunk from element `begin` on: the rest, or what fits into a staging buffer. */
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, size_t begin) {
-  size_t element = call->esize * cddp__send_shares(g, call); /* of all shares */
+  size_t element = call->esize * cddp__send_shares(g, call); /* bytes of one of each share */
   size_t limit = cddp__max(g->staging_size, CDDP__PAYLOAD), all = call->count * element;
   cddp__chunk k;
   if (all > CDDP__STAGING_MIN && cddp__is_one_sided(call) && !g->oversubscribed && g->hosts == NULL)
@@ -14715,7 +14718,7 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, s
 }
 
 enum { CDDP__NOT_WRITTEN, CDDP__WRITTEN };
-/* Runs a call chunk by chunk. written: the ranks have written the first chunk, and met. */
+/* Runs a call chunk by chunk. written: the first chunk's shares are written, its round is over. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool written) {
   cddp__copy_timing *timing;
   cddp__chunk k;
@@ -14752,8 +14755,8 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
          bytes <= g->round_max && bytes < CDDP__NT_MIN;
 }
 
-/* cddp__run_staged with fewer instructions: each one counts here. Inlined by GCC, 1 KiB takes a
-   seventh longer. */
+/* cddp__run_staged with fewer instructions: each one counts here. If GCC inlined it, 1 KiB would
+   take a seventh longer. */
 CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize, apart, i;
   cddp__chunk all = {0, call->count, bytes <= CDDP__PAYLOAD};
@@ -14771,7 +14774,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
   r = cddp__round_of(g, call, CDDP__PHASE_STAGED,
                      sends && all.in_header ? call->send : NULL, bytes);
   if (r != CDDP_OK) return r;
-  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* the next buffer: all ranks have read it */
+  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* the next round's: all ranks have read it */
     space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
     for (i = 0; i < bytes; i += CDDP__CACHE_LINE) cddp__prefetch_to_write(space + i);
   }
@@ -14789,12 +14792,12 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
 }
 
 /* If all buffers are shared, copies this rank's slice of the root's array to all ranks, in blocks
-   that stay in the cache. Else copies the whole array to this rank. */
+   that stay in the cache. Else (one is NULL) copies the whole array to this rank. */
 static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
   size_t begin, end, n, bytes = call->count * call->esize;
-  int r;
-  for (r = 0; r < g->size && bufs[r] != NULL; r++) {}
-  if (r < g->size) {
+  int p;
+  for (p = 0; p < g->size && bufs[p] != NULL; p++) {}
+  if (p < g->size) {
     cddp__copy(call->recv, bufs[call->root], bytes);
     return;
   }
@@ -14802,30 +14805,30 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
   for (; begin < end && !cddp__is_broken(g); begin += n) {
     /* with 2 ranks a block is read once */
     n = cddp__min(end - begin, g->size == 2 ? CDDP__CHECK_BYTES : CDDP__STAGING_MIN);
-    for (r = 0; r < g->size; r++)
-      cddp__copy_by(bufs[r] + begin, bufs[call->root] + begin, n, bytes >= CDDP__NT_SHARE);
+    for (p = 0; p < g->size; p++)
+      cddp__copy_by(bufs[p] + begin, bufs[call->root] + begin, n, bytes >= CDDP__NT_SHARE);
   }
 }
 
-/* Runs a call in place. bufs[r]: rank r's buffer, if it is read. */
+/* Runs a call in place. bufs[p]: rank p's buffer, if it is read. */
 static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void *const *bufs) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   cddp__chunk all = {0, call->count, false /* in_header */};
-  size_t at;
-  int r;
+  size_t at; /* of the share for this rank in bufs[p] */
+  int p;
   if (call->kind == CDDP__KIND_BROADCAST) {
     cddp__broadcast_direct(g, call, (char *const *)bufs);
   } else if (shape->reduces && !shape->scatters) {
     cddp__reduce_slices(g, call, call->count, bufs,
                         shape->to_root ? (char *)bufs[call->root] : NULL, CDDP__COPY_CACHED);
   } else if (cddp__receives(call, g->rank)) {
-    for (r = 0; r < g->size; r++) {
-      if (!cddp__sends(call, r)) continue;
+    for (p = 0; p < g->size; p++) {
+      if (!cddp__sends(call, p)) continue;
       at = (size_t)g->rank * call->count;
-      if (call->shares != NULL) at = call->shares[r].peer_at;
+      if (call->shares != NULL) at = call->shares[p].peer_at;
       if (!shape->scatters) at = 0;
-      g->slices[r] = r == g->rank ? (void *)(uintptr_t)cddp__share_for(call, r)
-                                  : (char *)bufs[r] + at * call->esize;
+      g->slices[p] = p == g->rank ? (void *)(uintptr_t)cddp__share_for(call, p)
+                                  : (char *)bufs[p] + at * call->esize;
     }
     cddp__read_result(g, call, &all, g->slices);
   }
@@ -14863,7 +14866,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     if (at->kind == CDDP__REF_NONE) {
       direct = direct && !cddp__is_read(call, p);
     } else if (at->kind != CDDP__REF_UNUSED) {
-      written = written && !cddp__is_read(call, p);
+      written = written && !cddp__is_read(call, p); /* p has not */
       if (p == g->rank)
         g->buffers[p] = (void *)(uintptr_t)call->send;
       else if (direct) {
@@ -14879,26 +14882,25 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
     if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0);
   }
-  return cddp__end_access(g, r);
+  return cddp__end_access(g, r); /* also without cddp__begin_access */
 }
 
 /* Runs a call in one round if that is fast: up to round_max bytes; half as many on one host for
-   gathers (own shares are copied too), and between hosts for scatters (all shares come, one is
-   needed). With more ranks than cores a saved round is worth the copies. */
+   gathers (a rank copies its own share, too), and between hosts for scatters (all shares arrive,
+   one is needed). With more ranks than cores a saved round is worth the copies. */
 static cddp_result cddp__run_by_size(cddp_group *g, const cddp__call *call) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   size_t element = call->esize * cddp__send_shares(g, call), most = g->round_max;
-  if (g->hosts != NULL ? shape->scatters
-                       : shape->gathers && !shape->scatters && !g->oversubscribed)
+  if (g->hosts != NULL ? shape->scatters : shape->gathers && !shape->scatters && !g->oversubscribed)
     most /= 2;
-  if (call->count <= most && call->count * element <= most) /* without a slow division */
+  if (call->count <= most && call->count * element <= most) /* no overflow, no slow division */
     return cddp__run_staged(g, call, CDDP__NOT_WRITTEN);
   return (g->carrier->run)(g, call);
 }
 
 /* In a call with counts: exchanges and checks the lengths and positions of the ranks' shares.
-   call->count becomes the largest length. *host_memory: this rank has buffers there; returns
-   whether any rank has. */
+   call->count becomes the largest length. *host_memory: this rank's buffers are in it; becomes: any
+   rank's are. */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host_memory) {
   cddp__count_notice *sent = (cddp__count_notice *)(void *)(call->shares + g->size);
   cddp__count_notice *received = sent + g->size;
@@ -14940,7 +14942,7 @@ CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
   if (call->shares != NULL) {
     cddp__buffer_bytes(g, call, &sent, &count);
-    count /= call->esize;
+    count /= call->esize; /* received elements */
   }
   return cddp__record_new(g, cddp__shapes[call->kind].name, count, call->dtype,
                           cddp__shapes[call->kind].reduces ? call->op : -1, call->root);
@@ -15112,7 +15114,8 @@ static cddp_result cddp__enqueue(cddp_work *work) {
   return cddp__engine_push(work);
 }
 
-/* Starts a collective with a handle: in the engine's own work if that is free. */
+/* Starts a collective with a handle: in the engine's own work if that is free and no counts need
+   memory. */
 static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp_result r;
   cddp_work *started;
@@ -15144,7 +15147,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
 static cddp_result cddp__cpu_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
   if (cddp__is_message(call)) return cddp__start_message(g, call, work);
   if (work != NULL) return cddp__start_work(g, call, work);
-  cddp__engine_drain(g);
+  cddp__engine_drain(g); /* earlier calls first */
   return cddp__run_call(g, call);
 }
 
@@ -15175,13 +15178,13 @@ static const cddp__backend cddp__cpu_backend = {
     false /* not on_device */, false /* enqueues nothing */, cddp__cpu_start, cddp__cpu_wait,
     cddp__cpu_done, cddp__cpu_synchronize, cddp__cpu_alloc, cddp__cpu_free, cddp__cpu_convert,
     cddp__cpu_prepare, cddp__cpu_open, cddp__nothing_to_leave, cddp__nothing_to_leave,
-    NULL, NULL /* scratch: alloc; cddp__host_memory */};
+    NULL /* scratch: alloc */, NULL /* cddp__host_memory */};
 
 static const cddp__carrier cddp__shm_carrier = {
-    false /* not foreign */, true /* shared: no `average` */, cddp__run_large, NULL,
+    false /* not foreign */, true /* shared */, cddp__run_large, NULL /* so no `average` */,
     cddp__nothing_to_split, cddp__nothing_to_leave};
 
-/* NULL: no error. Used buffers must not be NULL, and must not overlap, except in place. */
+/* The buffers' error; NULL: none. They must not overlap, except in place. */
 static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *call) {
   uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv, own;
   bool in_place = false;
@@ -15196,20 +15199,19 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
   if (cddp__in_one_buffer(call) || sent == 0 || received == 0 || send >= recv + received ||
       recv >= send + sent)
     return NULL;
-  /* offset of this rank's share in the larger buffer */
+  /* byte offset of this rank's share in the larger buffer */
   own = call->shares != NULL ? call->shares[g->rank].in_at * call->esize
                          : (uintptr_t)g->rank * call->count * call->esize;
   if (call->kind != CDDP__KIND_ALL_TO_ALL_V)
     in_place = sent > received   ? recv == send + own
-               : sent < received ? send == recv + own
-                                 : send == recv;
+               : sent < received ? send == recv + own : send == recv;
   if (in_place) return NULL;
   return "send and recv overlap, but not as in-place calls do: see the function's comment in "
          "cddp.h";
 }
 
-/* Whether the host can read p: not if it is device memory. The kernel reads the mask first; then it
-   refuses `how`. */
+/* Whether the host can read p: not if it is device memory. The kernel reads 8 bytes there (else
+   EFAULT), then refuses `how`. */
 static bool cddp__host_reads(const void *p) {
   uintptr_t word = (uintptr_t)p & ~(uintptr_t)7; /* does not cross into the next page */
   return syscall(SYS_rt_sigprocmask, -1 /* how */, word, NULL, 8) == 0 || errno != EFAULT;
@@ -15218,7 +15220,7 @@ static bool cddp__host_reads(const void *p) {
 #define CDDP__NO_HOST_MEMORY "is not memory of the host: if it is on a GPU, the group needs " \
                              "device \"cuda\" in cddp_group_desc"
 
-/* NULL: no error. In a build with CUDA a program can pass device memory to a group without it. */
+/* Finds device memory, NULL: none, that a program with CUDA passes to a group without a device. */
 static const char *cddp__memory_error(const cddp_group *g, const cddp__call *call) {
   size_t sent = 0, received = 0;
 #ifdef CDDP_CUDA
@@ -15230,6 +15232,7 @@ static const char *cddp__memory_error(const cddp_group *g, const cddp__call *cal
   return NULL;
 }
 
+/* The same for parameters. */
 static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *params, int count) {
   int k;
   for (k = 0; k < 2 * count && !g->backend->on_device; k++) {
@@ -15265,7 +15268,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
     wrong = "tag is negative";
   else if (call->count > 0 &&
            (!one_buffer || call->send == NULL || cddp__misaligned(call->send, call->esize)))
-    wrong = cddp__buffer_error(g, call);
+    wrong = cddp__buffer_error(g, call); /* else the buffer is good */
   if (wrong == NULL && call->count > 0) wrong = cddp__memory_error(g, call);
   return wrong == NULL ? CDDP_OK : CDDP__REFUSE("%s", wrong);
 }
@@ -15752,7 +15755,7 @@ typedef struct cddp__rows {
 /* A parameter with a sparse gradient. Owner: its cddp_ddp; one thread at a time. */
 typedef struct cddp__sparse {
   size_t rows, width, bytes; /* of the parameter; elements and bytes of a row */
-  cddp__rows added;          /* since the last step, in order of arrival; numbers can repeat */
+  cddp__rows added;          /* not packed yet, in order of arrival; numbers can repeat */
   cddp__rows mean;           /* of the last cddp_ddp_wait; numbers ascend and do not repeat */
   char *zeros;               /* a row */
 } cddp__sparse;
@@ -15766,12 +15769,12 @@ typedef struct cddp__row_list {
   const int64_t *number;
   const char *values;
   size_t n, next; /* rows; the first row not yet merged */
-  char *packet;   /* the next list in the shard's packet */
+  char *packet;   /* where the next parameter's list begins */
 } cddp__row_list;
 
 /* The start of a list in a packet. Numbers and values follow, each from a cache line on. */
 typedef struct cddp__row_head {
-  uint64_t n, bound; /* rows; rows for which the list has memory */
+  uint64_t n, bound; /* rows; rows with memory: before equal ones were added up */
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__row_head;
 
@@ -15785,7 +15788,7 @@ static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
 /* Allocates memory for n rows in all, and keeps the present ones. */
 static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *r, size_t n,
                                       size_t bytes) {
-  size_t capacity[3] = {r->capacity, r->capacity, r->capacity};
+  size_t capacity[3] = {r->capacity, r->capacity, r->capacity}; /* r's changes last */
   void *grown;
   if (n <= r->capacity) return CDDP_OK;
   grown = cddp__grow_array(allocator, r->number, &capacity[0], n, sizeof *r->number);
@@ -15836,7 +15839,7 @@ static cddp__sparse *cddp__sparse_new(const cddp_allocator *allocator, const cdd
 static int cddp__by_number(const void *x, const void *y) {
   const cddp__row_order *a = (const cddp__row_order *)x, *b = (const cddp__row_order *)y;
   if (a->number != b->number) return a->number < b->number ? -1 : 1;
-  return a->at < b->at ? -1 : a->at > b->at;
+  return a->at < b->at ? -1 : a->at > b->at; /* qsort is not stable */
 }
 
 static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t n) {
@@ -15875,7 +15878,7 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
     const char *from = sparse->added.values + order[i].at * sparse->bytes;
     bool again = i > 0 && order[i].number == order[i - 1].number;
     char *values = packet + (list.values - packet); /* not const */
-    char *to = values + (head->n - again) * sparse->bytes; /* again: the last row */
+    char *to = values + (head->n - again) * sparse->bytes; /* again: the last one */
     if (again) {
       pair[0] = to;
       pair[1] = from;
@@ -15887,7 +15890,8 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
   }
 }
 
-/* Computes the mean over n shards. lists: their lists of this parameter; sources: [n] scratch. */
+/* Computes the mean over n shards. Each lists[k].packet is at the list of this parameter. sources:
+   [n] scratch. */
 static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__sparse *sparse,
                                     cddp__row_list *lists, int n, const void **sources,
                                     cddp_dtype dtype) {
@@ -15919,13 +15923,13 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
   }
   return r;
 }
+
 /* >>optim --------------------------------------------------------------------------------------
    Job: the optimizers: torch.optim.SGD, bit for bit, and AdamW.
    Owns: a cddp_optim and its states, except shared ones (>>ddp-states) and those on a device
    (cddp_kernels.cuh). Touches: the caller's parameters, gradients and copies.
    Entry points: the public functions; for a cddp_ddp's step cddp__update_of and _update_run,
-   cddp__optim_*, cddp__count_step; cddp__need_states and the functions that describe states;
-   cddp__check_* and cddp__param_name for other rooms.
+   _optim_*, _count_step; for states cddp__need_states and others; cddp__check_*, _param_name.
    How it works:
      1. An optimizer is a table, cddp__algorithm: the states of a parameter, the scalars of a step,
         and a function that steps one block.
@@ -15934,11 +15938,11 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
      3. Scalars are computed in double and rounded once to the type of the arithmetic.
      4. With master_weights only weights and gradients are f16 or bf16, all else is f32. Each block
         of weights is rounded from its masters.
-   SGD: every a + s * b is one fused multiply-add, as in PyTorch's AVX2 kernels. f16 and bf16
-   compute each operation in f32 and round its result, as PyTorch's vector loops do. (PyTorch's
-   scalar loops for bf16, at the end of a thread's chunk, also round the product.) AdamW: the
-   operations of PyTorch's fused CPU kernel, see CDDP__ADAMW_STEP. Powers of beta1 and beta2 are
-   computed by multiplication, as the results of pow depend on the libm. */
+   SGD: every a + s * b is one fused multiply-add, as in PyTorch's AVX2 kernels. Operations on f16
+   and bf16 are computed in f32 and rounded one by one, as in PyTorch's vector loops. (Its scalar
+   loops for bf16, at the end of a thread's chunk, also round the product.) AdamW: the operations of
+   PyTorch's fused CPU kernel, see CDDP__ADAMW_STEP. Powers of beta1 and beta2 are products, since
+   pow depends on the libm. */
 
 typedef struct cddp__update cddp__update;
 
@@ -15966,15 +15970,14 @@ CDDP__STATIC_ASSERT(sizeof cddp__setting_names / sizeof *cddp__setting_names == 
 
 enum { CDDP__NO_WAIT, CDDP__WAIT }; /* of `bool waits` */
 
-/* An optimizer's functions for the memory of its parameters: cddp__cpu_optim, or cddp__device_optim
-   of cddp_kernels.cuh. */
+/* An optimizer's functions for its parameters' memory: cddp__cpu_optim or cddp__device_optim. */
 typedef struct cddp__optim_backend {
   bool on_device;
   cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after its checks */
   cddp_result (*copy)(const cddp_optim *o); /* writes all copies from data */
   /* waits: returns when the zeros are visible to all streams; else they are to the optimizer's. */
   cddp_result (*zero)(const cddp_optim *o, void *p, size_t bytes, bool waits);
-  void (*leave)(cddp_optim *o);
+  void (*leave)(cddp_optim *o); /* frees the states */
 } cddp__optim_backend;
 
 struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_step */
@@ -15983,7 +15986,9 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const cddp__algorithm *algorithm;
   const cddp__optim_backend *backend;
   cddp__optim_desc desc;
-  uint64_t settings, check; /* hashes of its numbers without lr, with lr; never 0; bit 0 is clear */
+  /* Hashes of its numbers without lr, with lr. Never 0, which means no optimizer; bit 0 is clear,
+     for cddp__add_sharing. */
+  uint64_t settings, check;
 
   /* The states. */
   int state_count; /* of each parameter; with master_weights the last one is its master */
@@ -16007,8 +16012,8 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
 
   /* cddp_kernels.cuh's. */
-  int device;                    /* its number */
-  void *flat;                    /* all states in one allocation; NULL: none */
+  int device; /* its number */
+  void *flat; /* all states in one allocation; NULL: none */
   struct cddp_segment *segments; /* [count] scratch of a step */
 };
 
@@ -16073,8 +16078,8 @@ static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, si
     update->loops[update->dtype].mix(m, m, b, n, s->keep, s->take);
     return;
   }
-  /* mul_, unlike add_, keeps its factor */
-  (update->loops[CDDP_F32].scale)(m, n, s->keep, CDDP__MEAN_MULTIPLY);
+  /* PyTorch's mul_, unlike add_, does not round its factor */
+  (update->loops[CDDP_F32].scale)(m, n, s->keep, CDDP__SCALE_MULTIPLY);
   cddp__sgd_round(update, m, n);
   cddp__sgd_add(update, m, m, b, n, s->take);
 }
@@ -16093,7 +16098,7 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
   void *m = states[0];
   if (s->sign < 0) {
     memcpy(buf, g, n * cddp__dtype_size(type));
-    (update->loops[type].scale)(buf, n, -1.0, CDDP__MEAN_MULTIPLY);
+    (update->loops[type].scale)(buf, n, -1.0, CDDP__SCALE_MULTIPLY);
     d = buf;
   }
   if (s->decay != 0) {
@@ -16116,7 +16121,7 @@ static const cddp__algorithm cddp__sgd = {
 
 /* --- AdamW --- */
 
-static double cddp__power(double x, uint32_t n) {
+static double cddp__power(double x, uint32_t n) { /* x^n */
   double y = 1.0;
   for (; n > 0; n >>= 1, x *= x)
     if (n & 1) y *= x;
@@ -16162,7 +16167,7 @@ static bool cddp__is_master(const cddp_optim *optim, int k) {
   return optim->desc.master_weights != 0 && k == optim->state_count - 1;
 }
 
-static bool cddp__has_state(const cddp_optim *optim, int k, int i) {
+static bool cddp__has_state(const cddp_optim *optim, int k, int i) { /* only halves have masters */
   return !cddp__is_master(optim, k) || cddp__dtype_half(optim->params[i].dtype);
 }
 
@@ -16190,8 +16195,8 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
   return u;
 }
 
-/* Steps a block of F16 or BF16: widens, computes, narrows. With a master, which is stepped in place
-   of the weights, the states are f32 too. */
+/* Steps a block of F16 or BF16: widens, computes, narrows. A master is stepped in place of the
+   weights; its states are f32 too. */
 static void cddp__half_block(const cddp__update *update, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_FLOATS]; /* weights, gradient, states */
@@ -16211,11 +16216,11 @@ static void cddp__half_block(const cddp__update *update, void *master, void *wei
     if (s[k] != states[k]) half->narrow(states[k], wide[2 + k], n);
 }
 
-/* Steps n elements, with update's states from element `first` on. */
+/* Steps n elements. Their states begin at element `first` of update's. */
 static void cddp__update_run(const cddp__update *update, size_t first, void *weights,
                              const void *gradient, size_t n) {
   size_t esize = cddp__dtype_size(update->stored), state_esize = cddp__dtype_size(update->dtype);
-  size_t done, m;
+  size_t done, m, at;
   size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(update->dtype));
   void *states[CDDP__STATES], *master;
   int k;
@@ -16223,10 +16228,10 @@ static void cddp__update_run(const cddp__update *update, size_t first, void *wei
     char *p = (char *)weights + done * esize;
     const char *g = (const char *)gradient + done * esize;
     m = cddp__min(block, n - done);
+    at = (first + done) * state_esize;
     for (k = 0; k < CDDP__STATES; k++)
-      states[k] =
-          update->states[k] != NULL ? update->states[k] + (first + done) * state_esize : NULL;
-    master = update->master != NULL ? update->master + (first + done) * state_esize : NULL;
+      states[k] = update->states[k] != NULL ? update->states[k] + at : NULL;
+    master = update->master != NULL ? update->master + at : NULL;
     if (cddp__dtype_half(update->stored)) cddp__half_block(update, master, p, g, states, m);
     else update->algorithm->block(update, p, g, states, m);
   }
@@ -16238,7 +16243,7 @@ static cddp__text cddp__param_name(const cddp_param *params, int i) {
   return params[i].name != NULL ? cddp__cut(params[i].name, 100) : cddp__textf("#%d", i);
 }
 
-enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 };
+enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 }; /* needed */
 
 static cddp_result cddp__check_params(const cddp_param *params, int count, int rules) {
   int i;
@@ -16281,7 +16286,7 @@ static cddp_result cddp__check_sparse(const cddp_param *params, int count, const
   return CDDP_OK;
 }
 
-typedef struct cddp__owned { /* memory */
+typedef struct cddp__owned { /* memory of one parameter alone */
   uintptr_t begin, end;
   const char *what; /* "data", "grad" or "copy" */
   int param;
@@ -16318,7 +16323,7 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
     const cddp__owned *x = &list[k - 1], *y = &list[k];
     const cddp__owned *first = x->param <= y->param ? x : y, *second = first == x ? y : x;
     bool tied = first->what == what[0] && second->what == what[0];
-    if (y->begin >= x->end) continue;
+    if (y->begin >= x->end) continue; /* neighbours overlap if any do */
     r = cddp__fail(
         CDDP_INVALID_ARGUMENT, "%s of parameter \"%s\" and %s of \"%s\" %s; %s",
         first->what, cddp__param_name(params, first->param).s,
@@ -16383,12 +16388,12 @@ static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *spars
   }
 }
 
+/* Weight decay would change the rows without a gradient. */
 static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
   if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->wide) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "parameter \"%s\" has a sparse gradient, which does not support %s: use a "
-                    "dense gradient, or %s",
-                    cddp__param_name(optim->params, i).s,
+                    "dense gradient, or %s", cddp__param_name(optim->params, i).s,
                     optim->algorithm->wide ? optim->algorithm->name : "weight_decay",
                     optim->algorithm->wide ? "use SGD" : "set weight_decay to 0");
 }
@@ -16454,9 +16459,8 @@ static void cddp__cpu_leave(cddp_optim *optim) {
   for (i = 0; i < optim->count * optim->state_count; i++) cddp__free(NULL, optim->state[i]);
 }
 
-static const cddp__optim_backend cddp__cpu_optim = {false, /* not on_device */
-                                                    cddp__cpu_step, cddp__cpu_copies,
-                                                    cddp__cpu_zero, cddp__cpu_leave};
+static const cddp__optim_backend cddp__cpu_optim = {
+    false /* not on_device */, cddp__cpu_step, cddp__cpu_copies, cddp__cpu_zero, cddp__cpu_leave};
 
 /* Checks and allocates before the step, so that a failed step changes nothing. */
 static cddp_result cddp__optim_prepare(cddp_optim *optim) {
@@ -16492,7 +16496,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  /* Created before an elastic model: pairs with it now. */
+  /* It can be older than an elastic model: pairs with it now. */
   if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim));
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
@@ -16523,7 +16527,6 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
 
 static void cddp__set_lr(cddp_optim *optim, double lr) {
   optim->desc.lr = lr;
-  /* never 0, which means no optimizer; bit 0 is free for cddp__add_sharing */
   optim->check = (cddp__hash64(optim->settings, &lr, sizeof lr) & ~(uint64_t)1) | 2;
 }
 
@@ -16652,10 +16655,10 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
     optim->used = d->ddp->step.used;
     optim->sparse = d->ddp->rows.sparse;
   }
-  /* What must agree between ranks; lr can change. Never 0; bit 0 is cddp__add_sharing's. */
+  /* What must agree between ranks; lr can change. */
   optim->settings = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
                                  (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
-  optim->settings = cddp__hash64(optim->settings, scales, 2 * n * sizeof *scales);
+  optim->settings = cddp__hash64(optim->settings, scales, 2 /* and decays */ * n * sizeof *scales);
   optim->settings = (optim->settings & ~(uint64_t)1) | 2;
   cddp__set_lr(optim, d->lr);
   return CDDP_OK;
