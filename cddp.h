@@ -19170,7 +19170,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
     size_t esize = cddp__dtype_size(d->params[i].dtype);
     if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
       d->params[i].grad = d->arena + tensor->arena_offset;
-    if (tensor->begin >= tensor->end) continue; /* other ranks update all of it */
+    if (tensor->begin >= tensor->end) continue; /* no part of it is this rank's */
     part->param = i;
     part->first = (tensor->begin - tensor->offset) / esize;
     part->count = (tensor->end - tensor->begin) / esize;
@@ -19544,11 +19544,10 @@ static void cddp__refuse_process(cddp__meeting *m, cddp__connection *link, cddp_
 }
 
 static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank) {
-  cddp__refuse_process(m, link,
-                       cddp__fail(CDDP_ABORTED,
-                                  "the other ranks counted rank %d's process as lost and continue "
-                                  "without it",
-                                  rank));
+  cddp_result r = cddp__fail(
+      CDDP_ABORTED, "the other ranks counted rank %d's process as lost and continue without it",
+      rank);
+  cddp__refuse_process(m, link, r);
 }
 
 /* Whether the process `life`, which has sent bytes, so it lives, is member p of the last table. If
@@ -19602,7 +19601,7 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
       if (cddp__report_at(m, m->reports[k], 0)->self.life == self->life)
         cddp__connection_end(m->links[k], 0);
   } else {
-    if (sound && p == n && report->joining == 0)
+    if (sound && p == n && report->joining == 0) /* this rank has a table without it */
       cddp__refuse_lost(m, link, self->rank);
     else
       cddp__link_free(link);
@@ -19715,7 +19714,7 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
         r = cddp__check_answer(links[p]);
       if (r != CDDP_OK) return r;
       if (cddp__member_link_ended(m, p, links[p])) {
-        bool cut = cddp__link_is_cut(links[p]) && !links[p]->early;
+        bool cut = cddp__link_is_cut(links[p]) && !links[p]->early; /* it was up */
         cddp__drop_link(m, p);
         if (!cut || !cddp__retries_member(m, p))
           cddp__remove_member(m, p);
@@ -20388,7 +20387,7 @@ static void cddp__free_lost(cddp_ddp *d) {
     if (lost.step >= elastic->step || cddp__lost_lives(host, lost.step))
       elastic->lost_blocks[kept++] = lost;
     else
-      cddp__arena_free_block(host, lost.block, lost.generation /* no later group's there */);
+      cddp__arena_free_block(host, lost.block, lost.generation); /* not a later group's block */
   }
   elastic->lost_count = kept;
   if (host->arena.fd >= 0) cddp__find_processes(host); /* those that ended as they joined, too */
@@ -20585,7 +20584,7 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   cddp__set_whole_mean(d->elastic);
   if (d->rows.sparse != NULL) r = cddp__gather_rows(d, longest);
   CDDP__POINT("elastic rows gathered");
-  /* A rank completes the reduction when all have the rows, which no meeting sends. With dense
+  /* No rank completes the reduction until all have the rows: no meeting sends them. With dense
      gradients cddp__gather_nodes waits for that. */
   if (r == CDDP_OK && d->layout.dense == 0)
     r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0, NULL, 0);
@@ -21031,7 +21030,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   r = cddp__create_report(d, &mine);
   if (r == CDDP_OK) r = cddp__meet(m, mine, &table);
   cddp__free(&host->allocator, mine);
-  if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach */
+  if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach: no retry */
   if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
   CDDP__POINT("elastic table");
   if (r == CDDP_OK && from == NULL) { /* only joining ranks */
