@@ -18880,10 +18880,11 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
    point of its text depends on the locale. */
 static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
   const cddp_ddp_desc *desc = &d->desc;
-  const char *hook = desc->comm_hook == NULL                      ? ""
-                     : desc->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
-                     : desc->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
-                                                               : ", a comm_hook";
+  const char *hook =
+      desc->comm_hook == NULL                      ? ""
+      : desc->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
+      : desc->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
+                                                   : ", a comm_hook";
   const char *name;
   uint64_t bytes, all = 0;
   int i;
@@ -19077,9 +19078,8 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
   double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25;
-  double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
-                 : desc->bucket_cap_mb > 0 ? cap
-                                           : 1; /* PyTorch's defaults */
+  double first = desc->first_bucket_mb > 0   ? desc->first_bucket_mb
+                 : desc->bucket_cap_mb > 0 ? cap : 1; /* PyTorch's defaults */
   cddp_ddp none, *d; /* none: counts the bytes of the arrays */
   bool any_sparse = false;
   int i;
@@ -19133,10 +19133,11 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
   bool gpus = g->backend->on_device;
-  const char *other = d->desc.comm_hook != NULL        ? "comm_hook"
-                      : d->desc.find_unused_parameters ? "find_unused_parameters"
-                      : d->desc.uneven_inputs          ? "uneven_inputs"
-                                                       : NULL;
+  const char *other = /* both exclude it */
+      d->desc.comm_hook != NULL        ? "comm_hook"
+      : d->desc.find_unused_parameters ? "find_unused_parameters"
+      : d->desc.uneven_inputs          ? "uneven_inputs"
+                                       : NULL;
   const char *clash =
       g->id != 0                               ? "a group of cddp_group_split"
       : g->host->elastic                       ? "another elastic model"
@@ -19337,8 +19338,8 @@ static int cddp__choose_leader(const cddp__meeting *m) {
 /* Appends the members' lives to m->lives, for cddp__has_majority. */
 static cddp_result cddp__remember_table(cddp__meeting *m) {
   size_t n = (size_t)m->capacity, at = m->table_count * n;
-  uint64_t *lives = (uint64_t *)cddp__grow_array(&m->group->host->allocator, m->lives,
-                                                 &m->lives_capacity, at + n, sizeof *lives);
+  uint64_t *lives = (uint64_t *)cddp__grow_array(
+      &m->group->host->allocator, m->lives, &m->lives_capacity, at + n, sizeof *lives);
   size_t p;
   if (lives == NULL) return CDDP_OUT_OF_MEMORY;
   m->lives = lives;
@@ -19469,7 +19470,7 @@ static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
     cddp__close_fd(&fd);
   }
   if (r != CDDP_OK) return r;
-  cddp__address_set_port(&address, 0);
+  cddp__address_set_port(&address, 0); /* any */
   self->address = address.v6;
   self->number = m->me;
   if ((r = cddp__listen_all(&address, 1, &m->net->listener, &unused)) != CDDP_OK)
@@ -19629,7 +19630,7 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
          (link->peer == m->capacity /* joins */ ? accepts == CDDP__ACCEPT_JOINING
                                                 : m->members[link->peer].life == 0)))
       message = cddp__connection_receive(link, m->report_bytes);
-    else if (cddp__link_is_for(link, m->members[m->me].life))
+    else if (cddp__link_is_for(link, m->members[m->me].life)) /* it waits, unless it has ended */
       cddp__link_check_end(link);
     is_call = message != NULL && message->head.size == sizeof(cddp__member); /* no report */
     if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
@@ -19807,7 +19808,7 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
     all->head.size += bytes;
   }
   for (p = 0; p < m->capacity && r == CDDP_OK; p++) {
-    if (links[p] == NULL || reports[p] == NULL) continue;
+    if (links[p] == NULL || reports[p] == NULL) continue; /* this rank; lost ones */
     r = cddp__connection_post(links[p], CDDP__FRAME_MESSAGE, CDDP_OK, all + 1, all->head.size);
     CDDP__POINT("elastic answer");
     (void)cddp__link_progress(net, links[p]);
@@ -20279,9 +20280,9 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
   cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list;
-  list = (cddp__lost_block *)cddp__grow_array(&d->group->host->allocator, elastic->lost_blocks,
-                                              &elastic->lost_capacity, elastic->lost_count + 1,
-                                              sizeof *list);
+  list = (cddp__lost_block *)cddp__grow_array(
+      &d->group->host->allocator, elastic->lost_blocks, &elastic->lost_capacity,
+      elastic->lost_count + 1, sizeof *list);
   if (list != NULL && g->block_ref.kind == CDDP__REF_EXTENT) { /* else the block is never freed */
     elastic->lost_blocks = list;
     list[elastic->lost_count++] = lost;
@@ -20411,8 +20412,8 @@ static size_t cddp__published_bytes(const cddp_ddp *d) {
 /* Publishes the addresses that never change. */
 static cddp_result cddp__create_published(cddp_ddp *d) {
   cddp__host *host = d->group->host;
-  cddp__published *own = (cddp__published *)cddp__arena_alloc(host, cddp__published_bytes(d),
-                                                              CDDP__EXTENT_BUFFER);
+  cddp__published *own = (cddp__published *)cddp__arena_alloc(
+      host, cddp__published_bytes(d), CDDP__EXTENT_BUFFER);
   d->elastic->own = own;
   if (own == NULL) return CDDP_OUT_OF_MEMORY;
   own->refs[CDDP__PUBLISHED_ARENA] = cddp__ref_of(host, d->arena, d->layout.arena_bytes);
@@ -20535,6 +20536,7 @@ static cddp_result cddp__check_updates(cddp_ddp *d) {
   return r == CDDP_OK ? r : cddp__break(d->control, r); /* on all ranks */
 }
 
+/* On GPUs: waits for the model's work. */
 static cddp_result cddp__await_model(cddp_ddp *d) {
   return d->memory->await != NULL ? (d->memory->await)(d) : CDDP_OK;
 }
@@ -20801,7 +20803,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   if (lowest == rank) {
     block = elastic->next_blocks[which];
     elastic->next_blocks[which] = NULL; /* the group owns it */
-    cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
+    cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here); /* these can use it */
   } else if ((r = cddp__map_ref(host, &ref, &block)) != CDDP_OK) {
     return r;
   }
@@ -21043,7 +21045,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
   cddp__elastic_note_lost(d);
   if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm); /* on GPUs */
-  for (i = 0; i < 2; i++) {
+  for (i = 0; i < 2; i++) { /* unless this rank's blocks are in use */
     cddp__arena_free(host, elastic->next_blocks[i]);
     elastic->next_blocks[i] = NULL;
   }
@@ -21205,7 +21207,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   CDDP_ASSERT(optim->state_count == from->state_count);
   for (i = 0; r == CDDP_OK && i < optim->count; i++) {
     optim->steps[i] = d->tensors[i].restored_steps;
-    optim->init_master[i] = optim->steps[i] == 0;
+    optim->init_master[i] = optim->steps[i] == 0; /* else received */
     if (optim->steps[i] > 0) r = cddp__need_states(optim, i);
   }
   if (r == CDDP_OK)
@@ -21400,11 +21402,11 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   }
   cddp__free(&g->host->allocator, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++)
-    if (g->members[k] >= 0)
+    if (g->members[k] >= 0) /* on this host */
       r = cddp__register_process(g->host, g->members[k], d->elastic->meeting.members[k].pid);
   if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
   if (r != CDDP_OK) return r;
-  d->control->elastic = d->comm->elastic = true;
+  d->control->elastic = d->comm->elastic = true; /* from now on the model survives losses */
   cddp__answer_joins(&d->elastic->meeting);
   return CDDP_OK;
 }
