@@ -5889,25 +5889,25 @@ enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE }; /* index in varia
 
 typedef struct cddp__launcher {
   const char *name;         /* for error texts */
-  const char *variables[4]; /* [3]: another name for CDDP__VAR_LOCAL_SIZE */
-  const char *cure;         /* what to add to its command if the address of rank 0 is unknown */
-  const char *job[5]; /* variables that identify a job; from [3] on: the same on one node only */
+  const char *variables[4]; /* by CDDP__VAR_*; [3]: another name of the local size; or NULL */
+  const char *cure;         /* options for its command, if the address of rank 0 is unknown */
+  const char *job[5]; /* variables that identify a job; [3] and [4] differ between its nodes */
 } cddp__launcher;
 
 typedef struct cddp__config {
   int rank, world_size;
   int local_world_size;   /* -1: unknown */
-  int joins;              /* 1: CDDP_JOIN=1: joins a running job; rank can be >= world_size */
+  int joins;              /* CDDP_JOIN; 1: joins a running job; rank can be >= world_size */
   bool launched;          /* a launcher has set rank and world_size */
-  int launcher;           /* the launcher that counts: index into cddp__launchers */
-  char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "" for one rank */
+  int launcher;           /* its index in cddp__launchers; not launched: 0 */
+  char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "": one rank */
   char host[256];         /* of "tcp://host:port" */
-  int port;               /* of "tcp://host:port"; 0: init_method has another scheme */
-  const char *host_name, *port_name; /* sources of both; NULL: an init_method of the caller */
+  int port;               /* of "tcp://host:port"; 0: another scheme */
+  const char *host_origin, *port_origin; /* where both are from; NULL: the caller */
   bool client_only;                  /* torchrun's agent serves the store, so rank 0 must not */
   int listen_fd;        /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
-  bool listen_fd_lost;  /* CDDP_LISTEN_FD names no such socket any more */
-  char run[128];        /* prefix of this job's keys in the store */
+  bool listen_fd_lost;  /* CDDP_LISTEN_FD is set, but is no such socket any more */
+  char run[128];        /* prefix of this job's keys in a launcher's store */
   const char *secret;   /* of the caller or the environment; "": none */
   bool launcher_secret; /* the secret is CDDP_JOB_SECRET: only for the rendezvous */
   char backend[16];     /* "cpu", "nccl" or "mpi" */
@@ -5933,8 +5933,7 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
   digits += *text == '-';
   n = strspn(digits, "0123456789");
   if (n == 0 || digits[n] != 0 || (digits[0] == '0' && strcmp(text, "0") != 0))
-    return CDDP__REFUSE("%s is \"%s\", which is not a whole number in plain digits", name,
-                        text);
+    return CDDP__REFUSE("%s is \"%s\", which is not a whole number in plain digits", name, text);
   v = strtol(text, NULL, 10); /* LONG_MAX or LONG_MIN if out of range */
   if (v < low || v > high)
     return CDDP__REFUSE("%s is %.200s; it must be from %ld to %ld", name, text, low, high);
@@ -5943,7 +5942,7 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
 }
 
 /* In order of precedence: name, {rank, size, local size, its other name}, cure, {variables that
-   identify a job; from the fourth on, on one node}. mpirun precedes schedulers, because inside an
+   identify a job, the last two on one node only}. mpirun precedes schedulers, because inside an
    allocation the scheduler's variables describe mpirun's daemon. Sources: flux-environment(7);
    MVAPICH2's guide, "MPIRUN_RSH Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's
    mpi/cray_shasta and scripts of Aurora's users for PALS. */
@@ -5955,26 +5954,20 @@ static const cddp__launcher cddp__launchers[] = {
      {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", NULL, "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR"}},
     {"Hydra's mpirun",
      {"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"},
-     "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
-     {"PMI_JOBID", NULL, NULL, "PMI_PORT"}},
-    {"Flux's flux run",
-     {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"},
-     "--env=MASTER_ADDR=HOST --env=MASTER_PORT=29500",
-     {"FLUX_JOB_ID", NULL, NULL, "FLUX_URI"}},
+     "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500", {"PMI_JOBID", NULL, NULL, "PMI_PORT"}},
+    {"Flux's flux run", {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"},
+     "--env=MASTER_ADDR=HOST --env=MASTER_PORT=29500", {"FLUX_JOB_ID", NULL, NULL, "FLUX_URI"}},
     {"MVAPICH2's mpirun_rsh",
      {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"},
-     "MASTER_ADDR=HOST MASTER_PORT=29500",
-     {"MPIRUN_ID", NULL, NULL, "PMI_PORT"}},
+     "MASTER_ADDR=HOST MASTER_PORT=29500", {"MPIRUN_ID", NULL, NULL, "PMI_PORT"}},
     {"JSM's jsrun",
      {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE"},
      "-E MASTER_ADDR=HOST -E MASTER_PORT=29500",
      {"LSB_JOBID", "PMIX_NAMESPACE", NULL, "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR"}},
     {"PALS's mpiexec",
      {"PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"},
-     "--env MASTER_ADDR=HOST --env MASTER_PORT=29500",
-     {"PALS_APID"}},
-    {"Slurm's srun",
-     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
+     "--env MASTER_ADDR=HOST --env MASTER_PORT=29500", {"PALS_APID"}},
+    {"Slurm's srun", {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
      "--export=ALL,MASTER_ADDR=HOST",
      {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
 enum { /* the indices in cddp__launchers that the code needs */
@@ -5989,27 +5982,26 @@ enum { /* the indices in cddp__launchers that the code needs */
 CDDP__STATIC_ASSERT(sizeof cddp__launchers / sizeof *cddp__launchers == CDDP__LAUNCHER_COUNT,
                     "the order of CDDP__LAUNCHER_*");
 
-/* Whether this process was started from the shell of an srun --pty, which gives task 0 a terminal.
-   It inherits the task's variables but is not a task. A command of the shell has its own process
-   group, because the shell has job control; the task and the commands of its script have the
-   session's group. A command after setsid has another session than the task. A task of a step that
-   was started from that shell inherits SLURM_PTY_PORT, but has its own SLURM_TASK_PID and no
-   terminal. */
+/* Whether this process is a command in the shell of an srun --pty: it has the variables of task 0,
+   the shell, but is no task. Either it has another session than the task (setsid), or the shell's
+   job control gave it a process group. The task, or a command in its script, has the session's
+   group. A task of a step that was started from that shell inherits SLURM_PTY_PORT, but has its own
+   SLURM_TASK_PID and no terminal. */
 static bool cddp__in_slurm_shell(void) {
   const char *task = cddp__env("SLURM_TASK_PID");
-  int terminal, session = 0, device = 0;
+  int fd, session = 0, terminal = 0; /* of the task; terminal 0: none */
   char path[64], stat[512] = "";
   FILE *file = NULL;
   if (cddp__env("SLURM_PTY_PORT") == NULL) return false;
   snprintf(path, sizeof path, "/proc/%.20s/stat", task != NULL ? task : "");
   if (task != NULL) file = fopen(path, "re");
   if (file != NULL && fgets(stat, sizeof stat, file) != NULL && strrchr(stat, ')') != NULL)
-    (void)sscanf(strrchr(stat, ')'), ") %*c %*d %*d %d %d", &session, &device);
+    (void)sscanf(strrchr(stat, ')'), ") %*c %*d %*d %d %d", &session, &terminal);
   if (file != NULL) fclose(file);
-  if (device != 0 && session != (int)getsid(0)) return true;
-  terminal = open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC);
-  if (terminal < 0) return false;
-  close(terminal);
+  if (terminal != 0 && session != (int)getsid(0)) return true;
+  fd = open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC);
+  if (fd < 0) return false;
+  close(fd);
   return getpgrp() != getsid(0);
 }
 
@@ -6022,58 +6014,59 @@ static bool cddp__in_slurm_step(void) {
          strtoul(step, NULL, 10) < 0xfffffff0ul;
 }
 
-/* Whether srun --mpi=... has set this rank variable of another launcher. */
+/* Whether srun --mpi=... has set this rank variable of another launcher: by PMIx's
+   namespace, or as it equals Slurm's rank. */
 static bool cddp__is_set_by_slurm(const char *name) {
   const char *space = strcmp(name, "PMIX_RANK") == 0 ? cddp__env("PMIX_NAMESPACE") : NULL;
   if (space != NULL) return strncmp(space, "slurm.pmix.", 11) == 0;
   return cddp__in_slurm_step() && strcmp(cddp__env(name), cddp__env("SLURM_PROCID")) == 0;
 }
 
-/* Whether launcher i has set the rank of this process; false if the variable is one that another
-   launcher sets too, and that launcher's variables tell more. */
+/* Whether launcher i has set the rank of this process. False if another launcher has set the
+   variable (PMI_RANK, PALS_RANKID), and has others that tell more. */
 static bool cddp__is_launched_by(int i) {
   const char *name = cddp__launchers[i].variables[CDDP__VAR_RANK];
   if (cddp__env(name) == NULL) return false;
   if (i == CDDP__LAUNCHER_SLURM) return cddp__in_slurm_step() && !cddp__in_slurm_shell();
-  if (i == CDDP__LAUNCHER_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL) /* others set PMI_RANK */
+  if (i == CDDP__LAUNCHER_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL) /* can be another's */
     return !cddp__is_set_by_slurm(name) && cddp__env("FLUX_TASK_RANK") == NULL &&
            cddp__env("PALS_RANKID") == NULL;
   return i != CDDP__LAUNCHER_PALS || !cddp__is_set_by_slurm(name);
 }
 
-/* Rejects a rank without a size, and a size without a rank: as single processes, all ranks would
-   train on all data. PMIx, ALPS, Hydra's -pmi-port and PALS with PMIx set a rank only; Slurm's
-   variables beside those of PMIx can belong to a daemon. whole: a launcher has set both. */
-static cddp_result cddp__check_rank_variables(bool whole) {
+/* Rejects a rank without a size, and a size without a rank: else each rank would train alone, on
+   all data. PMIx, ALPS, Hydra's -pmi-port and PALS with PMIx set a rank only; Slurm's
+   variables beside those of PMIx can belong to a daemon. launched: a launcher has set both. */
+static cddp_result cddp__check_rank_variables(bool launched) {
   static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
   int i;
-  for (i = 0; i < 4 && (whole || cddp__env("RANK") == NULL); i++)
+  for (i = 0; i < 4 && (launched || cddp__env("RANK") == NULL); i++)
     if (cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
       return CDDP__REFUSE("%s is %.20s, but its launcher does not tell the number of ranks. Export "
                           "RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) and "
                           "MASTER_PORT (a free port there); for one process unset %s",
                           lone[i], cddp__env(lone[i]), lone[i], lone[i]);
-  for (i = 0; i < CDDP__LAUNCHER_COUNT && !whole; i++) {
+  for (i = 0; i < CDDP__LAUNCHER_COUNT && !launched; i++) {
     const char *rank = cddp__launchers[i].variables[CDDP__VAR_RANK],
                *size = cddp__launchers[i].variables[CDDP__VAR_SIZE];
-    bool pals = i == CDDP__LAUNCHER_PALS; /* PMI_SIZE, its size, is Hydra's too */
+    bool pals = i == CDDP__LAUNCHER_PALS; /* its size, PMI_SIZE, is Hydra's too */
     bool lacks_rank = cddp__env(rank) == NULL && cddp__env(size) != NULL && !pals &&
                       i != CDDP__LAUNCHER_SLURM; /* salloc sets Slurm's size */
-    const char *set = lacks_rank ? size : rank, *other = lacks_rank ? rank : size;
-    if (!lacks_rank && (pals || !cddp__is_launched_by(i))) continue;
+    const char *set = lacks_rank ? size : rank, *unset = lacks_rank ? rank : size;
+    if (!lacks_rank && (pals || !cddp__is_launched_by(i))) continue; /* else it lacks the size */
     if (i != CDDP__LAUNCHER_SCRIPT)
       return CDDP__REFUSE("%s is set but %s is not; %s sets both: unset it for a single process",
-                          set, other, cddp__launchers[i].name);
+                          set, unset, cddp__launchers[i].name);
     return CDDP__REFUSE("%s is set but %s is not. For one process unset %s; for several set %s, "
                         "MASTER_ADDR and MASTER_PORT too, as torchrun and cddprun do",
-                        set, other, set, other);
+                        set, unset, set, unset);
   }
   return CDDP_OK;
 }
 
 /* Rejects RANK=0 and WORLD_SIZE=1, as a shell's startup file may export them, in a process that
-   another launcher has started as one of several: each would train alone. torchrun and cddprun set
-   LOCAL_RANK too, so under mpirun their ranks are what they say. */
+   another launcher has started as one of several: each would train alone. With LOCAL_RANK they are
+   torchrun's or cddprun's, and count even under mpirun. */
 static cddp_result cddp__check_alone(const cddp__config *config) {
   int i, size = 1;
   if (!config->launched || config->launcher != CDDP__LAUNCHER_SCRIPT || config->world_size != 1 ||
@@ -6090,11 +6083,11 @@ static cddp_result cddp__check_alone(const cddp__config *config) {
   return CDDP_OK;
 }
 
-/* Sets rank and size. RANK or WORLD_SIZE must not contradict another launcher's variables. */
+/* Sets rank, size and launcher. RANK or WORLD_SIZE must not contradict another launcher. */
 static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers, *end = script + CDDP__LAUNCHER_COUNT,
                        *launcher = script;
-  int numbers[2] = {0, 1}, k; /* rank and size of a single process; their index */
+  int numbers[2] = {0, 1}, k; /* rank and size, first of a single process; their index */
   cddp_result r = CDDP_OK;
   while (launcher < end && (!cddp__is_launched_by((int)(launcher - script)) ||
                             cddp__env(launcher->variables[CDDP__VAR_SIZE]) == NULL))
@@ -6108,7 +6101,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
     bool size = k == CDDP__VAR_SIZE;
     int of_script;
     r = cddp__env_int(name, size ? 1 : INT_MIN, size ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
-    of_script = numbers[k]; /* unless it is set */
+    of_script = numbers[k]; /* if it is unset, or no number */
     if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &of_script);
     if (r == CDDP_OK && of_script != numbers[k])
       r = CDDP__REFUSE(
@@ -6164,22 +6157,22 @@ static bool cddp__one_host(const cddp__config *config) {
    started the ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
   const char *fd = launcher == CDDP__LAUNCHER_HYDRA && here ? cddp__env("PMI_FD") : NULL;
-  uint32_t maker[3];
+  uint32_t creator[3]; /* pid, uid, gid */
   uint64_t key = 0;
   int i;
   for (i = 0; i < (here ? 5 : 3); i++) {
     const char *value = cddp__env(cddp__launchers[launcher].job[i]);
     if (value != NULL) key = cddp__hash64(key, value, strlen(value) + 1);
   }
-  if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), maker) && maker[0] /* pid */ != 0)
-    key = cddp__hash64(key + 1, maker, sizeof maker);
+  if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), creator) && creator[0] != 0)
+    key = cddp__hash64(key + 1, creator, sizeof creator);
   return key;
 }
 
 static cddp__atomic_u32 cddp__listen_fd_user; /* pid of the process that used CDDP_LISTEN_FD */
 
-/* Finds the listening socket that the launcher bound for rank 0. A process uses it once, and only
-   if the descriptor is still a socket that listens on this port. */
+/* Sets listen_fd, the socket that the launcher bound for rank 0. A process uses it once, and only
+   if the descriptor is still a socket that listens on this port; else listen_fd_lost. */
 static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   cddp__address bound;
   socklen_t size = sizeof(int);
@@ -6215,7 +6208,7 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
   for (i = 0; i < 3 && list == NULL; i++)
     if (cddp__env(lists[i]) != NULL) list = lists[i];
   if (list == NULL) return CDDP_OK;
-  config->host_name = list;
+  config->host_origin = list;
   if (!cddp__first_host(cddp__env(list), out, capacity))
     return CDDP__REFUSE("%s is \"%s\", not a node list; set MASTER_ADDR to rank 0's host", list,
                         cddp__env(list));
@@ -6243,8 +6236,8 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   int port = 0;
   cddp_result r = cddp__env_int("MASTER_PORT", 1, 65535, &port);
   if (r != CDDP_OK) return r;
-  config->host_name = "MASTER_ADDR";
-  config->port_name = "from MASTER_PORT";
+  config->host_origin = "MASTER_ADDR";
+  config->port_origin = "from MASTER_PORT";
   if (!script && (host == NULL || port == 0) && cddp__one_host(config) && key != 0) {
     if (port != 0) key = cddp__hash64(key, &port, sizeof port);
     snprintf(config->init_method, sizeof config->init_method, "unix://cddp-%u-%016" PRIx64,
@@ -6256,10 +6249,10 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
     host = first[0] != 0 ? first : NULL;
   }
   if (port == 0 && slurm && job != NULL && step != NULL) {
-    config->port_name = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
+    config->port_origin = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
     port = 20000 + (int)((strtoull(job, NULL, 10) % 9973 * 101 + strtoull(step, NULL, 10)) % 9973);
   } else if (port == 0 && config->launcher == CDDP__LAUNCHER_OPENMPI && space != NULL) {
-    config->port_name = "derived from PMIX_NAMESPACE";
+    config->port_origin = "derived from PMIX_NAMESPACE";
     port = 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 9973);
   }
   if ((host == NULL || port == 0) && script)
@@ -6272,6 +6265,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
         "command (HOST is rank 0's host), or unset %s to run without %s",
         host == NULL ? "MASTER_ADDR" : "MASTER_PORT", launcher->name, config->world_size,
         launcher->cure, launcher->variables[CDDP__VAR_RANK], launcher->name);
+  /* a port behind "[::1]" or a name */
   if (host[0] == '[' ? host[strlen(host) - 1] != ']'
                      : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':'))
     return CDDP__REFUSE("the host name '%.200s' does not resolve: MASTER_ADDR must be a name or an "
@@ -6322,13 +6316,14 @@ static void cddp__discover_secret(cddp__config *config, const char *given) {
   config->secret = given != NULL ? given : cddp__env("CDDP_SECRET");
   /* Not for an init_method of the caller, nor for torchrun's store, which cannot prove a secret. */
   config->launcher_secret = config->secret == NULL && of_launcher != NULL && digits > 0 &&
-                            config->port_name != NULL && !config->client_only &&
+                            config->port_origin != NULL && !config->client_only &&
                             strncmp(of_launcher, port, digits) == 0 && of_launcher[digits] == ':' &&
                             of_launcher[digits + 1] != 0;
   if (config->launcher_secret) config->secret = of_launcher + digits + 1;
   if (config->secret == NULL) config->secret = "";
 }
 
+/* Fills `config` from desc, else from the environment. */
 static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
   const char *method = desc->init_method ? desc->init_method : "env://", *name;
   const char *backend = cddp__backend_name(desc);
@@ -6346,7 +6341,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
            : cuda          ? "nccl"
                            : "cpu");
   r = cddp__discover_timeout(desc->timeout_s, &config->timeout_s);
-  if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* only checks it, on one host too */
+  if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* only checks CDDP_PORTS */
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &config->joins);
   if (r == CDDP_OK && given &&
       (desc->rank < 0 || (desc->rank >= desc->world_size && !config->joins)))
@@ -10007,14 +10002,15 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    held as long as the group lives.
    Entry points: the steps of cddp__start_job and cddp__join_job (>>groups); while the group lives
    cddp__join_listen and cddp__join_serve.
-   Words: a node is a set of ranks that can share memory: they have the same host, user,
-   CDDP_HOST_ID and namespaces. Its first rank to start is its coordinator, the others are its
-   clients. The root is the coordinator of rank 0's node. A client's parent is its coordinator; a
-   coordinator's parent is the root, by TCP.
+   Words: the endpoint is the job's init_method. A node is a set of ranks that can share memory:
+   they have the same host, user, CDDP_HOST_ID and namespaces. Its first rank to start is its
+   coordinator, the others are its clients. The root is the coordinator of rank 0's node. A client's
+   parent is its coordinator; a coordinator's parent is the root, by TCP. A misfit is a rank that
+   does not match the others, or has a taken number.
      1. A rank binds a Unix socket, named after its number and the job's endpoint. If the name is in
         use, two jobs have one endpoint or two processes have one rank: cddp__claim_rank fails.
      2. The rank binds its node's socket as the coordinator, or connects to it as a client.
-     3. RANK describes a rank to its parent, which forwards it to the root and answers WAIT. If the
+     3. RANK describes a rank to its parent, which answers WAIT and forwards it to the root. If the
         connection ends before WAIT, the rank starts again at 2. If it ends later, a rank is lost.
      4. When all ranks have registered with the root, it sends TABLE to its children, and they to
         theirs. A client also gets the descriptors of its node's memory and of its socket for links.
@@ -10023,7 +10019,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    A rank that fails sends FAIL, a result and a text, to its parent and its children.
    config.client_only: a launcher listens at MASTER_PORT, and serves a store there. */
 
-#define CDDP__PROBLEM_S 1.0 /* for missing ranks to connect after a rank did not match */
+#define CDDP__PROBLEM_S 1.0 /* after a misfit, for the missing ranks to connect and fail too */
 #define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
 #define CDDP__RESOLVE_S 60  /* for a MASTER_ADDR that does not resolve: it is tried again */
 
@@ -10032,11 +10028,11 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 enum {
   CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
   CDDP__RENDEZVOUS_WAIT,
-  CDDP__RENDEZVOUS_PORT,  /* from rank 0, with a descriptor: a socket that listens for coordinators;
-                            cddp__root_search.token */
+  CDDP__RENDEZVOUS_PORT,  /* rank 0's root.token, and the descriptor of a socket that listens for
+                             coordinators */
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
                              cddp__join_table */
-  CDDP__RENDEZVOUS_READY /* from a child: all below it are ready; from the parent: all ranks are */
+  CDDP__RENDEZVOUS_READY /* from a child: it and all below are ready; from the parent: all ranks */
 }; /* and FAIL: cddp__connection_post_failure */
 
 /* A rank's description of itself. version, world_size, fp_mode and backend must be equal on all
@@ -10046,22 +10042,21 @@ typedef struct cddp__rank_info {
   int port;         /* of its listening socket for other nodes; 0: none yet */
   uint32_t fp_mode;
   uint32_t user;    /* geteuid() */
-  uint32_t joins;   /* 1: a process that joins later: CDDP_JOIN */
+  uint32_t joins;   /* 1: CDDP_JOIN, a process that joins later */
   uint64_t machine; /* a hash of cddp__host_identity */
   uint64_t run;     /* a hash of cddp__config.run */
   char backend[16];
   cddp__host_entry host;
 } cddp__rank_info;
 
-/* A rank's answer to a joining process. A rank on the same host sends its memfd with it. */
+/* The answer to a joining process. A rank on the same host sends its memfd with it. */
 typedef struct cddp__join_table {
-  cddp__rank_info info;
+  cddp__rank_info info; /* of the rank that answers */
   uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
-  /* The leader of the model's ranks (self.life 0: not known); this rank's host. */
-  cddp__leader_info lead;
-  struct sockaddr_in6 address;
-  int host;          /* number of this rank's host in cddp__meeting.net */
-  int local_size;    /* ranks of the first group on this host */
+  cddp__leader_info lead;      /* of the model's ranks; self.life 0: not known */
+  struct sockaddr_in6 address;    /* of that rank's host, as the next two */
+  int host;          /* number in cddp__meeting.net */
+  int local_size;    /* ranks of the first group there */
   int shards;        /* of the model */
   int size;          /* ranks of the first group */
   int record_number; /* in the name of the joining process's flight record: cddp__record_open */
@@ -10072,7 +10067,7 @@ typedef struct cddp__join_table {
 typedef struct cddp__job_info {
   cddp__join_table table;
   char node[48];      /* name of the node's socket; the prefix of its ranks' socket names */
-  uint32_t node_hash; /* of node, not 0 */
+  uint32_t node_hash; /* of node, never 0 */
   bool endpoint_here; /* the endpoint is an address of this host */
   char master[256];   /* MASTER_ADDR; with `port` for joins from other hosts */
   int port;           /* MASTER_PORT; 0: a launcher listens there */
@@ -10080,21 +10075,21 @@ typedef struct cddp__job_info {
   double timeout_s;
   char endpoint[96];  /* where the ranks meet, for error texts: "port 29500" */
   int claim_fd;       /* this rank's socket on its host, held while the group lives; -1: none */
-  int port_fd;        /* holds rank 0's port as long: see cddp__close_port; -1: none */
+  int port_fd;        /* keeps rank 0's port that long: cddp__close_port; -1: none */
   const char *secret; /* "": none; its proof then only rejects programs other than cddp */
 } cddp__job_info;
 
 typedef struct cddp__registration { /* a rank, or another process with a rank's number */
   cddp__rank_info info;
-  int node;    /* 0: this rank's own */
-  int link_fd; /* its listening socket for other nodes; -1: none yet, or the rank has received it */
-  bool fits;   /* it matches this rank, and its rank is unique */
+  int node;    /* its number; 0: this rank's own */
+  int link_fd; /* its listening socket for other nodes; -1: none yet, or it was sent to the rank */
+  bool fits;   /* no misfit: it matches this rank, and its number is unique */
 } cddp__registration;
 
 typedef struct cddp__channel { /* a connection to the parent or a child */
   cddp__connection connection; /* deadline: for the first RANK */
   bool known;                  /* the first RANK was received */
-  bool ready;   /* READY was received */
+  bool ready;   /* the child's READY was received */
   bool failed;  /* FAIL was sent by TCP: the connection stays until it has arrived */
   bool awaited; /* its end is the loss of a rank: from a child's matching RANK, or the parent's
                    WAIT, until the parent's READY */
@@ -10102,10 +10097,10 @@ typedef struct cddp__channel { /* a connection to the parent or a child */
 } cddp__channel;
 
 typedef struct cddp__root_search {
-  int fds[CDDP__ADDRESSES_MAX]; /* sockets that listen for coordinators: in rank 0 and the root */
+  int fds[CDDP__ADDRESSES_MAX]; /* of rank 0 and the root: sockets that listen for coordinators */
   int fd_count;
   char key[160];     /* RUN/meeting */
-  cddp_store *store; /* a launcher's, or the file, locked by rank 0; NULL: none, or not open */
+  cddp_store *store; /* a launcher's, or file://, locked by rank 0; NULL: none, or not open */
   /* From the store or the file, else 0. The proof of the secret covers it: it shows that a
      coordinator has read the store or the file. */
   unsigned char token[32];
@@ -10116,11 +10111,11 @@ typedef struct cddp__root_search {
   double next_look;    /* when to look for the root again */
   double pause;        /* seconds between two looks */
   double try_s;        /* seconds for the next connection */
-  double closed_since; /* connections were closed without an answer: cddp__fail_connect; 0: none */
+  double closed_since; /* since when connections end unanswered: cddp__fail_connect; 0: no */
   bool closed;         /* one was, since the first of `addresses` was tried */
   cddp__text blocked;  /* why the root cannot be reached; "": it can, or is not looked for */
-  bool port_blocked;   /* `blocked` is about the root's own port: the ranks fail: CDDP_NETWORK */
-  int refused_count;   /* the root's connections without the proof of the secret */
+  bool port_blocked;   /* `blocked` is about the root's own port: CDDP_NETWORK, not _TIMEOUT */
+  int refused_count;   /* the root's callers without the secret */
 } cddp__root_search;
 
 typedef struct cddp__root_key { /* value of RUN/meeting */
@@ -10143,12 +10138,12 @@ typedef struct cddp__rendezvous {
   size_t registered_count, registered_capacity;
   size_t forwarded;    /* registrations sent to the parent */
   int node_count;      /* 1 for this node, and those whose coordinator has sent RANK */
-  uint32_t expected;   /* ranks: the largest WORLD_SIZE of a registered one */
-  bool with_rank_0;    /* rank 0 is on this node, matching or not */
-  cddp__cause problem; /* why the first registration that does not match is refused */
+  uint32_t expected;   /* number of ranks: the largest WORLD_SIZE that has registered */
+  bool with_rank_0;    /* rank 0 is on this node, perhaps a misfit */
+  cddp__cause problem; /* why the first misfit is refused */
   double problem_at;   /* when it registered */
-  bool common_failure; /* it concerns all ranks: its text is sent unchanged */
-  int memory_fd;       /* a client: the memfd, received with TABLE; -1: not yet, or mapped */
+  bool common_failure; /* not of this rank alone: its text is sent unchanged */
+  int memory_fd;       /* a client: the memfd, received with TABLE; -1: none, or mapped */
   cddp__net *net;      /* the table of ranks; NULL: it is not complete */
 } cddp__rendezvous;
 
@@ -10165,20 +10160,20 @@ static void cddp__host_identity(char *out, size_t n) {
   snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
 
-/* Appends to an error text about the job's endpoint which variables it is from. */
+/* Appends the variables that gave the endpoint, if failure r can be about it. */
 static void cddp__append_origin(const cddp__config *config, cddp_result r) {
-  if (config->port_name != NULL && (r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH))
+  if (config->port_origin != NULL && (r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH))
     cddp__append(
-        cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)", config->host_name,
-        config->port_name,
+        cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
+        config->host_origin, config->port_origin,
         config->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it" : "");
 }
 
 /* Sets the name of the node's socket, equal for exactly the ranks of one node. With a secret ("":
-   none) strangers cannot predict it. Ranks can spell the job's endpoint in several ways. So an
-   address of this host is replaced by "here", and another host's name by the lowest of its
-   addresses. It must resolve, else ranks of one host could have different names. A rank 0 that will
-   listen there tries once. */
+   none) strangers cannot predict it. Ranks can spell the endpoint in several ways: an address of
+   this host becomes "here", and another host's name the lowest of its addresses. The host must
+   resolve, else ranks of one node could have different names. A rank 0 that will listen there tries
+   once. */
 static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
                                    bool *on_host) {
   static const char hex[] = "0123456789abcdef";
@@ -10187,7 +10182,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   char endpoint[1200], text[1600];
   cddp__text spelled;
   unsigned char mac[32];
-  struct stat pids, times; /* namespaces: ranks in one see the same pids and start times */
+  struct stat pids, times; /* namespaces: ranks in both see the same pids and start times */
   bool here = false, once = config->rank == 0 && !config->client_only && config->listen_fd < 0;
   double resolve_end =
       cddp__earlier_deadline(once ? 0 : CDDP__RESOLVE_S, cddp__now() + config->timeout_s);
@@ -10223,7 +10218,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
 static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *config) {
   size_t n = strlen(config->secret) + 1;
   cddp__job_info *job =
-      (cddp__job_info *)cddp__calloc(&host->allocator, 1, sizeof(cddp__job_info) + n);
+      (cddp__job_info *)cddp__calloc(&host->allocator, 1, sizeof *job + n);
   cddp__rank_info *info;
   char machine[128];
   cddp_result r;
@@ -10243,7 +10238,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
     snprintf(job->endpoint, sizeof job->endpoint, "%.80s", config->init_method);
   r = cddp__node_name(config, job->secret, job->node, &job->endpoint_here);
   if (r != CDDP_OK) return r;
-  job->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1; /* not 0 */
+  job->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1;
   info = &job->table.info;
   info->version = CDDP_VERSION;
   info->world_size = (uint32_t)config->world_size;
@@ -10277,7 +10272,7 @@ static cddp__address cddp__rank_socket(const cddp__job_info *job, const char *pu
   return a;
 }
 
-/* Fails with the cure if the error is a lack of descriptors, else with the name of the call. */
+/* Fails with the name of the call, `what`, and with a cure if it lacked a descriptor. */
 static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error,
                                           const char *what) {
   int size = rdv->config->world_size;
@@ -10285,16 +10280,16 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error
   errno = error;
   if ((error != EMFILE && error != ENFILE) || getrlimit(RLIMIT_NOFILE, &limit) != 0)
     return cddp__fail_errno(what);
-  return cddp__fail(CDDP_SYSTEM,
-                    "%s: %s: the limit of this process is %llu open files (ulimit -n), and it "
-                    "needs one for each rank on its host (the job has %d ranks); raise the limit: "
-                    "ulimit -n %d",
-                    what, strerror(error), (unsigned long long)limit.rlim_cur, size,
-                    4 * size + 1024);
+  return cddp__fail(
+      CDDP_SYSTEM,
+      "%s: %s: the limit of this process is %llu open files (ulimit -n), and it needs one for each "
+      "rank on its host (the job has %d ranks); raise the limit: ulimit -n %d",
+      what, strerror(error), (unsigned long long)limit.rlim_cur, size, 4 * size + 1024);
 }
 
 /* --- two jobs at one endpoint --- */
 
+/* unix://cddp-...: from cddp__env_master. */
 static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, uint32_t pid,
                                          const char *name, uint32_t other, const char *other_name) {
   return CDDP__REFUSE(
@@ -10311,9 +10306,9 @@ static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, ui
    ranks, while other survivors still hold the sockets of their old ranks. */
 static cddp__atomic_u32 cddp__last_node_hash;
 
-/* Binds this rank's socket on the host. If a living process holds its name, this process fails, so
-   that it does not disturb a running job. If the other process is still in its rendezvous, it sees
-   the connection: cddp__find_second_claim. */
+/* Binds this rank's socket on the host. Fails if a living process holds the name, so that a running
+   job is not disturbed. A holder that is still in its rendezvous sees the connection, and fails
+   too: cddp__find_second_claim. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   cddp__job_info *job = rdv->job;
   int rank = rdv->config->rank, tries, status;
@@ -10333,12 +10328,12 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     if (error == 0) (void)cddp__peer_process(fd, peer);
     pid = peer[0]; /* 0: not known */
     ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
-                                        cddp__exit_status(-1, pid, &status)));
+                                        cddp__exit_status(-1 /* a zombie */, pid, &status)));
     if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1))
-      ended = false; /* its queue is full; or it answered the claim, and has ended since */
+      ended = false; /* its queue is full; or it answered, and has failed and ended since */
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
-      return CDDP_OK; /* another user's process, or this process itself */
+      return CDDP_OK; /* another user's process; or this one, in another group */
     if (!ended) {
       cddp_result r = cddp__fail_rank_taken(job, rank, pid, name, (uint32_t)getpid(), name);
       cddp__append(cddp__error_text, sizeof cddp__error_text,
@@ -10351,7 +10346,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   return CDDP_OK; /* not bound */
 }
 
-/* The pid of another process of this user that has connected in cddp__claim_rank; 0: none. */
+/* The pid of another process that has connected in cddp__claim_rank, or 0. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3], second = 0;
   int tries;
@@ -10367,7 +10362,7 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
 
 /* --- registered ranks --- */
 
-/* NULL: no matching process has registered with this rank. */
+/* The process that fits and has registered with this rank, or NULL. */
 static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, uint32_t rank) {
   size_t i;
   for (i = 0; i < rdv->registered_count; i++)
@@ -10400,12 +10395,12 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                     cddp__describe_fp_mode(own->fp_mode).s);
 }
 
-/* A rank is refused with result r and the text of cddp_error. The first problem counts. */
+/* A rank is refused with r and the text of cddp_error. The first problem counts. */
 static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
   if (cddp__set_cause(&rdv->problem, r, cddp_error())) rdv->problem_at = cddp__now();
 }
 
-/* Adds a rank to `registered`. One that does not match is kept too, and sets rdv->problem. */
+/* Adds a rank to `registered`. A misfit, too, and it sets rdv->problem. */
 static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_info *info,
                                        int node) {
   const cddp__registration *other = cddp__find_registered(rdv, info->rank);
@@ -10438,7 +10433,7 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
 
 /* --- messages --- */
 
-/* Sends a message and, on a Unix socket, the descriptors in fds (-1: none; NULL: none). */
+/* Sends a message. fds: NULL, or two descriptors (-1: none), for a Unix socket. */
 static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const void *body,
                                       size_t size, const int *fds, double deadline) {
   cddp_result r;
@@ -10451,21 +10446,21 @@ static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const 
 static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   cddp__message *m;
   (void)cddp__connection_progress(c);
-  /* Bytes before the end of the proof, or after it has failed, are no frames. */
+  /* Bytes before the proof is complete, or after it has failed, are no frames. */
   if (c->state == CDDP__CONNECTION_PROVING || c->early) return NULL;
   m = cddp__connection_receive(c, most);
   if (m == NULL && c->got >= sizeof c->in_head && c->in_head.type == CDDP__FRAME_PIECE)
-    cddp__connection_end(c, EPROTO); /* pieces are for >>hosts only */
+    cddp__connection_end(c, EPROTO); /* >>hosts's; a stranger sent it */
   return m;
 }
 
-/* Sends FAIL. */
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
   cddp_result r = cddp__connection_post_failure(c, result, text);
   return r == CDDP_OK ? cddp__connection_exchange(c, 0, deadline) : r;
 }
 
+/* Names the rank that was lost, a child or the parent. */
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                                              const cddp__channel *channel) {
   const cddp__rank_info *info = &rdv->registered[channel->entry].info;
@@ -10489,7 +10484,7 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                     net != NULL ? net->hosts[net->ranks[0].host].name : "");
 }
 
-/* fd -1: a closed one. On TCP both ends prove the secret first. */
+/* fd: -1: closed. On TCP both ends prove the secret first. caller: CDDP__END_*. */
 static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, int fd, bool local,
                                bool caller) {
   cddp__connection *c = &channel->connection;
@@ -10504,7 +10499,7 @@ static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, in
 
 /* The address at which other hosts reach this host. With CDDP_IFNAME: the first address of that
    interface, of the connection's family if it has one. Otherwise: the near end of connection fd,
-   which the system has chosen by route: loopback if the other end is on this host. */
+   which the system has chosen by route: loopback if the other end is here, or fd is -1. */
 static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
   cddp__address list[CDDP__ADDRESSES_MAX];
@@ -10522,14 +10517,14 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   return CDDP_OK;
 }
 
-/* Listens for ranks on other hosts, on a free port of address `at`. wide: they can reach this host
-   at another address, so if the job can span hosts, it listens on all addresses, IPv6 and IPv4. */
+/* Listens for ranks on other hosts, on a free port of address `at`; if `wide` (they can reach this
+   host at another one) and the job can span hosts, of all addresses, IPv6 and IPv4. */
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cddp__address *at,
                                            bool wide, int *fd, int *port) {
   struct sockaddr_in6 all;
   cddp__address a = *at;
   int count; /* of sockets: 1 */
-  cddp_result r = CDDP_NETWORK; /* none yet */
+  cddp_result r = CDDP_NETWORK; /* no socket yet */
   cddp__address_set_port(&a, 0);
   if (wide && !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
     memset(&all, 0, sizeof all);
@@ -10549,8 +10544,8 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
 }
 
 /* Opens a listening socket for the links of a rank on this node, unless it has one. Writes its
-   address and port into the rank's info. A host that has reached the root by loopback, by a
-   name or a file, can be the root's own: the root replaces its address, in cddp__build_table. */
+   address and port into the rank's info. wide: a name or a file led to the root by loopback; the
+   root replaces this address, in cddp__build_table. */
 static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registration *entry) {
   const char *method = rdv->config->init_method;
   bool wide = cddp__address_is_loopback(&rdv->address) &&
@@ -10563,7 +10558,7 @@ static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registrat
 
 /* --- the children --- */
 
-static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) { /* the last child moves to k */
+static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) { /* the last one moves to k */
   cddp__connection_close(&rdv->children[k].connection);
   rdv->children[k] = rdv->children[--rdv->child_count];
 }
@@ -10571,15 +10566,15 @@ static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) { /* the last ch
 /* Most connections of other hosts without a proof, if few descriptors are left. */
 #define CDDP__FEW_UNPROVEN 8
 
-/* Accepts the connections at a listening socket. If too many connections have not sent RANK, the
-   oldest of these is closed: a rank proves the secret and sends RANK immediately. */
+/* Accepts the connections at a listener, or -1. If more than `limit` have not sent RANK, the oldest
+   of these is closed: a rank proves the secret and sends RANK immediately. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   bool local = listener == rdv->node_socket;
   size_t most = (size_t)cddp__unproven_most(rdv->config->world_size);
   int tries;
   for (tries = 0; tries < 64 && listener >= 0; tries++) {
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
-    bool none = error == EMFILE || error == ENFILE; /* no descriptor is left */
+    bool none = error == EMFILE || error == ENFILE; /* none, few descriptors are left */
     bool few = none || (error == 0 && !cddp__has_spare_fd(fd));
     size_t limit = !few || local ? most : none ? 1 : CDDP__FEW_UNPROVEN;
     size_t i, oldest = 0, silent = 0;
@@ -10612,9 +10607,9 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   return CDDP_OK;
 }
 
-/* Whether the sender of a connection's first RANK is admitted. False for a rank of another job,
+/* Answers a connection's first RANK with WAIT and returns true. False for a rank of another job,
    such as one that restarts before this job has ended: it connects again. False, and FAIL, for a
-   rank of another user on this machine. */
+   rank of another user on this machine. Does not block. */
 static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
                              const cddp__rank_info *info) {
   const cddp__rank_info *own = &rdv->registered[0].info;
@@ -10645,12 +10640,12 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
 static void cddp__close_parent(cddp__rendezvous *rdv) {
   size_t i;
   cddp__connection_close(&rdv->parent.connection);
-  for (i = 0; i < rdv->registered_count; i++) /* at an address found with it */
+  for (i = 0; i < rdv->registered_count; i++) /* at this connection's address */
     cddp__close_fd(&rdv->registered[i].link_fd);
   rdv->forwarded = 0; /* the next parent gets all registrations */
 }
 
-/* A child's RANK: of itself, or of a rank below it. Sets *admitted: the message is valid. */
+/* A child's RANK: its own, or of a rank below it. *admitted: the message is valid. */
 static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *child,
                                       const cddp__message *m, bool *admitted) {
   cddp__connection *c = &child->connection;
@@ -10663,6 +10658,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   *admitted = info.pid != 0 && info.port >= 0 && info.port <= 65535 &&
               (child->known || cddp__admit_rank(rdv, c, &info));
   if (!*admitted) return CDDP_OK;
+  /* an address that other nodes can reach */
   if (!c->local && (rdv->node_count == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
   node = c->local ? 0 : child->known ? rdv->registered[child->entry].node : rdv->node_count++;
@@ -10671,27 +10667,26 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   child->known = true;
   child->entry = rdv->registered_count - 1;
   child->awaited = rdv->registered[child->entry].fits;
-  /* With rank 0 as its child this rank is the root, unless another root has answered WAIT. */
+  /* As rank 0's coordinator this rank is the root, unless another root has answered WAIT. */
   if (!c->local || info.rank != 0 || rdv->parent.awaited) return CDDP_OK;
   cddp__close_parent(rdv);
   rdv->root.blocked.s[0] = 0;
-  rdv->root.next = rdv->root.address_count; /* with a launcher's store: publishes its own next */
+  rdv->root.next = rdv->root.address_count; /* so cddp__find_root publishes its own */
   return CDDP_OK;
 }
 
-/* Handles a child's messages. An invalid one ends the connection. The loop ends although a stranger
-   can send without a pause: each message is valid a limited number of times. */
+/* Handles a child's messages. An invalid one ends the connection. Each is valid a limited number of
+   times, so the loop ends even if a stranger sends without a pause. */
 static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel *child) {
   cddp__connection *c = &child->connection;
   cddp__message *m;
   cddp_result r = CDDP_OK;
   bool valid = true;
-  while (r == CDDP_OK && valid &&
-         (m = cddp__receive_message(c, CDDP__ERROR_MAX)) != NULL) {
+  while (r == CDDP_OK && valid && (m = cddp__receive_message(c, CDDP__ERROR_MAX)) != NULL) {
     uint32_t kind = m->head.number;
     bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than any job has */
     bool failed = kind >= CDDP__FAILED;
-    if (kind == CDDP__RENDEZVOUS_RANK && full) child->awaited = false;
+    if (kind == CDDP__RENDEZVOUS_RANK && full) child->awaited = false; /* no loss */
     valid = kind == CDDP__RENDEZVOUS_PORT ? child->known : child->awaited;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
       r = cddp__receive_rank(rdv, child, m, &valid);
@@ -10735,7 +10730,7 @@ static bool cddp__check_table(cddp__net *net, int rank) {
   return i == net->host_count && net->ranks[rank].pid == (uint32_t)getpid();
 }
 
-/* Takes over a TABLE, and the descriptors that a coordinator has sent with it. */
+/* Keeps a received TABLE, and the descriptors that a coordinator has sent with it. */
 static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *m) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
@@ -10760,7 +10755,7 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
   return CDDP_OK;
 }
 
-/* listener: the process that listens at `a`. */
+/* error: of connect(2) to `a`, where the process `listener` listens. */
 static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__address *a,
                                       const char *listener, int error) {
   const char *here = rdv->host->name;
@@ -10786,8 +10781,8 @@ static const char *cddp__endpoint_name(const cddp__config *config) {
   return config->init_method + (config->port != 0 ? strlen("tcp://") : 0);
 }
 
-/* A try to reach the store or the root takes longer than the one before, up to 8 s; after a problem
-   it is short. Between the tries this rank's clients are served. */
+/* A try to reach the store or the root ends after try_s, which grows to 8 s; after a problem it is
+   short. Between the tries this rank serves its clients. */
 static double cddp__try_deadline(const cddp__rendezvous *rdv) {
   double seconds = cddp__has_cause(&rdv->problem) ? 0.25 : rdv->root.try_s;
   return cddp__earlier_deadline(seconds, rdv->deadline);
@@ -10807,7 +10802,7 @@ static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
 }
 
 /* A try to find the root has failed with r and the text of cddp_error. Fails too or, if another try
-   can succeed (CDDP_NETWORK, CDDP_TIMEOUT), sets its time. port_blocked: see rdv->root. */
+   can succeed (CDDP_NETWORK, CDDP_TIMEOUT), returns CDDP_OK and sets its time. */
 static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool port_blocked) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
@@ -10817,7 +10812,7 @@ static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool p
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; set MASTER_PORT to a free port, the same on all ranks");
   cddp__append_origin(config, r);
-  if (r == CDDP_MISMATCH) return CDDP_NETWORK; /* another program has the port */
+  if (r == CDDP_MISMATCH) return CDDP_NETWORK; /* final: another program has the port */
   if (r != CDDP_NETWORK && r != CDDP_TIMEOUT) return r;
   root->blocked = cddp__textf("rank %d on %s: %s", config->rank, rdv->host->name, cddp_error());
   root->port_blocked = port_blocked;
@@ -10847,14 +10842,14 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
    error. An address from a store or a file can be an earlier job's: then this rank tries again. */
 static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   cddp__root_search *root = &rdv->root;
-  const cddp__address at = root->addresses[root->next - 1]; /* a copy: the file can replace it */
+  const cddp__address at = root->addresses[root->next - 1]; /* a copy: the file is read again */
   const cddp__challenge *challenge = &rdv->parent.connection.challenge;
   unsigned char old_token[sizeof root->token];
-  bool port_blocked = root->store != NULL && error != 0; /* a free port, not the endpoint's */
+  bool port_blocked = root->store != NULL && error != 0; /* the root's own port */
   cddp_result r = CDDP_NETWORK;
   if (error == EMFILE || error == ENFILE)
     return cddp__fail_descriptors(rdv, error, "connection to another host");
-  if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) { /* refused */
+  if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) { /* a failure */
     r = cddp__fail_refused(&rdv->parent.connection, cddp__describe_address(&at).s);
   } else if (error == 0 && challenge->state == CDDP__CHALLENGE_PROVEN) { /* it has the secret */
     cddp__fail(r, "the process at %s belongs to another job, or has just ended",
@@ -10915,11 +10910,11 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   if (rdv->net != NULL) return CDDP_OK; /* all ranks are ready */
   if (!c->local) return cddp__lose_root(rdv, 0);
   cddp__close_parent(rdv);
-  cddp__sleep(0.001); /* then this rank connects to its node again */
+  cddp__sleep(0.001); /* then this rank starts again at step 2 */
   return CDDP_OK;
 }
 
-/* Whether a connection has bytes, or has ended: a failed send ends it too. */
+/* Whether a connection has bytes, or has ended, perhaps by a failed send. */
 static bool cddp__has_news(const cddp__connection *c) {
   return c->fd >= 0 && (c->ready || c->state == CDDP__CONNECTION_ENDED);
 }
@@ -10931,7 +10926,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   int listeners[2 + CDDP__ADDRESSES_MAX] = {rdv->job->claim_fd, rdv->node_socket};
   size_t i, n = rdv->child_count, listener_count = 2;
   cddp__connection **list =
-      (cddp__connection **)cddp__calloc(allocator, n + 1, sizeof(cddp__connection *));
+      (cddp__connection **)cddp__calloc(allocator, n + 1, sizeof *list);
   uint32_t pid;
   cddp_result r;
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
@@ -11056,7 +11051,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Finds the root's addresses. With a store there is none until the root has written it. */
+/* Finds the root's addresses. A launcher's store has none until the root has written its own. */
 static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
@@ -11075,14 +11070,15 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* With a launcher's store the root looks too, until it has published its address. */
+/* The coordinator of a node without rank 0 does; with a launcher's store the root too, until it has
+   published its address. */
 static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
   return rdv->node_socket >= 0 && rdv->parent.connection.fd < 0 &&
          (!rdv->with_rank_0 || (rdv->config->client_only && rdv->root.fd_count == 0));
 }
 
-/* A coordinator that has not found all ranks on its node begins to connect to the root or, with a
-   launcher's store, becomes it. */
+/* One try of a coordinator: begins to connect to the root's next address. It finds these first, if
+   all were tried; with a launcher's store the root publishes its own. */
 static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   double start = rdv->deadline - rdv->config->timeout_s, deadline = cddp__try_deadline(rdv),
@@ -11131,14 +11127,14 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   cddp_result answer = CDDP_OK;
   snprintf(own_text, sizeof own_text, "%s", cddp_error());
   root->try_s = 1;
-  root->next_look = 0;
+  root->next_look = 0; /* now */
   if (cddp__find_addresses(rdv) == CDDP_OK && !cddp__address_is_local(&root->addresses[0]))
     answer = cddp__find_root(rdv);
   if (c->fd >= 0)
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL, deadline);
   while (answer == CDDP_OK && c->fd >= 0 && cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK)
     answer = cddp__receive_from_parent(rdv);
-  if (answer == CDDP_INVALID_ARGUMENT) return answer; /* the text with both processes */
+  if (answer == CDDP_INVALID_ARGUMENT) return answer; /* FAIL: names both processes */
   return cddp__fail(r, "%s", own_text);
 }
 
@@ -11150,7 +11146,7 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   cddp_result r = cddp__store_new(&root->store, &o);
   if (r == CDDP_OK) r = cddp__file_store_look(root->store, &o, &record, &fd);
   while (r == CDDP_NETWORK && cddp__now() < rdv->deadline) {
-    cddp__sleep(0.01); /* another process reads the file, or another job uses it */
+    cddp__sleep(0.01); /* another process reads it, or another job uses it */
     r = cddp__file_store_look(root->store, &o, &record, &fd);
   }
   if (r == CDDP_OK) r = cddp__file_record_new(&record, !cddp__one_host(rdv->config));
@@ -11161,6 +11157,7 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", rdv->config->init_method);
 }
 
+/* Rank 0 listens: on the launcher's listen_fd, or at the addresses of the endpoint. */
 static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
@@ -11261,8 +11258,8 @@ static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
 }
 
 /* Sends the parent the ranks that it does not know yet, and rank 0's port. A send's error is found
-   when the parent's answer is read. RANK is sent even if this fails, as the parent accepts the FAIL
-   that follows only after RANK. */
+   when the parent's answer is read. RANK is sent even if listening fails, as the parent accepts the
+   FAIL that follows only after RANK. */
 static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   cddp_result r = CDDP_OK;
@@ -11271,7 +11268,7 @@ static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
     cddp__text failure;
     int k;
     if (!c->local && entry->fits) r = cddp__listen_for_links(rdv, entry);
-    failure = cddp__textf("%s", cddp_error());
+    failure = cddp__textf("%s", cddp_error()); /* sends can fail too */
     CDDP__POINT("hello");
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, &entry->info, sizeof entry->info, NULL,
                              rdv->deadline);
@@ -11313,8 +11310,8 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
   return cddp__random(net->token, 16);
 }
 
-/* Sets this rank's listener and the secret for links. A client with a rank that another process has
-   in the table does not fit. */
+/* Sets this rank's listener and the secret for links. A client is a misfit if another process has
+   its number in the table. */
 static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   cddp__net *net = rdv->net;
   size_t i;
@@ -11432,8 +11429,7 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
       one_host ? "" : "; the output of a rank that runs says what it cannot connect to");
 }
 
-/* Whether all ranks have registered. After a problem those that do not match count too: each number
-   below the largest WORLD_SIZE. */
+/* Whether all ranks have registered: each number below the largest WORLD_SIZE. Misfits count. */
 static bool cddp__all_registered(const cddp__rendezvous *rdv) {
   bool found[CDDP__MAX_RANKS];
   uint32_t count = 0, rank;
@@ -11450,15 +11446,15 @@ static bool cddp__all_registered(const cddp__rendezvous *rdv) {
 }
 
 /* Registers this rank and those below it with the parent, until this rank has an error or the
-   table, rdv->net. The root has the earliest deadline, since it knows the missing ranks. If a rank
-   does not match, the root, or a coordinator that has not found it, fails after CDDP__PROBLEM_S, so
-   that the other ranks can connect and get the error. */
+   table, rdv->net. The root has the earliest deadline, since it knows the missing ranks. After a
+   misfit the root, or a coordinator that has not found it, fails after CDDP__PROBLEM_S, so that the
+   other ranks can connect and get the error. */
 static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   const cddp__connection *up = &rdv->parent.connection;
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->net == NULL) {
-    double until = rdv->deadline + 0.5;
-    bool late, complete, mismatch, alone;
+    double until = rdv->deadline + 0.5; /* a client's */
+    bool late, complete, mismatch, alone; /* has no proven parent */
     if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
     if (r == CDDP_OK && !alone) r = cddp__inform_parent(rdv);
@@ -11486,9 +11482,8 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Children on this host also get the descriptors of the memory and of the listening socket; to
-   others sendmsg sends none. What a child does not take yet is sent while this rank waits for
-   READY. */
+/* Sends TABLE to the children, on this host with the descriptors of the memory and of the listening
+   socket: to others sendmsg sends none. The rest of it is sent while this rank waits for READY. */
 static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
   const cddp__net *net = rdv->net;
   cddp_result r = CDDP_OK;
@@ -11533,7 +11528,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
                      rdv->job->endpoint);
     else if (waits)
       r = cddp__poll_channels(rdv, deadline);
-    i = waits ? 0 : i + 1; /* children may have moved */
+    i = waits ? 0 : i + 1; /* children can have moved */
   }
   if (r == CDDP_OK && up->fd >= 0 &&
       cddp__send_message(up, CDDP__RENDEZVOUS_READY, NULL, 0, NULL, deadline) != CDDP_OK) {
@@ -11595,7 +11590,7 @@ static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__cha
 }
 
 /* Reports a failure to the parent, the children, and ranks that have just connected or have built
-   the group already. With r = CDDP_OK: the problem, to children that do not fit. */
+   the group already. With r = CDDP_OK: only the problem, to the misfits. */
 static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX], remote[CDDP__ERROR_MAX]; /* for ranks of this host; for others */
   cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem);
@@ -11648,7 +11643,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
     unlink(store->name);
   cddp__close_port(rdv, r == CDDP_OK && !rdv->config->client_only);
   if (store != NULL) cddp__store_free(store);
-  if (rdv->net != rdv->host->net) cddp__net_release(rdv->net);
+  if (rdv->net != rdv->host->net) cddp__net_release(rdv->net); /* one host */
   cddp__free(allocator, rdv->children);
   cddp__free(allocator, rdv->registered);
   return r;
@@ -11704,7 +11699,7 @@ static void cddp__join_close(cddp__host *host) {
 static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   cddp__connection *c;
   bool few = listener >= 0 && cddp__accept_links(&host->allocator, listener, &host->joins.calls,
-                                                 &host->joins.spare, NULL);
+                                                 &host->joins.spare, NULL /* starved */);
   for (c = host->joins.calls; c != NULL && c->state == CDDP__CONNECTION_NEW; c = c->next) {
     c->local = local;
     (void)cddp__connection_challenge(c, host->job_info->secret, "join", NULL, 0);
@@ -11712,6 +11707,7 @@ static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   return few;
 }
 
+/* Sends TABLE and, on a Unix socket, the memory. */
 static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   cddp__join_table *table = &host->job_info->table;
   table->info.fp_mode = cddp__fp_mode();
@@ -11750,8 +11746,8 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   return n;
 }
 
-/* Continues the calls of joining processes. waits: waits at most CDDP__JOIN_WAIT_S for
-   proofs that have just begun. Strangers cost this rank at most a tenth of its time: it pauses ten
+/* Continues the calls of joining processes. waits: for proofs that have just begun, at most
+   CDDP__JOIN_WAIT_S. Strangers cost this rank at most a tenth of its time: it pauses ten
    times as long as it computed, or waited. */
 static void cddp__join_serve(cddp__host *host, bool waits) {
   struct cddp__join_listeners *joins = &host->joins;
@@ -11811,7 +11807,8 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     cddp__address at =
         rank < 0 ? search->addresses[-1 - rank] : cddp__rank_socket(job, "join-", rank);
     for (i = 0; i < search->count && search->calls[i].peer != rank; i++) {}
-    if (i < search->count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0)) continue;
+    if (i < search->count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0))
+      continue; /* called, or another job's */
     error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 1 /* s */ : 0), &fd);
     if (rank < 0 && error > 0)
       search->blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
@@ -23097,7 +23094,7 @@ typedef struct cddp__spawn_job {
   int (*fn)(int, void *);
   void *arg;
   int n, port, listen_fd; /* children; rank 0 listens on listen_fd, which has this port */
-  int start[2];           /* a pipe: each child begins when it has read a byte */
+  int start[2];           /* a pipe: a child begins when it has read a byte */
   bool elastic;           /* a child that fails is forked again */
   int restarts;           /* remaining number of restarts */
   bool succeeded;         /* a child has returned 0 */
@@ -23107,7 +23104,7 @@ typedef struct cddp__spawn_job {
   char supervisor[64];    /* CDDP_SUPERVISOR, without the rank; "": not elastic */
   pid_t parent;
   cddp__child *children; /* [n] in the memory of fds */
-  int alive;
+  int alive; /* not reaped yet */
   bool blind;                 /* no pidfd for some child: poll every 10 ms */
   struct pollfd *fds;         /* [n] pidfds, -1: none; [n]: the socket of CDDP_SUPERVISOR */
   cddp_result result;         /* the first failure */
@@ -23124,7 +23121,7 @@ typedef struct cddp__spawn_job {
    abstract Unix socket NAME. Unlike a descriptor, a name survives exec and closefrom. */
 static void cddp__notify_supervisor(const cddp__host *host) {
   const char *name = cddp__env("CDDP_SUPERVISOR"), *text = name != NULL ? strchr(name, ':') : NULL;
-  struct timeval most = {5, 0}; /* its queue is full for a moment when all ranks tell */
+  struct timeval most = {5 /* s */, 0}; /* its queue can be full when all ranks notify */
   cddp__address a;
   ssize_t sent = -1;
   int fd;
@@ -23179,13 +23176,13 @@ static void cddp__read_notices(cddp__spawn_job *job) {
    ranks lives. A child can die at the very end of cddp_ddp_create: then the others' notices have
    0.2 s to arrive. */
 static bool cddp__spawn_continues(cddp__spawn_job *job) {
-  int i, members = 0;
+  int i, members = 0; /* with weights */
   cddp__read_notices(job);
-  if (!job->has_model && job->alive > 0 && cddp__poll(&job->fds[job->n], 1, 200) > 0)
+  if (!job->has_model && job->alive > 0 && cddp__poll(&job->fds[job->n], 1, 200 /* ms */) > 0)
     cddp__read_notices(job);
   for (i = 0; i < job->n; i++) {
     const cddp__child *child = &job->children[i];
-    members += child->pid > 0 && (!child->joins || child->has_model); /* else no weights */
+    members += child->pid > 0 && (!child->joins || child->has_model);
   }
   return job->has_model && members > 0;
 }
@@ -23210,7 +23207,8 @@ CDDP__WEAK(int, cddp__blas_procs, (void), "openblas_get_num_procs");
 CDDP__WEAK(int, cddp__blas_threads, (void), "openblas_get_num_threads");
 CDDP__WEAK(void, cddp__blas_set_threads, (int), "openblas_set_num_threads");
 
-/* Sets one thread per rank, as torchrun does, unless the user or the program has set a number. */
+/* Sets one thread per rank, as torchrun does, unless the user or the program (threads and
+   processors differ) has set a number. */
 static void cddp__set_one_thread(void) {
   bool omp = cddp__omp_procs != NULL && cddp__omp_threads != NULL && cddp__omp_set_threads != NULL;
   bool blas =
@@ -23224,16 +23222,16 @@ static void cddp__set_one_thread(void) {
 
 /* The main function of a child; never returns. joins: it joins a running job. */
 static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
-  static char line[8192]; /* musl's own buffer has 1,024 bytes */
+  static char line[8192]; /* stdout's buffer: musl's has 1,024 bytes */
   char byte;
   int code;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != job->parent) _exit(1); /* the parent died before the line above */
   close(job->start[1]);
   while ((code = (int)read(job->start[0], &byte, 1)) < 0 && errno == EINTR) {}
-  if (code != 1) _exit(1); /* another child could not be started */
+  if (code != 1) _exit(1); /* closed: a child could not be started */
   close(job->start[0]);
-  if (job->elastic) close(job->fds[job->n].fd);
+  if (job->elastic) close(job->fds[job->n].fd); /* the supervisor's */
   cddp__setenv_int("RANK", rank);
   cddp__setenv_int("WORLD_SIZE", job->n);
   cddp__setenv_int("LOCAL_RANK", rank);
@@ -23254,14 +23252,14 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   else
     close(job->listen_fd);
   if (job->n > 1) cddp__set_one_thread();
-  if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* keeps the ranks' lines apart */
+  if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* does not mix the ranks' lines */
   cddp__error_text[0] = 0;
   code = job->fn(rank, job->arg);
   fflush(NULL);
   _exit(code >= 0 && code <= 255 ? code : 255);
 }
 
-/* The other children get SIGTERM after `seconds`. */
+/* Records the first failure. The other children get SIGTERM after `seconds`. */
 static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double seconds) {
   job->result = r;
   snprintf(job->text, sizeof job->text, "%s", cddp__error_text);
@@ -23272,7 +23270,7 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
 /* Reaps the children that have ended. Of several, one that a signal has killed counts as the first
    failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
-  bool none_failed = job->next_signal == 0, known;
+  bool none_before = job->next_signal == 0, known;
   cddp__wait w;
   int i, status;
   cddp__wait_begin(&w, 0.1);
@@ -23282,7 +23280,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     if (pid <= 0) continue;
     got = waitpid(pid, &status, WNOHANG);
     if (got == 0) continue; /* it lives */
-    /* If another thread is reaping it, the pidfd has the status afterwards. */
+    /* While another thread reaps it, it exists; then the pidfd has its status. */
     while (got < 0 && kill(pid, 0) == 0 && cddp__wait_pause(&w)) {}
     /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
        6.15 and later still have the status. */
@@ -23299,10 +23297,10 @@ static void cddp__reap_children(cddp__spawn_job *job) {
                i, (int)pid);
     }
     if (known && status == 0) job->succeeded = true;
-    if (!known || status == 0 || !none_failed) continue;
+    if (!known || status == 0 || !none_before) continue;
     if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
     if (job->elastic && (job->succeeded || cddp__spawn_continues(job))) {
-      child->pid = -1;
+      child->pid = -1; /* forked again */
       continue;
     }
     cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s%s", i, (int)pid,
@@ -23316,7 +23314,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   }
 }
 
-enum { CDDP__CHILD_STARTS, CDDP__CHILD_JOINS }; /* the first time, or again: of `bool joins` */
+enum { CDDP__CHILD_STARTS, CDDP__CHILD_JOINS }; /* values of `bool joins` */
 static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   pid_t pid = fork();
   if (pid < 0) return cddp__fail_errno("fork");
@@ -23368,7 +23366,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
       if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK) continue; /* the others go on */
       if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true;
       if (write(job->start[1], "", 1) != 1)
-        cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0);
+        cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0 /* s */);
     }
   }
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
@@ -23389,15 +23387,15 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   if ((r = cddp__listen_any(&job->listen_fd, &job->port)) != CDDP_OK) return r;
   snprintf(job->secret, sizeof job->secret, "%d:%016" PRIx64 "%016" PRIx64, job->port, secret[0],
            secret[1]);
-  fflush(NULL); /* else children print the buffers again; if stdout is closed, into the pipe, which
-                   can get its number */
+  fflush(NULL); /* else each child prints the buffered text again; if stdout is closed, into
+                   the pipe below, which can be descriptor 1 */
   if (syscall(SYS_pipe2, job->start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
   if (r == CDDP_OK && job->elastic) r = cddp__open_supervisor(job);
   for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, CDDP__CHILD_STARTS);
   for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__open_child_pidfd(job, i);
   if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
     r = cddp__fail_errno("write");
-  if (r != CDDP_OK) cddp__spawn_note_failure(job, r, 0);
+  if (r != CDDP_OK) cddp__spawn_note_failure(job, r, 0 /* s */);
   close(job->listen_fd);                            /* rank 0 has it */
   if (r != CDDP_OK) cddp__close_fd(&job->start[1]); /* children exit without a byte */
   r = cddp__wait_children(job);
@@ -23455,11 +23453,12 @@ typedef struct cddp__thread_rank {
   cddp__host *host; /* kept until all threads have ended: others can still read its memory */
   int code;
   bool returned;              /* false: fn called pthread_exit, or was cancelled */
-  cddp__atomic_u32 *first;    /* 1 + the rank that failed first; 0: none has */
+  cddp__atomic_u32 *first;    /* of all: 1 + the rank that failed first; 0: none */
   char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's error text */
 } cddp__thread_rank;
 
-/* After a thread's fn, also after pthread_exit: if fn failed, ends the others' waits. */
+/* After a thread's fn, also after pthread_exit: leaves the group. If fn failed, ends the others'
+   waits. */
 static void cddp__thread_rank_end(void *p) {
   cddp__thread_rank *thread = (cddp__thread_rank *)p;
   const cddp_group *g;
@@ -23492,20 +23491,20 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   cddp__atomic_u32 first = {0};
   uint64_t job = cddp__record_job();
   double timeout_s;
-  cddp_result r = cddp__discover_timeout(0, &timeout_s);
+  cddp_result r = cddp__discover_timeout(0 /* unset */, &timeout_s);
   int i, started = 0;
   CDDP__CHECK(fn != NULL, "fn is NULL");
   CDDP__CHECK(n >= 1 && n <= CDDP__MAX_RANKS, "n is %d; it must be from 1 to %d", n,
               CDDP__MAX_RANKS);
   thread = (cddp__thread_rank *)calloc((size_t)n, sizeof *thread);
-  block = cddp__map_memory(-1, 0, cddp__block_bytes(n, n));
+  block = cddp__map_memory(-1 /* no file */, 0, cddp__block_bytes(n, n));
   if (thread == NULL || block == NULL)
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
   for (i = 0; r == CDDP_OK && i < n; i++) {
     thread[i].fn = fn;
     thread[i].arg = arg;
     thread[i].first = &first;
-    if ((thread[i].host = cddp__host_create(NULL, NULL, n, i)) == NULL) {
+    if ((thread[i].host = cddp__host_create(NULL /* malloc */, NULL /* no log */, n, i)) == NULL) {
       r = CDDP_OUT_OF_MEMORY;
       break;
     }
@@ -23515,7 +23514,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
       thread[i - 1].host->sibling = thread[i].host;
       thread[0].host->refs++;
     }
-    r = cddp__record_open(&thread[i].host->record, job, i, n, 0);
+    r = cddp__record_open(&thread[i].host->record, job, i, n, 0 /* life */);
     if (r == CDDP_OK)
       r = cddp__group_build(&thread[i].group, thread[i].host, i, n, NULL, block, timeout_s);
   }
