@@ -19042,7 +19042,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
                                const cddp_ddp_desc *desc) {
   size_t n = (size_t)count, size = (size_t)g->size;
   size_t shards = cddp__max(size, (size_t)desc->shards); /* desc->shards 0: one a rank */
-  size_t ranks = desc->elastic ? shards : size, at = 0; /* ranks: at most */
+  size_t ranks = desc->elastic ? shards : size, at = 0; /* ranks: the most that can be */
   CDDP__TAKE(d->tensors, n);
   CDDP__TAKE(d->partitions, n);
   CDDP__TAKE(d->layout.order, n);
@@ -20747,7 +20747,7 @@ static void cddp__elastic_leave_both(cddp_ddp *d) {
       cddp__elastic_leave_group(d, g);
       continue;
     }
-    d->elastic->broken_comm = g;
+    d->elastic->broken_comm = g; /* the program can call it */
     cddp__engine_drain(g);
     (g->backend->leave)(g);
     (g->backend->close)(g);
