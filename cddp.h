@@ -3582,17 +3582,11 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
 }
 
 /* >>sockets ------------------------------------------------------------------------------------
-   Job: addresses of hosts and abstract Unix sockets; connecting, listening, sending, receiving;
-   parts of files.
-   Owns: the table of sockets that a forked child closes. Touches: the system.
-   Entry points:
-     a connection    cddp__resolve, _connect_address, _listen_all, _listen_address, _listen_any,
-                     _accept, _socket, _close_fd, _wait_fd
-     descriptors     cddp__register_socket, _lower_fd, _above_stdio
-     addresses       all functions with `address` in their names; cddp__host_port, _unix_name
-     files           cddp__file_io, cddp__file_has_name
-   All sockets are non-blocking. A function for one of several addresses returns 0 or an errno. All
-   other functions return a result and write an error text. */
+   Job: addresses of hosts and abstract Unix sockets; connecting and listening; parts of files.
+   Owns: the table of FORK. Touches: the system.
+   Entry points: nearly all functions; the main ones cddp__resolve, _connect_address, _listen_all.
+   All sockets are non-blocking. Functions that return a result write an error text; those that
+   return 0 or an errno do not, as their callers try the next address. */
 
 typedef struct cddp__address { /* a socket address */
   __extension__ union {
@@ -3605,16 +3599,17 @@ typedef struct cddp__address { /* a socket address */
   socklen_t size; /* bytes in use */
 } cddp__address;
 
-#define CDDP__ADDRESSES_MAX 16 /* addresses of one host name */
+#define CDDP__ADDRESSES_MAX 16 /* of one host name, or of this host */
 
 /* FORK. While a forked child lives, its copy of a connection hides from the other side that the
    rank has died. So the child replaces each socket in this table with an unconnected one. The
-   descriptor numbers stay in use, because the child's copy of a group or store can still use or
-   close them. */
+   numbers stay in use: the child's copy of a group or store can still use or close them. */
 #define CDDP__OWN_SOCKETS (1 << 17)                        /* descriptors in the table */
 static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* bits; atomic, for any thread */
 
-static void cddp__in_forked_child(void) { /* async-signal-safe */
+/* Async-signal-safe. If no descriptor is left for `idle`, it closes the socket, and a new `idle`
+   gets the number. */
+static void cddp__in_forked_child(void) {
   int idle, fd; /* idle: an unconnected socket */
   uint32_t i, word;
   idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -3624,7 +3619,7 @@ static void cddp__in_forked_child(void) { /* async-signal-safe */
     for (fd = (int)i * 32; word != 0; fd++, word >>= 1) {
       if ((word & 1) == 0) continue;
       if (idle < 0 || syscall(SYS_dup3, idle, fd, O_CLOEXEC) < 0) close(fd);
-      if (idle < 0) idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0); /* its number is fd */
+      if (idle < 0) idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
       if (idle == fd) idle = dup(fd); /* for the other descriptors */
     }
   }
@@ -3633,7 +3628,7 @@ static void cddp__in_forked_child(void) { /* async-signal-safe */
 
 static void cddp__watch_forks(void) { (void)pthread_atfork(NULL, NULL, cddp__in_forked_child); }
 
-/* Adds fd, if not negative, to the table. Returns fd. */
+/* Adds fd to the table, if it is valid and below the table's size. Returns fd. */
 static int cddp__register_socket(int fd) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, cddp__watch_forks);
@@ -3642,14 +3637,15 @@ static int cddp__register_socket(int fd) {
   return fd;
 }
 
+/* Closes a descriptor, unless it is -1. */
 CDDP__OUT_OF_LINE void cddp__close_fd(int *fd) {
-  if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* first: another thread can get the number next */
+  if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* before close: later the number can be another's */
     __atomic_fetch_and(&cddp__own_sockets[*fd / 32], ~(1u << (*fd % 32)), __ATOMIC_ACQ_REL);
   if (*fd >= 0) close(*fd);
   *fd = -1;
 }
 
-/* Moves a connection to a lower descriptor if one is free. */
+/* Moves a connection to a lower descriptor if one is free, and returns it. */
 static int cddp__lower_fd(int fd) {
   int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* the lowest free one above 2 */
   if (copy < 0) return fd;
@@ -3674,8 +3670,9 @@ static int cddp__above_stdio(int fd) {
   return moved;
 }
 
-#define CDDP__POLL_MS 20 /* most of one poll; pending receives are served between two */
+#define CDDP__POLL_MS 20 /* most of one poll in _wait_fd */
 
+/* Waits for an event of fd. Between two polls it serves pending receives. */
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
     struct pollfd p = {fd, events, 0};
@@ -3683,14 +3680,14 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
     if (n > 0) return CDDP_OK;
     if (n < 0 && errno != EINTR) return cddp__fail_errno("poll");
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
-    cddp__serve_idle(NULL); /* safe: a store's client holds no lock but the store's */
+    cddp__serve_idle(NULL /* no group */); /* safe: of locks a caller holds at most a store's */
   }
 }
 
-/* "host:port" or "[::1]:port" */
+/* Parses "host:port" or "[::1]:port". */
 static cddp_result cddp__host_port(const char *text, char host[256], int *port) {
   char digits[6];
-  int end = 0;
+  int end = 0; /* of the matched text */
   int found = sscanf(text, text[0] == '[' ? "[%255[^]]]:%5[0-9]%n" : "%255[^:]:%5[0-9]%n", host,
                      digits, &end);
   *port = found == 2 ? atoi(digits) : 0;
@@ -3717,10 +3714,11 @@ static void cddp__address_set_port(cddp__address *address, int port) {
   if (address->sa.ss_family != AF_UNIX) address->v4.sin_port = htons((uint16_t)port);
 }
 
-static int cddp__address_port(const cddp__address *address) {
+static int cddp__address_port(const cddp__address *address) { /* 0: none */
   return address->sa.ss_family != AF_UNIX ? ntohs(address->v4.sin_port) : 0;
 }
 
+/* Compares all but the ports. A Unix socket is the same as none. */
 static bool cddp__address_same_host(const cddp__address *a, const cddp__address *b) {
   if (a->sa.ss_family != b->sa.ss_family || a->sa.ss_family == AF_UNIX) return false;
   if (a->sa.ss_family == AF_INET) return a->v4.sin_addr.s_addr == b->v4.sin_addr.s_addr;
@@ -3747,7 +3745,7 @@ static void cddp__set_scope(struct sockaddr_in6 *in, const cddp__address *here) 
     in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
-/* From received bytes, which are not trusted: a family other than IPv6 becomes IPv4. */
+/* in: can be a sockaddr_in. It was received: a family other than IPv6 becomes IPv4. */
 static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   cddp__address a;
   memset(&a, 0, sizeof a);
@@ -3766,7 +3764,7 @@ static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
   return a;
 }
 
-/* An abstract Unix socket, which has no file. Its name follows a NUL. */
+/* Sets an abstract Unix socket, which has no file: a NUL, then the name, cut if too long. */
 static void cddp__unix_name(cddp__address *address, const char *name) {
   size_t n = cddp__min(strlen(name), sizeof address->un.sun_path - 1);
   memset(address, 0, sizeof *address);
@@ -3775,7 +3773,7 @@ static void cddp__unix_name(cddp__address *address, const char *name) {
   address->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
-static void cddp__unmap_ipv4(cddp__address *address) { /* ::ffff:192.0.2.1 is 192.0.2.1 */
+static void cddp__unmap_ipv4(cddp__address *address) { /* ::ffff:192.0.2.1 becomes 192.0.2.1 */
   struct sockaddr_in ipv4;
   if (address->sa.ss_family != AF_INET6 || !IN6_IS_ADDR_V4MAPPED(&address->v6.sin6_addr)) return;
   memset(&ipv4, 0, sizeof ipv4);
@@ -3787,7 +3785,7 @@ static void cddp__unmap_ipv4(cddp__address *address) { /* ::ffff:192.0.2.1 is 19
   address->size = sizeof ipv4;
 }
 
-/* The addresses of a host name, without duplicates. */
+/* Finds the addresses of a host name, without duplicates. out: [CDDP__ADDRESSES_MAX]. */
 static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
   struct addrinfo hints, *list = NULL, *i;
   int e, n = 0, j;
@@ -3849,7 +3847,7 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
 
 /* Whether the address belongs to this host: an interface's, loopback, 0.0.0.0 or ::. */
 static bool cddp__address_is_local(const cddp__address *address) {
-  cddp__address own[CDDP__ADDRESSES_MAX + 1];
+  cddp__address own[CDDP__ADDRESSES_MAX + 1]; /* the last: 0.0.0.0 or :: */
   int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
   own[n] = *address;
   cddp__address_to_all(&own[n]);
@@ -3857,6 +3855,7 @@ static bool cddp__address_is_local(const cddp__address *address) {
   return i <= n || cddp__address_is_loopback(address);
 }
 
+/* The address of this end of a socket. */
 static bool cddp__local_address(int fd, cddp__address *address) {
   memset(address, 0, sizeof *address);
   address->size = sizeof address->sa;
@@ -3865,6 +3864,7 @@ static bool cddp__local_address(int fd, cddp__address *address) {
   return true;
 }
 
+/* Sends short messages immediately, and probes silent hosts. */
 static bool cddp__set_tcp_options(int fd) {
   int on = 1;
   return setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0 &&
@@ -3879,12 +3879,12 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
 
 #define CDDP__FOREIGN_USER (-1) /* instead of an errno: the other end is another user's process */
 
-/* Prepares a connection. Returns 0, CDDP__FOREIGN_USER or an errno: any user can bind or connect to
-   an abstract name. */
+/* Prepares a TCP connection, or checks the user at the other end of a Unix socket, as any user can
+   bind or connect to an abstract name. Returns 0, CDDP__FOREIGN_USER or an errno. */
 static int cddp__stream_ready(int fd) {
   cddp__address a;
   uint32_t peer[3];
-  (void)cddp__local_address(fd, &a);
+  (void)cddp__local_address(fd, &a); /* if it fails, so does the next call */
   if (a.sa.ss_family != AF_UNIX) return cddp__set_tcp_options(fd) ? 0 : errno;
   if (!cddp__peer_process(fd, peer)) return errno;
   return peer[1] /* uid */ == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
@@ -3897,7 +3897,7 @@ static int cddp__socket(int family) {
 }
 
 /* Accepts the next connection; -1 and errno on failure, ECONNABORTED also if cddp__stream_ready
-   refuses the process. */
+   fails. */
 static int cddp__accept(int listener) {
   int fd = cddp__register_socket(cddp__above_stdio(
       (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)));
@@ -3918,14 +3918,14 @@ static bool cddp__connected_to_itself(int fd) {
          cddp__address_port(&here) == cddp__address_port(&there);
 }
 
-/* Returns 0; or CDDP__FOREIGN_USER or an errno, and *out is -1. */
+/* Connects, and waits for it. Returns 0; or CDDP__FOREIGN_USER or an errno, and *out is -1. */
 static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
   int error = 0, fd;
   socklen_t size = sizeof error;
   *out = fd = cddp__socket(address->sa.ss_family);
   if (fd < 0) return errno;
   if (connect(fd, &address->any, address->size) != 0) {
-    if (errno != EINPROGRESS && errno != EINTR)
+    if (errno != EINPROGRESS && errno != EINTR /* which continues too */)
       error = errno;
     else if (cddp__wait_fd(fd, POLLOUT, deadline) != CDDP_OK)
       error = ETIMEDOUT;
@@ -3938,7 +3938,8 @@ static int cddp__connect_address(const cddp__address *address, double deadline, 
   return error;
 }
 
-/* Returns 0 or an errno. "::" accepts IPv4 too. */
+/* Returns 0 or an errno. "::" accepts IPv4 too. Closed connections of an earlier job do not occupy
+   the port (SO_REUSEADDR). */
 static int cddp__listen_address(const cddp__address *address, int *out) {
   int on = 1, error, fd;
   *out = fd = cddp__socket(address->sa.ss_family);
@@ -3954,7 +3955,7 @@ static int cddp__listen_address(const cddp__address *address, int *out) {
   return error;
 }
 
-/* CDDP_PORTS=first-last: the ports to listen on for port 0; 0, 0: unset. */
+/* CDDP_PORTS=first-last: the ports to choose from for port 0; 0 and 0: unset. */
 static cddp_result cddp__port_range(int *first, int *last) {
   const char *text = getenv("CDDP_PORTS");
   char digits[2][6] = {"", ""};
@@ -3971,10 +3972,9 @@ static cddp_result cddp__port_range(int *first, int *last) {
                       text);
 }
 
-/* Listens on all addresses at one port; 0: a port that the system chooses for the first. Listens on
-   none if the port is in use at one. An address that is not this host's is skipped if another
-   works (example: ::1 on a host without IPv6). Returns the last error, an errno, and its address.
-   */
+/* Listens on all addresses at one port, and sets it in them; 0: the port that the system chooses
+   for the first. Skips an address that fails (example: ::1 on a host without IPv6); if the port is
+   in use at one, closes all. Returns the last errno, or 0, and its address. */
 static int cddp__listen_port(cddp__address *address, int count, int port, int *fds, int *fd_count,
                              cddp__text *failed) {
   cddp__address bound;
@@ -3986,7 +3986,7 @@ static int cddp__listen_port(cddp__address *address, int count, int port, int *f
     if (e != 0) {
       error = e;
       *failed = cddp__describe_address(&address[i]);
-    } else if (cddp__local_address(fds[(*fd_count)++], &bound) && port == 0) { /* the first one */
+    } else if (cddp__local_address(fds[(*fd_count)++], &bound) && port == 0) { /* the others' too */
       port = cddp__address_port(&bound);
     }
   }
@@ -3995,24 +3995,23 @@ static int cddp__listen_port(cddp__address *address, int count, int port, int *f
   return error;
 }
 
-/* Listens on all given addresses, with one port for all of them.
-     port 0         One of CDDP_PORTS, or the system chooses it. If it is in use at one of the
-                    addresses, the next one is tried.
-     port in use    Each is tried three times: Linux refuses both of two processes that listen at
-                    the same moment, so each waits for a time that depends on its process id. */
+/* Listens on all given addresses at one port: that of the first one; 0: one of CDDP_PORTS, or the
+   system's choice. If it is in use at an address, the next one is tried. Each is tried three times:
+   Linux refuses both of two processes that listen at the same moment, so each waits for a time that
+   depends on its process id. With file:// the first address is a Unix socket: [1] needs ports. */
 static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds, int *fd_count) {
-  int asked = cddp__address_port(&address[0]), first = asked, last = asked, turn = (int)getpid();
-  int error = 0, port, ports, tries; /* turn: from the pid, so ranks begin at different ports */
+  int asked = cddp__address_port(&address[0]), first = asked, last = asked; /* 0: by the system */
+  int error = 0, turn = (int)getpid() /* ranks begin at different ports */, port, ports, tries;
   cddp__text failed = {""};
   const char *cure;
   cddp_result r = CDDP_NETWORK;
-  if (asked == 0 && address[count > 1].sa.ss_family != AF_UNIX && /* file://: [0] is AF_UNIX */
+  if (asked == 0 && address[count > 1 ? 1 : 0].sa.ss_family != AF_UNIX &&
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
   tries = first > 0 ? 3 * ports : 32 /* ports of the system */;
   do {
-    if (error != 0 && first > 0 && tries % ports == 0) /* each was tried once more */
+    if (error != 0 && first > 0 && tries % ports == 0) /* each port was tried once more */
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
     port = first > 0 ? first + turn++ % ports : 0;
     error = cddp__listen_port(address, count, port, fds, fd_count, &failed);
@@ -4040,7 +4039,7 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
   return r;
 }
 
-/* Listens on 127.0.0.1 and a free port. Forked children keep the socket open. */
+/* Listens on 127.0.0.1 and a free port, for cddp_spawn: forked children keep this socket. */
 static cddp_result cddp__listen_any(int *fd, int *port) {
   cddp__address a = cddp__loopback_address();
   int own = -1, count = 0;
@@ -4048,7 +4047,7 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
   *port = cddp__address_port(&a);
   *fd = fcntl(own, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* not in the table of FORK */
   if (r == CDDP_OK && *fd < 0) r = cddp__fail_errno("fcntl of a socket");
-  if (r == CDDP_OK && *port == 0 && !cddp__local_address(own, &a)) /* again, for errno */
+  if (r == CDDP_OK && *port == 0 && !cddp__local_address(own, &a)) /* fails again, for errno */
     r = cddp__fail_errno("getsockname, to learn the port of rank 0");
   cddp__close_fd(&own);
   return r;
@@ -4062,7 +4061,7 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
     uint64_t allowed = write ? cddp__file_allowance(at) : size; /* 0: errno is EFBIG */
     size_t most = (size_t)(size < allowed ? size : allowed);
     ssize_t n = -1;
-    if (most > 1u << 30) most = 1u << 30;
+    if (most > 1u << 30) most = 1u << 30; /* one call moves less than 2 GiB */
     if (most > 0) n = write ? pwrite(fd, p, most, (off_t)at) : pread(fd, p, most, (off_t)at);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0)
@@ -4099,10 +4098,9 @@ static bool cddp__file_has_name(int fd, const char *path) {
      ENDED     `error` tells why. The descriptor stays open until _close: other threads can poll it
    Nothing blocks, except _exchange, which has a deadline. A call that fails ends the connection. So
    a caller looks at `state` once, after its last call.
-   Bytes to send wait in `out`, and only an UP connection sends them: what is posted earlier follows
-   the proof. Received bytes are in `in` until they are parsed. Large bodies skip both buffers.
-   Until its proof is complete a hostile peer occupies a descriptor, 4 KiB and its place among
-   cddp__unproven_most connections. The reader limits each frame's size before it allocates. */
+   Bytes to send wait in `out` until the connection is UP. Received bytes are in `in` until they are
+   parsed. Large bodies skip both. A hostile peer without the secret occupies a descriptor, 4 KiB
+   and a place among cddp__unproven_most connections. The caller limits the size of frames. */
 
 typedef struct cddp__span { /* bytes in memory that the span does not own */
   const unsigned char *data;
@@ -4131,14 +4129,14 @@ static bool cddp__span_equal(cddp__span a, cddp__span b) {
 
 static size_t cddp__buffer_size(const cddp__buffer *buffer) { return buffer->end - buffer->start; }
 
-static cddp__span cddp__buffer_span(const cddp__buffer *buffer) { /* NULL + 0 is undefined in C */
-  return cddp__span_of(buffer->data != NULL ? buffer->data + buffer->start : NULL,
+static cddp__span cddp__buffer_span(const cddp__buffer *buffer) {
+  return cddp__span_of(buffer->data != NULL ? buffer->data + buffer->start
+                                            : NULL /* NULL + 0 is undefined in C */,
                        cddp__buffer_size(buffer));
 }
 
-/* Reserves `more` bytes behind the end. Returns false if memory is exhausted. The bytes in use move
-   to the front if at least as many were consumed, else to a new block of twice the size: so the
-   total cost of moves is linear. */
+/* Reserves `more` bytes behind the end; false: no memory. The bytes in use move to the front if at
+   least as many were consumed, else to a block of twice the size: so all moves cost linear time. */
 static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
   size_t size = cddp__buffer_size(buffer), capacity = cddp__max(buffer->capacity, 256);
   unsigned char *data = buffer->data;
@@ -4160,8 +4158,8 @@ static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
   return true;
 }
 
-/* Appends bytes. Without memory it sets `failed`, and later calls do nothing: so a message can be
-   built by many calls, and checked once. */
+/* Appends bytes. Without memory it sets `failed`, and later calls do nothing: so a message of many
+   calls needs one check. */
 static void cddp__buffer_add(cddp__buffer *buffer, const void *data, size_t size) {
   if (buffer->failed || !cddp__buffer_reserve(buffer, size)) {
     buffer->failed = true;
@@ -4171,7 +4169,7 @@ static void cddp__buffer_add(cddp__buffer *buffer, const void *data, size_t size
   buffer->end += size;
 }
 
-/* Adds the lowest `bytes` bytes of a number. */
+/* Appends the lowest `bytes` bytes of a number, little-endian. */
 static void cddp__buffer_add_number(cddp__buffer *buffer, uint64_t number, size_t bytes) {
   unsigned char all[8];
   cddp__put64(all, number);
@@ -4199,7 +4197,7 @@ typedef struct cddp__frame_head {
 #define CDDP__FRAME_MAGIC 0x52464443u /* "CDFR" */
 enum {
   CDDP__FRAME_HEADERS = 1, /* of a round: >>hosts */
-  CDDP__FRAME_PIECE,       /* of a collective: >>hosts receives its bytes in place */
+  CDDP__FRAME_PIECE,       /* of a collective: >>hosts reads its bytes to their place */
   CDDP__FRAME_MESSAGE,     /* of cddp_send, of an elastic model */
   CDDP__FRAME_BYE          /* the last one; number: CDDP__BYE_* */
 };
@@ -4226,18 +4224,17 @@ enum cddp__connection_state {
 
 struct cddp__connection {
   cddp__connection *next; /* in a list of its owner */
-  int fd;                 /* -1: closed */
-  int state;              /* cddp__connection_state */
+  int fd, state;   /* -1: closed; cddp__connection_state */
   int error;       /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
   bool caller;     /* this end has connected */
   bool local;      /* a Unix socket: descriptors can travel with the bytes */
   bool ready;      /* set by cddp__connections_poll */
   bool early;      /* it ended before it was UP */
-  double deadline; /* of the owner: for what is due next */
+  double deadline; /* the owner's: when the next awaited bytes are overdue */
   cddp__challenge challenge;
   cddp__buffer out, in;      /* to be sent; received and not parsed */
-  size_t sent, got;          /* bytes done, with its head, of the frame that is sent from, or
-                                received into, other memory */
+  size_t sent, got;          /* bytes done of what skips `out` and `in`: a hello, a message of the
+                                proof, or a frame, with its head */
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
   cddp__frame_head in_head;  /* of the next frame; valid if got >= sizeof in_head */
   cddp__message *message;    /* the incoming frame; NULL: none, or a piece */
@@ -4249,33 +4246,32 @@ struct cddp__connection {
   int rank;         /* the peer's rank in the group; -1: not known yet */
   bool over;        /* this rank no longer takes part in its elastic model: for BYE */
   bool peer_failed; /* the peer's BYE says that the group is broken */
-  bool peer_over;   /* the BYE says that the peer takes no part in the elastic model any more */
+  bool peer_over;   /* the BYE says that the peer has left the elastic model */
   double retry_at;  /* if `caller` and `early`: when to connect again, of cddp__now(); a joining
                        process's call: when its first bytes arrived */
   cddp__hello hello;
 };
 
-/* What is known of a peer. Two functions decide: cddp__rank_end (>>failure) about a rank of a
-   group, cddp__link_end about the other side of a connection that has ended with this error. */
+/* What is known of a peer: by cddp__rank_end (>>failure) of a rank of a group; by cddp__link_end of
+   the peer of a connection that has ended with this error. */
 enum cddp__end {
-  CDDP__IS_ALIVE,      /* or not known. A new connection shows it: a dead process refuses it */
+  CDDP__IS_ALIVE,      /* or not known: the caller connects again, and a dead process refuses */
   CDDP__HAS_LEFT,      /* in good order: cddp_destroy, BYE */
   CDDP__HAS_ENDED,     /* or another program has its port */
   CDDP__IS_UNREACHABLE /* its host does not answer */
 };
 
-/* What the error of a connection that has ended tells about the peer. */
 static enum cddp__end cddp__link_end(int error) {
   if (error == CDDP__LEFT) return CDDP__HAS_LEFT;
-  if (error == ECONNREFUSED || error == EPROTO) return CDDP__HAS_ENDED;
+  if (error == ECONNREFUSED || error == EPROTO /* not cddp */) return CDDP__HAS_ENDED;
   if (error == 0 || error == ECONNRESET || error == EPIPE || error == ENOBUFS || error == ENOMEM ||
       error == EADDRNOTAVAIL)
     return CDDP__IS_ALIVE; /* the peer closed the connection, or one call failed */
   return CDDP__IS_UNREACHABLE;
 }
 
-/* The most unproven connections of a listener in a job whose ranks can all connect at the same
-   time. The oldest one beyond is closed; its rank connects again. */
+/* The most unproven connections of a listener; all ranks can connect at the same time. The oldest
+   one beyond is closed; its rank connects again. */
 static int cddp__unproven_most(int ranks) { return 128 + 4 * ranks; }
 
 /* The connection owns fd. It is UP until the owner sets another state. */
@@ -4289,7 +4285,7 @@ static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *al
   c->peer = c->rank = c->fds[0] = c->fds[1] = c->send_fds[0] = c->send_fds[1] = -1;
 }
 
-/* Ends the connection, once. The first error counts. Bytes that the system holds are still sent. */
+/* Ends the connection; later calls change nothing. The system still sends the bytes that it has. */
 CDDP__OUT_OF_LINE void cddp__connection_end(cddp__connection *c, int error) {
   if (c->state == CDDP__CONNECTION_ENDED) return;
   c->early = c->state != CDDP__CONNECTION_UP;
@@ -4310,14 +4306,14 @@ static void cddp__connection_close(cddp__connection *c) {
   c->message = NULL;
 }
 
-/* Both ends prove the secret next. See cddp__challenge_begin. */
+/* Begins the proof of the secret: cddp__challenge_begin. */
 static cddp_result cddp__connection_challenge(cddp__connection *c, const char *secret,
                                               const char *purpose, const void *context, size_t n) {
   cddp_result r = cddp__challenge_begin(&c->challenge, secret, purpose, c->caller, context, n);
   if (r == CDDP_OK)
     c->state = CDDP__CONNECTION_PROVING;
   else
-    cddp__connection_end(c, EIO);
+    cddp__connection_end(c, EIO /* no random bytes */);
   return r;
 }
 
@@ -4327,7 +4323,7 @@ typedef struct cddp__socket_message {
   size_t control[CMSG_SPACE(2 * sizeof(int)) / sizeof(size_t) + 1]; /* aligned for a cmsghdr */
 } cddp__socket_message;
 
-/* control_bytes: of the descriptors; 0: none. */
+/* control_bytes: space for descriptors; 0: none travel. */
 static void cddp__socket_message_init(cddp__socket_message *message, struct iovec *io, size_t count,
                                       size_t control_bytes) {
   memset(&message->m, 0, sizeof message->m);
@@ -4336,14 +4332,14 @@ static void cddp__socket_message_init(cddp__socket_message *message, struct iove
   if (control_bytes == 0) return;
   memset(message->control, 0, sizeof message->control);
   message->m.msg_control = message->control;
-  message->m.msg_controllen = (socklen_t)control_bytes; /* musl's type */
+  message->m.msg_controllen = (socklen_t)control_bytes; /* musl's type; glibc's is size_t */
 }
 
 /* The result n of sendmsg or recvmsg. Ends the connection if the call has failed or the peer has
-   closed. */
+   closed, but not if the call can succeed later. */
 static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
   if (n == 0) cddp__connection_end(c, 0);
-  if (n < 0 && errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) /* those: tried again */
+  if (n < 0 && errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM)
     cddp__connection_end(c, errno);
   return n;
 }
@@ -4351,7 +4347,7 @@ static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
 /* One sendmsg, with the descriptors of send_fds that are not -1. None travels with bytes of the
    proof: the peer can still be a stranger. */
 static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, size_t count) {
-  size_t fds = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0;
+  size_t fds = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0; /* how many */
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
@@ -4370,12 +4366,12 @@ static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, s
   return cddp__connection_result(c, n);
 }
 
-/* One recvmsg. Received descriptors replace those in `fds`. */
+/* One recvmsg. Received descriptors, one or two, replace those in c->fds. */
 static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, size_t count) {
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
-  size_t fds;
+  size_t fds; /* how many */
   cddp__socket_message_init(&message, io, count, c->local ? CMSG_SPACE(2 * sizeof(int)) : 0);
   do n = recvmsg(c->fd, &message.m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
@@ -4391,8 +4387,8 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
   return cddp__connection_result(c, n);
 }
 
-/* Receives once into `in`, with space for at least `space` bytes. Returns 1 if bytes have arrived,
-   0 if not, -1 if the connection has ended. */
+/* One receive into `in`, which has space for at least `space` bytes. Returns 1 if bytes have
+   arrived, 0 if not, -1 if the connection has ended. */
 static int cddp__connection_fill(cddp__connection *c, size_t space) {
   struct iovec io;
   ssize_t n;
@@ -4408,16 +4404,16 @@ static int cddp__connection_fill(cddp__connection *c, size_t space) {
   return n > 0 ? 1 : c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
 }
 
-/* Bytes of a piece of a rank's part. With its head it fills two packets of 45 segments of 1,448
-   bytes. A few hundred bytes more, in a third packet, took a sixth more time. */
+/* Bytes of a piece of a rank's part (>>hosts). With its head it fills two packets of 45 segments of
+   1,448 bytes; a few hundred bytes more took a sixth more time. */
 #define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
 #define CDDP__PIECE_FRAME (CDDP__PIECE + sizeof(cddp__frame_head))
-/* Bytes passed to the system in one call. With BBR, 1 MiB in one call takes four times as long: its
-   window holds few packets more than it has measured. */
+/* Bytes passed to the system in one call. With BBR (congestion control), 1 MiB in one call takes
+   four times as long: its window holds few packets more than it has measured. */
 #define CDDP__SEND_BYTES (2 * CDDP__PIECE_FRAME)
 
-/* Sends the rest of a frame: its head (NULL: none) and `size` bytes at data, of which *sent are
-   sent; at most `most` bytes. Returns 1 if the frame is complete, 0 if not yet, -1 if the
+/* Sends the rest of a frame: its head (NULL: none) and `size` bytes at data. *sent of all these are
+   sent; this call sends at most `most`. Returns 1 if the frame is complete, 0 if not yet, -1 if the
    connection has ended. */
 static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *head,
                                  const void *data, size_t size, size_t *sent, size_t most) {
@@ -4448,9 +4444,9 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
   while (*got < stop) {
     bool in_head = *got < head_size;
     uintptr_t at = in_head ? (uintptr_t)head + *got : (uintptr_t)data + (*got - head_size);
-    size_t left = (in_head ? head_size : stop) - *got;
+    size_t left = (in_head ? head_size : stop) - *got; /* of the head, or of the body */
     size_t have = cddp__min(left, cddp__buffer_size(&c->in));
-    struct iovec io[2];
+    struct iovec io[2]; /* the memory at `at`; then `in`, which is empty */
     ssize_t n;
     if (have > 0) {
       memcpy((char *)at, c->in.data + c->in.start, have);
@@ -4464,7 +4460,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
     io[1].iov_len = c->in.capacity;
     n = cddp__connection_recvmsg(c, io, 2);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
-    if ((size_t)n > left) { /* the rest is in io[1] */
+    if ((size_t)n > left) { /* the others are in io[1] */
       c->in.start = 0;
       c->in.end = (size_t)n - left;
       n = (ssize_t)left;
@@ -4474,27 +4470,21 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
   return stop == end;
 }
 
-static int cddp__connection_io(cddp__connection *c, cddp__frame_head *head, void *data, size_t size,
-                               size_t *done, size_t most, bool sends) {
-  return sends ? cddp__connection_send(c, head, data, size, done, most)
-               : cddp__connection_read(c, head, data, size, done, most);
-}
-
 /* Continues the proof, and sends waiting bytes as far as the system accepts them. Returns whether
    the connection is UP. */
 static bool cddp__connection_progress(cddp__connection *c) {
   cddp__challenge *challenge = &c->challenge;
   cddp__buffer *b = &c->out;
+  size_t n;
   while (c->state == CDDP__CONNECTION_PROVING) {
     cddp__span in = cddp__buffer_span(&c->in);
     if (challenge->out_size > 0) {
-      if (cddp__connection_send(c, NULL, challenge->out, challenge->out_size, &c->sent, SIZE_MAX) <=
-          0)
-        break;
+      n = challenge->out_size;
+      if (cddp__connection_send(c, NULL, challenge->out, n, &c->sent, SIZE_MAX) <= 0) break;
       challenge->out_size = c->sent = 0;
     } else if (challenge->state == CDDP__CHALLENGE_PROVEN) {
       c->state = CDDP__CONNECTION_UP;
-    } else if (challenge->state != CDDP__CHALLENGE_ON) {
+    } else if (challenge->state != CDDP__CHALLENGE_ON) { /* failed; a refusal is sent */
       cddp__connection_end(c, EPROTO);
     } else if (in.size > 0) {
       c->in.start += cddp__challenge_feed(challenge, in.data, in.size);
@@ -4504,7 +4494,7 @@ static bool cddp__connection_progress(cddp__connection *c) {
   }
   if (c->state != CDDP__CONNECTION_UP) return false;
   if (cddp__buffer_size(b) > 0 && c->sent == 0) { /* else the rest of a frame is first */
-    (void)cddp__connection_send(c, NULL, b->data, b->end, &b->start, SIZE_MAX);
+    (void)cddp__connection_send(c, NULL /* no head */, b->data, b->end, &b->start, SIZE_MAX);
     if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, CDDP__BUFFER_KEEP);
   }
   return c->state == CDDP__CONNECTION_UP;
@@ -4516,7 +4506,7 @@ static cddp__frame_head cddp__frame_head_of(int type, uint32_t number, int dtype
   return h;
 }
 
-/* Appends a frame to the queue. CDDP_OUT_OF_MEMORY ends the connection. */
+/* Appends a frame to `out`. CDDP_OUT_OF_MEMORY ends the connection. */
 static cddp_result cddp__connection_post(cddp__connection *c, int type, uint32_t number,
                                          const void *body, size_t size) {
   cddp__frame_head head = cddp__frame_head_of(type, number, CDDP_U8, size, size);
@@ -4531,28 +4521,28 @@ static cddp_result cddp__connection_post(cddp__connection *c, int type, uint32_t
 
 /* A failure as a message: its number is FAILED + the result, its body the text. */
 #define CDDP__FAILED 256u
-static cddp_result cddp__connection_post_failure(cddp__connection *c, cddp_result r,
-                                                 const char *text) {
+static cddp_result cddp__post_failure(cddp__connection *c, cddp_result r, const char *text) {
   return cddp__connection_post(c, CDDP__FRAME_MESSAGE, CDDP__FAILED + (uint32_t)r, text,
                                strlen(text));
 }
 
-/* Fails as such a message says. CDDP_OK: it is another message. */
+/* If the message is a failure, sets its text and returns its result; else returns CDDP_OK. */
 static cddp_result cddp__fail_by_message(const cddp__message *m) {
   uint32_t result = m->head.number - CDDP__FAILED;
   if (m->head.number < CDDP__FAILED) return CDDP_OK;
-  if (result == CDDP_OK || result >= CDDP__RESULT_COUNT) result = CDDP_MISMATCH;
+  if (result == CDDP_OK || result >= CDDP__RESULT_COUNT) result = CDDP_MISMATCH; /* damaged */
   return cddp__fail((cddp_result)result, "%.*s", (int)cddp__min(m->head.size, CDDP__ERROR_MAX),
                     m->head.size > 0 ? (const char *)(m + 1) : "another rank has failed");
 }
 
+/* Whether a frame can be sent now: no bytes wait, and no frame is partly sent. */
 static bool cddp__connection_is_idle(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
 }
 
-/* Flags of a BYE: the group is broken; the rank no longer takes part in its elastic model. */
+/* Flags of a BYE: the group is BROKEN; the rank has left its elastic model (OVER). */
 enum { CDDP__BYE_ORDERLY = 0, CDDP__BYE_BROKEN = 1, CDDP__BYE_OVER = 2 };
-/* Sends BYE, unless a frame is partly sent. It is too short to be sent in part. */
+/* Sends BYE if no other frame waits. It is too short to be sent in part. */
 static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
   cddp__frame_head bye = cddp__frame_head_of(
       CDDP__FRAME_BYE, c->over ? kind | CDDP__BYE_OVER : kind, CDDP_U8, 0, 0);
@@ -4561,15 +4551,17 @@ static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
     cddp__connection_end(c, errno);
 }
 
-/* Receives more of the next frame's head. Whether it is complete; false within a message's body. */
+/* Receives more of the next frame's head, unless a body comes first. Returns whether in_head is
+   complete. */
 static bool cddp__connection_peek(cddp__connection *c) {
   if (c->message != NULL) return false;
   return c->got >= sizeof c->in_head ||
          cddp__connection_read(c, &c->in_head, NULL, 0, &c->got, SIZE_MAX) > 0;
 }
 
-/* Returns the next complete frame, of at most `most` bytes, which the caller frees. NULL: none yet,
-   or the connection has ended, or the next frame is a piece, whose head is in in_head. */
+/* Receives more of the next frame, and returns it when it is complete. NULL: not yet, or the
+   connection has ended, or the frame is a piece, whose head is in in_head. A frame of more than
+   `most` bytes ends the connection. The caller frees the frame. */
 static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most) {
   cddp__frame_head *head = &c->in_head;
   cddp__message *m;
@@ -4591,7 +4583,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
     }
     if (good)
       c->message = (cddp__message *)cddp__malloc(
-          c->in.allocator, sizeof *m + (c->into != NULL ? 0 : (size_t)head->size));
+          c->in.allocator, sizeof *m + (c->into != NULL ? 0 /* see into */ : (size_t)head->size));
     if (c->message == NULL) {
       cddp__connection_end(c, good ? ENOMEM : EPROTO);
       return NULL;
@@ -4609,6 +4601,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
   return m;
 }
 
+/* The events of poll(2) after which the connection can continue. */
 static short cddp__connection_events(const cddp__connection *c) {
   bool sends = c->state == CDDP__CONNECTION_NEW       ? c->caller /* until it is connected */
                : c->state == CDDP__CONNECTION_PROVING ? c->challenge.out_size > 0
@@ -4616,8 +4609,8 @@ static short cddp__connection_events(const cddp__connection *c) {
   return (short)(POLLIN | (sends ? POLLOUT : 0));
 }
 
-/* Blocks until the queue is sent and `in` holds at least n bytes. Callers put the peer's name in
-   front of the error text. */
+/* Blocks until `out` is sent and `in` holds at least n bytes. Callers put the peer's name in front
+   of the error text. */
 static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, double deadline) {
   cddp_result r = c->out.failed ? CDDP_OUT_OF_MEMORY : CDDP_OK;
   while (r == CDDP_OK) {
@@ -4632,30 +4625,27 @@ static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, doub
       r = cddp__fail(CDDP_NETWORK, "%s", strerror(c->error));
     else if (c->state == CDDP__CONNECTION_ENDED)
       r = cddp__fail(CDDP_NETWORK, "the other side closed the connection");
-    else /* unsent bytes: only for POLLOUT, since unread bytes would end each wait immediately */
+    else /* not for both: with bytes to send, unread ones would end each wait immediately */
       r = cddp__wait_fd(c->fd, cddp__connection_events(c) & POLLOUT ? POLLOUT : POLLIN, deadline);
   }
   return r;
 }
 
-/* Waits until a connection can continue, a listener has a caller, or the time is `until`. Sets
-   `ready` of each connection, and listeners[i] to -1 unless it has a caller. list[i] can be NULL, a
-   listener -1. */
-static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
-                                          cddp__connection *const *list, size_t n,
-                                          int *listeners, size_t listener_count,
+/* Waits until a connection can continue or a listener has a caller, at most until the time `until`.
+   Sets `ready`, and listeners[i] to -1 if it has no caller. list[i] can be NULL, a listener -1. */
+static cddp_result cddp__connections_poll(const cddp_allocator *a, cddp__connection *const *list,
+                                          size_t n, int *listeners, size_t listener_count,
                                           double until) {
   struct pollfd few[32], *fds = few; /* few: a wait for some peers needs no memory */
   size_t i, all = n + listener_count;
   cddp_result r = CDDP_OK;
   if (all > sizeof few / sizeof *few)
-    fds = (struct pollfd *)cddp__malloc(allocator, all * sizeof *fds);
+    fds = (struct pollfd *)cddp__malloc(a, all * sizeof *fds);
   if (fds == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < all; i++) {
     const cddp__connection *c = i < n ? list[i] : NULL;
-    fds[i].fd = i >= n                                            ? listeners[i - n]
-                : c == NULL || c->state == CDDP__CONNECTION_ENDED ? -1
-                                                                  : c->fd;
+    fds[i].fd = i >= n ? listeners[i - n]
+                : c == NULL || c->state == CDDP__CONNECTION_ENDED ? -1 : c->fd;
     fds[i].events = c != NULL ? cddp__connection_events(c) : POLLIN;
     fds[i].revents = 0;
   }
@@ -4665,7 +4655,7 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
     if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
   for (; i < all; i++)
     if (fds[i].revents == 0) listeners[i - n] = -1;
-  if (fds != few) cddp__free(allocator, fds);
+  if (fds != few) cddp__free(a, fds);
   return r;
 }
 
@@ -9565,10 +9555,10 @@ static void cddp__set_wait_policy(cddp_group *g) {
 
 /* >>links --------------------------------------------------------------------------------------
    Job: make, prove and end connections between ranks on different hosts; send failure notices.
-   Owns: cddp__net, that is, the listening socket and the connections that no group has claimed yet.
-   A notice breaks a group that spans hosts, or sets its cause.
-   Entry points: cddp__net_serve; cddp__link_connect, cddp__link_progress, cddp__link_close,
-   cddp__link_end_if_silent; cddp__send_notices. A link is a cddp__connection (>>connections).
+   Owns: cddp__net: the listening socket, and the links that no group has claimed yet. A notice
+   breaks a group that spans hosts, or sets its cause. A link is a cddp__connection (>>connections).
+   Entry points: cddp__net_serve; cddp__link_connect, _progress, _close and _end_if_silent;
+   cddp__send_notices.
    How it works:
      1. Each rank listens on one port. Two ranks of a group have one link, made when it is first
         used, or two if both connect at the same time.
@@ -9576,21 +9566,21 @@ static void cddp__set_wait_policy(cddp_group *g) {
         token, which only the job's ranks know. With a secret both ends then prove that they know
         it. Frames follow. A rank that leaves a group sends BYE.
      3. A NOTICE, which tells why a group has failed, has its own connection: a result, a text,
-        and one proof over these and the hello. It needs no answer, so it reaches ranks that do not
-        accept now, through the system's queue of connections.
+        and one proof over these and the hello. It needs no answer, so the system's queue of
+        connections keeps it for a rank that accepts later.
    A rank that waits in any group accepts connections and keeps them until their group claims them.
-   A silent one can belong to a rank that computes before it sends. It is closed when there are too
-   many, or after CDDP__STRANGER_S when few descriptors are left. A link that ends before it is up
-   has carried no frame, so its caller connects again. If it ends later, its peer is lost. */
+   A silent one, perhaps of a rank that computes before it sends, is closed only if there are too
+   many, or after CDDP__STRANGER_S if few descriptors are left. A link that ends before it is UP has
+   carried no frame, so its caller connects again. If it ends later, its peer is lost. */
 
-#define CDDP__RECONNECT_S 0.05 /* between attempts, if the peer ends a link before it is up */
+#define CDDP__RECONNECT_S 0.05 /* between two attempts: cddp__link_reconnect */
 #ifndef CDDP__STRANGER_S
 #define CDDP__STRANGER_S 5.0 /* for the hello and the proof, when few descriptors are left */
 #endif
 #ifndef CDDP__UNANSWERED_S
-#define CDDP__UNANSWERED_S 20.0 /* without an acknowledgement, after which a host is lost */
+#define CDDP__UNANSWERED_S 20.0 /* a host that acknowledges nothing for longer is lost */
 #endif
-/* Offsets in a notice, which begins with the result and its flags. */
+/* The format of a notice: the result and flags, the text, the proof. */
 #define CDDP__NOTICE_TEXT_AT 4
 #define CDDP__NOTICE_PROOF_AT (CDDP__NOTICE_TEXT_AT + CDDP__ERROR_MAX)
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
@@ -9601,17 +9591,17 @@ static void cddp__set_wait_policy(cddp_group *g) {
 #define CDDP__LINK_READ_AHEAD 4096 /* bytes beyond those due that are read in the same call */
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
 
-/* A link without a socket. */
+/* A link without a socket; NULL: no memory. */
 static cddp__connection *cddp__link_alloc(const cddp_allocator *a) {
   cddp__connection *c = (cddp__connection *)cddp__calloc(a, 1, sizeof *c);
   if (c == NULL) return NULL;
-  cddp__connection_begin(c, a, -1, CDDP__END_CALLED);
+  cddp__connection_begin(c, a, -1 /* fd */, CDDP__END_CALLED);
   if (cddp__buffer_reserve(&c->in, CDDP__LINK_READ_AHEAD)) return c;
   cddp__free(a, c);
   return NULL;
 }
 
-/* The link owns the socket. Within `seconds` it must be connected (caller) or have received the
+/* Gives the link its socket. Within `seconds` it must be connected (caller) or have received the
    hello. Lock of the link: net.lock until its group has claimed it, then p2p.lock. */
 static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double seconds) {
   /* The first probe follows probe_s without bytes, the others are probe_s apart. */
@@ -9620,8 +9610,8 @@ static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double se
   c->caller = caller;
   c->state = CDDP__CONNECTION_NEW;
   c->deadline = cddp__now() + seconds;
-  /* If an option cannot be set, lost hosts are found later. TCP_USER_TIMEOUT is not set: it would
-     also end a connection if its peer acknowledges but reads late. */
+  /* If an option cannot be set, a lost host is noticed later. TCP_USER_TIMEOUT would also end the
+     connection of a peer that acknowledges but reads late. */
   (void)cddp__set_tcp_options(fd);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &probe_s, sizeof probe_s);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof probe_s);
@@ -9653,7 +9643,7 @@ static void cddp__link_end_if_silent(cddp__connection *c) {
     if (cddp__now() > c->deadline) cddp__connection_end(c, ETIMEDOUT);
   } else if (getsockopt(c->fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
              info.tcpi_last_ack_recv /* ms */ >= CDDP__UNANSWERED_S * 1000 &&
-             (info.tcpi_unacked > 0 || info.tcpi_probes >= 3 /* all */)) {
+             (info.tcpi_unacked > 0 || info.tcpi_probes >= 3 /* all of _link_begin */)) {
     cddp__connection_end(c, ETIMEDOUT);
   }
 }
@@ -9673,12 +9663,12 @@ static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int 
 static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
   cddp__hello *h = &c->hello;
   if (c->state == CDDP__CONNECTION_NEW) {
-    size_t *done = c->caller ? &c->sent : &c->got;
-    /* The caller sends the hello, the other end reads it; a part of it is continued later. */
-    if (cddp__connection_io(c, NULL, h, sizeof *h, done, SIZE_MAX /* all */, c->caller) <= 0)
-      return false;
+    size_t *done = c->caller ? &c->sent : &c->got; /* bytes of the hello */
+    int io = c->caller ? cddp__connection_send(c, NULL, h, sizeof *h, done, SIZE_MAX)
+                       : cddp__connection_read(c, NULL, h, sizeof *h, done, SIZE_MAX);
+    if (io <= 0) return false; /* the rest later */
     *done = 0;
-    if (!c->caller) c->peer = (int)h->from;
+    if (!c->caller) c->peer = (int)h->from; /* checked below */
     if (c->caller && cddp__connected_to_itself(c->fd)) /* so the peer does not listen */
       cddp__connection_end(c, ECONNREFUSED);
     else if (!c->caller &&
@@ -9686,7 +9676,7 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
               h->from >= (uint32_t)n->size || h->to != (uint32_t)n->rank ||
               !cddp__same_bytes(h->token, n->token, sizeof h->token)))
       cddp__connection_end(c, EPROTO);
-    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE)
+    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE) /* has a proof of its own */
       c->state = CDDP__CONNECTION_UP;
     else
       (void)cddp__connection_challenge(c, n->secret, "link", h, sizeof *h);
@@ -9714,21 +9704,21 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   cddp__address_set_port(&to, entry->port);
   cddp__address_set_port(&from, 0); /* any */
   cddp__set_scope(&to.v6, &from);
-  if (from.sa.ss_family == to.sa.ss_family) /* this host's known address, if possible */
-    (void)!bind(fd, &from.any, from.size);
+  if (from.sa.ss_family == to.sa.ss_family)
+    (void)!bind(fd, &from.any, from.size); /* from this host's known address, if possible */
   cddp__link_write_hello(n, c, purpose, group);
   if (connect(fd, &to.any, to.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__connection_end(c, errno);
   return CDDP_OK;
 }
 
-/* Whether a link has ended for a reason that its peer can have survived. */
+/* Whether a link has ended although its peer can still be alive. */
 static bool cddp__link_is_cut(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_ENDED && cddp__link_end(c->error) == CDDP__IS_ALIVE;
 }
 
 /* Connects a link again if its peer, which may have too many connections, closed it before it was
-   up. Returns whether the link is tried again, now or soon. */
+   UP. Returns whether it is tried again: now, or in a later call. */
 static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
@@ -9737,7 +9727,7 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   c->retry_at = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
     return true;
-  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* other threads poll c->fd */
+  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* not closed: other threads poll it */
     c->state = fresh->state;
     c->error = fresh->error;
     c->sent = c->got = c->in.start = c->in.end = 0;
@@ -9746,14 +9736,15 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   return true;
 }
 
+/* Reads first, because close(2) with unread bytes sends a reset, which can discard BYE. */
 static void cddp__link_close(cddp__connection *c) {
   char unread[4096];
   cddp__connection_say_bye(c, CDDP__BYE_ORDERLY);
-  while (recv(c->fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {} /* else close(2) is a reset */
+  while (recv(c->fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {}
   cddp__link_free(c);
 }
 
-/* Sends the waiting bytes of links, which can be NULL. */
+/* Sends the waiting bytes of links, which can be NULL, at most until the deadline. */
 static void cddp__links_flush(const cddp__net *n, cddp__connection *const *links, size_t count,
                               double deadline) {
   bool unsent;
@@ -9772,7 +9763,7 @@ static void cddp__links_flush(const cddp__net *n, cddp__connection *const *links
 
 /* --- failure notices --- */
 
-/* Proves the hello, the result and the text. Without a secret: a checksum. */
+/* The proof of the hello and of body's result and text. Without a secret it is a checksum. */
 static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
                                const unsigned char *body, unsigned char proof[CDDP__PROOF_SIZE]) {
   unsigned char proven[sizeof c->hello + CDDP__NOTICE_PROOF_AT];
@@ -9781,9 +9772,8 @@ static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
   cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", proven, sizeof proven, proof);
 }
 
-/* A notice is for all ranks on other hosts; in a group of more than 64 ranks only for the lowest
-   rank of each host, whose control block the others see. world: the group's ranks in the job;
-   NULL: the same. */
+/* A notice is for the ranks on other hosts; in a group of more than 64 ranks for the lowest of each
+   host, whose control block the others see. world: the group's ranks in the job; NULL: the same. */
 static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
   int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
   if (host == n->host || size <= 64) return host != n->host;
@@ -9791,15 +9781,15 @@ static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, in
   return p == rank;
 }
 
-/* code: a result, and CDDP__NOTICE_* flags. world: see cddp__gets_notice. Keeps this thread's error
-   text. */
+/* Sends a notice, to 32 ranks at a time; those that cannot be reached get none. code: a result and
+   CDDP__NOTICE_* flags. Keeps this thread's error text. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text) {
   enum { BATCH = 32 };
   cddp__connection *links[BATCH];
   unsigned char body[CDDP__NOTICE_BYTES];
   char saved[CDDP__ERROR_MAX];
-  double batch_s = 0.3; /* most time of the first batch, as hosts can be silent; later: 0.1 */
+  double batch_s = 0.3; /* limit of the first batch; of later ones 0.1: hosts can be silent */
   size_t count;
   int p = 0;
   memcpy(saved, cddp__error_text, sizeof saved);
@@ -9840,7 +9830,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
 
 /* Records another host's list, for example "7 0-3, 6" for round 7, and answers with this host's. */
 static void cddp__record_arrivals(cddp_group *g, const char *text) {
-  char *at;
+  char *at; /* behind the last number */
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
   long p, last;
   while (*at == ' ' || *at == ',') {
@@ -9852,7 +9842,8 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
   cddp__send_arrivals(g, round);
 }
 
-/* Receives a notice without blocking. A complete one ends its link. net.lock held. */
+/* Receives more of a notice. A complete one takes effect in its group, and ends its link. net.lock
+   held. */
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connection *c) {
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   const char *text;
@@ -9867,7 +9858,7 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
   cddp__notice_proof(n, c, body, proof);
   code = cddp__get32(body);
   if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0; /* ignored */
-  body[CDDP__NOTICE_PROOF_AT - 1] = 0; /* the text's end */
+  body[CDDP__NOTICE_PROOF_AT - 1] = 0; /* the text ends, whatever it contains */
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_ARRIVED);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
@@ -9886,25 +9877,25 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
 
 /* --- incoming connections --- */
 
+/* Whether a link is UP and carries frames of this group (hello.group). */
 static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
   return c->state == CDDP__CONNECTION_UP && c->hello.purpose == CDDP__LINK_FRAMES &&
          c->hello.group == group;
 }
 
-/* Ends a link that its peer has closed: its unread bytes are not needed. */
+/* Ends a link if its peer has closed it, even if received bytes are unread. */
 static void cddp__link_check_end(cddp__connection *c) {
   struct pollfd fd = {c->fd, (short)EPOLLRDHUP, 0}; /* libc may hide POLLRDHUP, which it equals */
   if (poll(&fd, 1, 0) == 1) cddp__connection_end(c, 0);
 }
 
 /* Accepts connections into a list, the newest first. Returns whether few descriptors are left.
-   *spare (or NULL): memory for the next one. Without it none is accepted: the bytes that a caller
-   has sent would be lost. *starved (NULL: not needed): the errno if no descriptor or memory is
-   left, else 0. */
+   *spare (or NULL): memory for the next one. Without memory none is accepted: the bytes that its
+   caller has sent would be lost. *starved: the errno if no descriptor or memory is left, else 0. */
 static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__connection **list,
                                cddp__connection **spare, cddp__atomic_u32 *starved) {
   cddp__connection *c;
-  bool none, few = false; /* none: nothing is left to accept with */
+  bool none, few = false; /* none: no descriptor or memory is left */
   int i, fd;
   for (i = 0; i < 64; i++) {
     if (*spare == NULL) *spare = cddp__link_alloc(a);
@@ -9935,9 +9926,9 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
     bool up = cddp__link_progress(n, c), group_left = false;
     if (up && c->hello.purpose == CDDP__LINK_NOTICE) {
       cddp__notice_receive(h, n, c);
-      up = false;
+      up = false; /* an incomplete notice is unproven, too */
     }
-    /* each kind has its own limit: silent callers do not push out those with a good hello */
+    /* two limits, so that silent callers do not push out those with a good hello */
     if (!up && ((few && cddp__now() > c->deadline) ||
                 (c->state == CDDP__CONNECTION_NEW ? ++silent : ++proving) > most))
       cddp__connection_end(c, ETIMEDOUT);
@@ -9956,6 +9947,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   pthread_mutex_unlock(&n->lock);
 }
 
+/* Ends a use of the net. The last user frees it. */
 static void cddp__net_release(cddp__net *n) {
   cddp_allocator a;
   if (n == NULL || cddp__add32(&n->uses, UINT32_MAX /* -1 */) > 0) return;
@@ -9969,12 +9961,13 @@ static void cddp__net_release(cddp__net *n) {
   cddp__free(&a, n);
 }
 
-/* Bytes of a net's token, hosts and ranks, in this order. */
+/* Bytes of a net's token, hosts and ranks, in this order: also a message of >>rendezvous. */
 static size_t cddp__table_bytes(int size, int host_count) {
   return 16 + (size_t)host_count * sizeof(cddp__host_entry) +
          (size_t)size * sizeof(cddp__rank_entry);
 }
 
+/* A net with one user and empty tables. */
 static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_count) {
   cddp__net *n = (cddp__net *)cddp__calloc(a, 1, sizeof *n);
   if (n == NULL) return NULL;
@@ -10033,7 +10026,7 @@ enum {
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
                              cddp__join_table */
   CDDP__RENDEZVOUS_READY /* from a child: it and all below are ready; from the parent: all ranks */
-}; /* and FAIL: cddp__connection_post_failure */
+}; /* and FAIL: cddp__post_failure */
 
 /* A rank's description of itself. version, world_size, fp_mode and backend must be equal on all
    ranks. */
@@ -10456,7 +10449,7 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
 
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
-  cddp_result r = cddp__connection_post_failure(c, result, text);
+  cddp_result r = cddp__post_failure(c, result, text);
   return r == CDDP_OK ? cddp__connection_exchange(c, 0, deadline) : r;
 }
 
@@ -11951,15 +11944,14 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 /* >>hosts --------------------------------------------------------------------------------------
    Job: carry headers, collectives, messages and failures between hosts.
    Owns: cddp__hosts, its links and its scratch; the headers and staging buffers of remote ranks in
-   this host's control block. Locks: p2p.lock for links; net.lock for net.incoming and net.left.
-   Entry points: those in >>hooks; its carrier, cddp__hosts_run and _average; for messages
-   cddp__hosts_post, _can_post, _serve, _pause and _detach_receive, cddp__take_message and
-   _flush_links; cddp__hosts_attach and _leave; cddp__rank_on, cddp__ensure_link.
+   this host's control block. Locks: net.lock for net.incoming and net.left; p2p.lock for links and
+   stored messages: the caller of a function that does not take it holds it.
+   Entry points: cddp__hosts_...; cddp__take_message, _flush_links, _ensure_link and _rank_on.
    Variables: p is a rank, REMOTE (on another host) if members[p] < 0; t is a local rank.
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
    ranks into the control block, where all ranks compare them. Up to CDDP__DIRECT_HOSTS leaders
-   exchange directly: the shares of a short collective travel with them. More leaders forward them.
+   exchange directly, with the shares of a short collective. More leaders forward headers.
    Collectives that do not fit into headers or staging buffers:
      1. A round announces each rank's VIEW: its receive buffer, or of a sum its send buffer. All
         ranks on the host read its contribution there and write its result there. If they cannot,
@@ -11975,22 +11967,22 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 #define CDDP__NOTICE_CHECK_S 1e-3 /* between a leader's checks for notices */
 #define CDDP__ARRIVALS_S 0.3 /* wait for other hosts' answers in _query_arrivals */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
-#define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of the pieces k of all parts together */
+#define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of all hosts' contributions to a piece */
 /* If all hosts' sums of a slice have at most this many bytes, each host sends its sums to all and
    adds up the whole array: one turn less, and for two hosts no more bytes. */
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
-#define CDDP__AHEAD 2 /* pieces sent before the first result is received */
+#define CDDP__AHEAD 2 /* most steps from sending a contribution to its sum: enum cddp__move */
 #define CDDP__POLLS 3000 /* of the links, about 1 ms, before a rank with its own core sleeps */
-#define CDDP__POLLS_A_YIELD 4 /* to yield once: hosts can be containers that share cores */
+#define CDDP__POLLS_A_YIELD 4 /* polls between yields: hosts can be containers that share cores */
 #define CDDP__SUM_AREAS (CDDP__AHEAD + 1) /* areas for sums in transit, used in turn */
 #define CDDP__POSTED_MAX (4 * CDDP__SUM_AREAS) /* frames for a rank: 4 moves of each piece */
-#define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
+#define CDDP__STAGED_MAX ((size_t)256 << 20) /* of copied messages of a group; then sends wait */
 #define CDDP__SCRATCH_HALF ((size_t)2 << 20) /* bytes; a rank uses two halves in turn */
 
 /* --- links --- */
 
-enum cddp__direction { CDDP__GOES_IN, CDDP__GOES_OUT };
+enum cddp__direction { CDDP__GOES_IN, CDDP__GOES_OUT }; /* to this rank, from it */
 
 /* Makes epoll_wait in cddp__hosts_pause return at these events. */
 static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
@@ -12012,12 +12004,12 @@ static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
   if (link->error <= 0 && other != NULL && other->state == CDDP__CONNECTION_UP)
     return; /* closed, or BYE: the other link can hold bytes sent before */
   p->lost_at = cddp__now();
-  p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error;
+  p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error; /* any BYE */
   cddp__store32(&p->lost, 1);
 }
 
 /* Adds a link, or frees it if its peer is no remote rank of g, or has two links (both ranks have
-   connected). p2p.lock held. */
+   connected). */
 static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__hosts *hosts = g->hosts;
   cddp__connection **links;
@@ -12034,7 +12026,7 @@ static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   __atomic_store_n(&links[links[0] != NULL], link, __ATOMIC_RELEASE);
 }
 
-/* Takes the group's links that other ranks have made. p2p.lock held. */
+/* Takes the group's links that other ranks have made. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *net = g->hosts->net;
   cddp__connection **at, *link;
@@ -12050,7 +12042,7 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Connects to a rank, unless a link exists. p2p.lock held. */
+/* Connects to a rank, unless a link exists. */
 static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
@@ -12062,10 +12054,10 @@ static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
   return r;
 }
 
-/* Whether a posted frame or a receive awaits bytes from the rank. p2p.lock held. */
+/* Whether a posted frame (stuck in this pass) or a receive awaits bytes from the rank. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *work;
-  if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true; /* a frame */
+  if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true;
   for (work = g->p2p.recvs; work != NULL; work = work->next)
     if (!work->done && (work->call.root == rank || work->call.root == CDDP_ANY)) return true;
   return false;
@@ -12073,7 +12065,7 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
 
 /* The receive (root: its peer) whose buffer takes a message directly: the oldest that matches the
    message's head (number: the tag), if no stored message is older. NULL: none, or one from
-   CDDP_ANY, as another message can arrive first. p2p.lock held. */
+   CDDP_ANY, as another message can arrive first. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *work = g->p2p.recvs;
@@ -12093,7 +12085,7 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
 enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME };
 /* Sends waiting bytes, and receives frames up to the next piece, without blocking. A frame goes to
    the buffer of its receive, or is stored. If over CDDP__STAGED_MAX bytes are stored, it reads only
-   FOR_FRAME or if cddp__is_awaited. Received bytes wake this rank's threads. p2p.lock held. */
+   FOR_FRAME or if cddp__is_awaited. Received bytes wake this rank's threads. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
   size_t got_before = link->got;
@@ -12115,7 +12107,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
       link->into->filling = false;
       link->into->done = true;
       link->into = NULL;
-      cddp__free(&hosts->net->allocator, m); /* its bytes are in the buffer */
+      cddp__free(&hosts->net->allocator, m); /* only its head; the bytes are in the buffer */
     } else {
       *hosts->stored_end = m;
       hosts->stored_end = &m->next;
@@ -12130,7 +12122,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
   if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* ends its epoll_wait */
 }
 
-/* Sends waiting bytes on all links. Returns how many still wait. p2p.lock held. */
+/* Sends waiting bytes on all links. Returns how many still wait. */
 static size_t cddp__flush_links(cddp_group *g) {
   cddp__connection *link;
   size_t unsent = 0;
@@ -12157,13 +12149,13 @@ static void cddp__hosts_poll(cddp_group *g) {
 
 /* --- failure ---
    The rank that breaks the group sends a notice. Every rank that knows of the failure ends its
-   links. Only the host of a dead rank knows how it died. So the others wait for a notice, at most
-   CDDP__REMOTE_CAUSE_LONG_S, after a link has ended. */
+   links. Only the host of a dead rank knows how it died: after the end of a link, the others wait
+   for its notice, at most CDDP__REMOTE_CAUSE_LONG_S. */
 
-/* Says BYE, else an elastic model counts this process as ended, and shuts the links for sending. */
+/* Says BYE, else elastic models count this process as ended; closes the links for sending. */
 static void cddp__hosts_disconnect(cddp_group *g) {
   int i;
-  if (pthread_mutex_trylock(&g->p2p.lock) == 0) { /* this thread can hold it */
+  if (pthread_mutex_trylock(&g->p2p.lock) == 0) { /* else no BYE: this thread can hold it */
     cddp__connection *link = g->hosts->links;
     for (; link != NULL; link = link->next) cddp__connection_say_bye(link, CDDP__BYE_BROKEN);
     pthread_mutex_unlock(&g->p2p.lock);
@@ -12181,15 +12173,14 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__ARRIVALS_S);
   cddp__send_arrivals(g, g->round);
-  do {
-    cddp__hosts_poll(g);
-  } while (!cddp__is_broken(g) && !cddp__has_remote_headers(g) && cddp__wait_pause(&w));
+  do cddp__hosts_poll(g);
+  while (!cddp__is_broken(g) && !cddp__has_remote_headers(g) && cddp__wait_pause(&w));
 }
 
-enum { CDDP__RANK_STAYING, CDDP__RANK_LEAVING };
+enum { CDDP__RANK_STAYING, CDDP__RANK_LEAVING }; /* values of `bool leaving` */
 /* In a healthy group: sends the other hosts a notice if a rank on this host has died, or, if
    `leaving`, a loss has broken another group. The notice breaks nothing, but calls that fail later
-   name the dead rank. An exit with code 0 can be orderly, unless this rank leaves too. */
+   name the dead rank. An exit with code 0 counts only if this rank leaves: it can be orderly. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *net = g->hosts->net;
   cddp__text text = {""}, how;
@@ -12212,13 +12203,13 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
 
 /* Sleeps at most 5 ms, until a thread that waits for `peer`, or CDDP_ANY, can continue: a link is
    ready, a process connects to this rank, or slot.events != events. One of this rank's threads
-   polls for all. If w->due, connects to awaited remote ranks: their end ends the link. */
+   polls, the others sleep. If w->due, connects to awaited remote ranks, to learn of their end. */
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
   cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   struct epoll_event unused[16];
   double start;
-  /* 1 ms for a rank of this host: epoll sees only what remote ranks do */
+  /* 1 ms for a rank of this host: it does not end epoll_wait */
   int p, ms = peer != CDDP_ANY && g->members[peer] < 0 ? 5 : 1;
   bool polls;
   cddp__connection *link;
@@ -12236,7 +12227,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   }
   start = cddp__now();
   (void)epoll_wait(hosts->epoll, unused, 16, ms); /* an error only shortens the sleep */
-  cddp__note_sleep(start, 1e-3 * ms); /* was the process stopped? */
+  cddp__note_sleep(start, 1e-3 * ms);
   pthread_mutex_lock(&g->p2p.lock);
   hosts->polling = false;
   cddp__notify(g, g->rank); /* the other threads: one of them polls next */
@@ -12246,8 +12237,8 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 
 /* --- send and recv --- */
 
-/* Whether a message can be posted: the link is connected, and at most the message's bytes or
-   CDDP__STAGED_MAX wait on all links. After the peer's BYE: if none wait for it. p2p.lock held. */
+/* Whether a message can be posted: the link is connected, and few bytes wait on all links: at most
+   CDDP__STAGED_MAX, or this message's. After the peer's BYE: if none wait for it. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
   if (cddp__ensure_link(g, peer) != CDDP_OK) return false;
@@ -12267,7 +12258,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
-  if ((r = cddp__ensure_link(g, c->root)) != CDDP_OK) goto done;
+  if ((r = cddp__ensure_link(g, c->root /* peer */)) != CDDP_OK) goto done;
   link = g->hosts->peers[c->root].link[0];
   cddp__link_progress(g->hosts->net, link);
   if (cddp__connection_is_idle(link))
@@ -12275,7 +12266,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   head_sent = cddp__min(sent, sizeof head);
   if (cddp__buffer_reserve(&link->out, sizeof head + bytes - sent)) {
     cddp__buffer_add(&link->out, (const char *)&head + head_sent, sizeof head - head_sent);
-    sent -= head_sent; /* now of the data */
+    sent -= head_sent; /* now without the head */
     cddp__buffer_add(&link->out, (const char *)c->send + sent, bytes - sent);
   } else {
     r = CDDP_OUT_OF_MEMORY;
@@ -12289,8 +12280,8 @@ done:
   return r;
 }
 
-/* The receive ends while its message arrives in the caller's buffer: moves the message to memory of
-   its own, where it continues. p2p.lock held. */
+/* A receive ends while its message arrives in the caller's buffer: moves the message to memory of
+   its own. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   const cddp__net *net = g->hosts->net;
   cddp__message *m = NULL;
@@ -12311,7 +12302,7 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   work->filling = false;
 }
 
-/* Removes the oldest stored frame of a type from a rank, with a tag (-1: any). p2p.lock held. */
+/* Takes the oldest stored frame of a type from a rank, with a tag (-1: any). */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__hosts *hosts = g->hosts;
   cddp__message **at = &hosts->stored, *m;
@@ -12325,7 +12316,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
   return m;
 }
 
-/* Reads all links, for receives. p2p.lock held. */
+/* Reads all links, for receives. */
 static void cddp__hosts_serve(cddp_group *g) {
   cddp__connection *link;
   cddp__claim_links(g);
@@ -12345,7 +12336,7 @@ typedef struct cddp__posted_frame {
   long step;   /* of cddp__flow_run: in which a frame to send was posted */
 } cddp__posted_frame;
 
-/* For cddp__deliver, which moves the frames to a rank, and those from it, in posting order. */
+/* Adds a frame for cddp__deliver. Those to a rank, and those from it, move in posting order. */
 static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, int rank,
                              const void *data, size_t size) {
   cddp__posted_frame *frame = &g->hosts->posted[g->hosts->posted_count++];
@@ -12363,7 +12354,7 @@ static bool cddp__send_frame(cddp_group *g, const cddp__posted_frame *frame,
                              cddp__connection *link) {
   if (!cddp__link_progress(g->hosts->net, link)) return false;
   if (link->sent == 0) { /* not begun */
-    if (cddp__buffer_size(&link->out) > 0) return false; /* earlier bytes first */
+    if (cddp__buffer_size(&link->out) > 0) return false; /* messages first */
     link->out_head = cddp__frame_head_of(frame->type, g->round, CDDP_U8, frame->size, frame->size);
   }
   if (cddp__connection_send(link, &link->out_head, frame->data, frame->size, &link->sent,
@@ -12374,7 +12365,7 @@ static bool cddp__send_frame(cddp_group *g, const cddp__posted_frame *frame,
   return true;
 }
 
-/* Receives more of a frame. Returns whether it is complete. */
+/* The same for receiving. */
 static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
                                 cddp__connection *link) {
   size_t size = frame->size;
@@ -12384,7 +12375,7 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
   cddp__message *m;
   cddp__read_link(g, link, CDDP__FOR_FRAME);
   if (frame->type == CDDP__FRAME_HEADERS &&
-      (m = cddp__take_message(g, CDDP__FRAME_HEADERS, frame->rank, -1)) != NULL) {
+      (m = cddp__take_message(g, CDDP__FRAME_HEADERS, frame->rank, -1 /* any tag */)) != NULL) {
     memcpy(data, m + 1, cddp__min(m->head.size, size));
     hosts->nodes[hosts->peers[frame->rank].host].received = m->head.size;
     cddp__free(&hosts->net->allocator, m);
@@ -12392,7 +12383,8 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
   }
   if (link->state != CDDP__CONNECTION_UP || link->message != NULL || link->got < sizeof head)
     return false; /* no head of a piece yet */
-  if (memcmp(&link->in_head, &head, sizeof head) != 0) cddp__connection_end(link, EPROTO);
+  if (memcmp(&link->in_head, &head, sizeof head) != 0) /* another round or size */
+    cddp__connection_end(link, EPROTO);
   if (link->state != CDDP__CONNECTION_UP ||
       cddp__connection_read(link, &link->in_head, data, size, &link->got, CDDP__PIECE_FRAME) <= 0)
     return false;
@@ -12401,8 +12393,8 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
 }
 
 /* Continues the posted frames. Returns a rank that the caller must wait for, preferably a lost one;
-   -1: none. Sends that were posted in step `due` or later need not end yet. *r: the error of a link
-   that cannot be made now. p2p.lock held. */
+   -1: none, but frames to send of step `due` or later can be left. *r: the error of a link that
+   cannot be made now. */
 static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
   cddp__hosts *hosts = g->hosts;
   int i, k, kept = 0, late = -1;
@@ -12436,7 +12428,7 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
   return late;
 }
 
-/* Sleeps until a frame can move, and checks the peers. */
+/* Sleeps until a frame can move. Fails if the awaited rank `late` is lost or its time is over. */
 static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, uint32_t events) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp_result r = cddp__wait_tick(g, w);
@@ -12447,7 +12439,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
-  if (cddp__rank_gone(g, late)) return cddp__report_lost(g, late, NULL);
+  if (cddp__rank_gone(g, late)) return cddp__report_lost(g, late, NULL /* in a round */);
   starved = cddp__load32(&g->hosts->net->starved); /* nothing to accept a connection with */
   if (w->due && starved != 0) {
     pthread_mutex_lock(&g->p2p.lock);
@@ -12504,8 +12496,7 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
 }
 
 /* Bytes of a rank's staging buffer that travel with a round's headers. header: any of its host. */
-static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_header *header,
-                                        int rank) {
+static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *header, int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
   size_t element;
   if (cddp__code_phase(header->call) != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW ||
@@ -12519,8 +12510,8 @@ static size_t cddp__piggyback_of_header(const cddp_group *g, const cddp__op_head
   return element * (size_t)header->count;
 }
 
-/* Copies the shares of a host's ranks from staging buffers behind the headers (OUT), or back.
-   Returns the bytes of both. */
+/* Copies the shares of a host's ranks from their staging buffers into hosts.headers, behind the
+   host's headers (OUT), or back. Returns the bytes of headers and shares. */
 static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction out) {
   cddp__hosts *hosts = g->hosts;
   char *headers = (char *)cddp__header_in(hosts, host, 0);
@@ -12528,7 +12519,7 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
   int i;
   for (i = 0; i < hosts->nodes[host].size; i++) {
     int rank = cddp__rank_on(hosts, host, i);
-    size_t bytes = cddp__piggyback_of_header(g, cddp__header_in(hosts, host, 0), rank);
+    size_t bytes = cddp__piggyback_of(g, cddp__header_in(hosts, host, 0), rank);
     void *staging = cddp__staging_of(g, rank, g->round);
     if (bytes > 0) memcpy(out ? headers + at : staging, out ? staging : headers + at, bytes);
     at += bytes;
@@ -12537,8 +12528,8 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
 }
 
 /* Before each turn a leader knows the headers of `known` hosts in a row, its own first. In a turn
-   it receives those of as many more from each of CDDP__DIRECT_HOSTS - 1 leaders. A host in another
-   call can send another number of bytes: all ranks find the mismatch in its headers. */
+   each of CDDP__DIRECT_HOSTS - 1 leaders sends it as many more. A host in another call can send
+   other shares, up to in_limit; then all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   size_t out_bytes, in_limit;
@@ -12548,12 +12539,12 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
   for (known = 1; r == CDDP_OK && known < count; known *= CDDP__DIRECT_HOSTS) {
     for (i = known; i < count && i < known * CDDP__DIRECT_HOSTS; i += known) {
       int to = (hosts->mine + count - i) % count, from = (hosts->mine + i) % count;
-      n = known < count - i ? known : count - i; /* hosts; if more than one, no shares travel */
+      n = known < count - i ? known : count - i; /* hosts in this frame */
       in_limit = 0;
       for (k = 0; k < n; k++)
         in_limit +=
             (size_t)hosts->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
-      if (known > 1) /* n hosts' headers, this one's first */
+      if (known > 1) /* no shares; n hosts' headers, this one's first */
         out_bytes = hosts->nodes[(hosts->mine + n) % count].headers_at;
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT, cddp__rank_on(hosts, to, 0),
                        hosts->headers, out_bytes);
@@ -12565,6 +12556,7 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
   return r;
 }
 
+/* The leader's part in a round. */
 static cddp_result cddp__hosts_exchange(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   cddp_result r = CDDP_OK;
@@ -12576,7 +12568,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
     cddp__hosts_poll(g); /* other hosts can have sent headers, and failed since */
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
   }
-  if (g->oversubscribed) /* waits for all ranks here except itself */
+  if (g->oversubscribed) /* waits for all ranks of this host except itself */
     r = cddp__wait_word(g, &g->block->arrivals, g->arrive_target + (uint32_t)g->local_size - 1);
   for (i = 0; i < g->local_size; i++) {
     cddp__op_header *header = cddp__op_header_of(g, cddp__rank_on(hosts, hosts->mine, i), g->round);
@@ -12589,18 +12581,18 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
     if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->nodes[i].received)
       return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
                                        cddp__rank_on(hosts, i, 0)));
-  for (p = g->size - 1; p >= 0; p--) { /* downwards: this host's ranks poll lowest_remote first */
+  for (p = g->size - 1; p >= 0; p--) { /* lowest_remote's is last: _has_remote_headers */
     cddp__op_header *header = cddp__op_header_of(g, p, g->round);
     const cddp__op_header *in =
         cddp__header_in(hosts, hosts->peers[p].host, hosts->peers[p].number);
     if (g->members[p] >= 0) continue;
     if (in->seq.v != g->round)
-      return cddp__break(g, cddp__fail(CDDP_NETWORK,
-                                       "rank %d is at round %u of the group, rank %d at %u", p,
-                                       in->seq.v, g->rank, g->round));
+      return cddp__break(
+          g, cddp__fail(CDDP_NETWORK, "rank %d is at round %u of the group, rank %d at %u", p,
+                        in->seq.v, g->rank, g->round));
     memcpy((char *)header + sizeof in->seq, (const char *)in + sizeof in->seq,
            CDDP__HEADER_BYTES - sizeof in->seq);
-    cddp__exchange32(&header->seq, g->round); /* a full fence */
+    cddp__exchange32(&header->seq, g->round); /* full fence before `sleepers` is read */
   }
   if (!g->oversubscribed && cddp__load32(&g->block->sleepers) != 0)
     cddp__futex_wake(&cddp__op_header_of(g, hosts->lowest_remote, g->round)->seq);
@@ -12620,11 +12612,12 @@ typedef struct cddp__subtree {
   size_t at; /* offset of its sum among its host's sums, in bytes per element */
 } cddp__subtree;
 
-/* Finds the subtrees over leaves [low, high): for two and more leaves at least two. */
+/* Finds the subtrees over leaves [low, high). The root, unless it is a leaf, is divided in any
+   case: the owner adds it up, rounds and averages. */
 static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
   int host = hosts->peers[hosts->leaves[low]].host, end, half = 1;
   for (end = low; end < high && hosts->peers[hosts->leaves[end]].host == host; end++) {}
-  if (end == high && (high - low == 1 || high - low < hosts->leaf_count)) { /* one host has all */
+  if (end == high && (high - low == 1 || high - low < hosts->leaf_count)) { /* on one host */
     cddp__subtree *s = &hosts->subtrees[hosts->subtree_count];
     s->low = low;
     s->high = high;
@@ -12650,7 +12643,7 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp_
 }
 
 /* Sets the sizes of the hosts' sums and the offset of each, in bytes per element. Sums of several
-   ranks are first: unrounded, they can be wider. Returns the total. */
+   ranks are first: unrounded, they can be wider, and stay aligned. Returns the total. */
 static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
   size_t wide = cddp__dtype_half(c->dtype) ? 4 : c->esize, total = 0;
   int i, single; /* single: a sum of one rank, which is its element */
@@ -12671,16 +12664,12 @@ static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
 
 /* --- the flow of a chunk between hosts --- */
 
-/* How a rank moves piece k of a part. In step s = -ahead, -ahead + 1, .. of a chunk it does this:
-     SEND_CONTRIBUTION   k = s + ahead       to the owner of the part
-     SEND_RESULT         k = s - 1           of this rank's part
-     RECV_CONTRIBUTION   k = s               for this rank's part, which then adds it up
-     RECV_RESULT         k = s - ahead - 1   from the owner of the part */
+/* What a rank does with a piece k of a part, in each step s = -ahead, -ahead + 1, .. of a chunk. */
 enum cddp__move {
-  CDDP__SEND_CONTRIBUTION,
-  CDDP__RECV_CONTRIBUTION,
-  CDDP__SEND_RESULT,
-  CDDP__RECV_RESULT
+  CDDP__SEND_CONTRIBUTION, /* k = s + ahead, to the owner of the part */
+  CDDP__RECV_CONTRIBUTION, /* k = s, for this rank's part; then it adds up the piece */
+  CDDP__SEND_RESULT,       /* k = s - 1, of this rank's part */
+  CDDP__RECV_RESULT        /* k = s - ahead - 1, from the owner of the part */
 };
 
 /* A chunk, elements [begin, begin + n) of each share of a call, between the hosts. */
@@ -12705,17 +12694,18 @@ typedef struct cddp__flow {
   char *result;     /* the sums of a reduce for a root elsewhere: CDDP__SUM_AREAS areas */
 } cddp__flow;
 
-/* Whether every two ranks exchange their own bytes: no rank acts for its host. */
+/* Whether every two ranks exchange their own bytes, and no rank acts for its host. */
 static bool cddp__is_pairwise(const cddp__flow *f) {
   const cddp__shape *s = f->shape;
   return !s->reduces && (s->scatters || (s->gathers && s->to_root));
 }
 
-static size_t cddp__view_shares(const cddp__flow *f) { /* in a view */
+static size_t cddp__view_shares(const cddp__flow *f) { /* number of shares in a view */
   return f->shape->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
-/* The share for or of rank p in the view of local rank t; without shares, the whole array. */
+/* The chunk of the share for or of rank p in the view of local rank t; without shares, of the whole
+   array. */
 static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__call *c = f->c;
@@ -12731,7 +12721,7 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
 }
 
-/* Rank p's share from `begin` on, in the view of the root if here, else of this rank. */
+/* Rank p's share from `begin` on, in the view of the root if on this host, else of this rank. */
 static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   int t = f->local_root >= 0 ? f->local_root : f->g->local_rank;
   return cddp__view_of(f, t, p) + begin * f->c->esize;
@@ -12742,7 +12732,7 @@ static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
   return cddp__rank_on(hosts, host, hosts->peers[owner].number % hosts->nodes[host].size);
 }
 
-/* Number of elements in piece k of a rank's part. *begin: its offset in the share or array. */
+/* Number of elements in piece k of a rank's part. *begin: its offset in the chunk. */
 static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t *begin) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__peer *p = &hosts->peers[rank];
@@ -12750,7 +12740,7 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
   int host_count = f->whole ? 1 : hosts->count;
   bool one_buffer = cddp__in_one_buffer(f->c);
   *begin = 0;
-  if (one_buffer && p->number >= hosts->min_locals) return 0; /* all hosts own equally many */
+  if (one_buffer && p->number >= hosts->min_locals) return 0; /* as many owners on each host */
   if (one_buffer)
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->number * host_count + (f->whole ? 0 : p->host), begin, &end);
@@ -12758,21 +12748,22 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
   return cddp__min(f->piece_max, end - *begin);
 }
 
-/* Whether rank `from` sends rank `to` contributions, or (result) results. */
+/* Whether rank `from` sends rank `to` contributions or, if `result`, results. Arrays have both, but
+   whole ones no results. Calls with shares have contributions if they scatter, else results. */
 static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool result) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = f->shape;
   int owner = result ? from : to, other = result ? to : from, host = hosts->peers[other].host;
-  /* no results of whole arrays; shares: contributions if the call scatters, else results */
   if (cddp__in_one_buffer(f->c) ? result && f->whole : s->scatters == result) return false;
   if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, owner)) return false;
-  if (s->from_root) return result != (host == f->root_host); /* contributions: the root's host */
+  if (s->from_root) /* the root's host contributes, the others get the results */
+    return result != (host == f->root_host);
   return !result || !s->to_root || host == f->root_host;
 }
 
-/* The sum of a subtree of this host: n elements of an owner's part, from `begin` on, in `space` or
-   one rank's memory. */
+/* The sum of a subtree of this host: n elements of an owner's part, from `begin` on. In `space`, or
+   the only rank's view. */
 static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner, size_t begin,
                                      size_t n, void *space) {
   cddp__hosts *hosts = f->g->hosts;
@@ -12782,13 +12773,13 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
     hosts->pointers[i - s->low] =
         cddp__view_of(f, hosts->peers[hosts->leaves[i]].number, owner) + begin * f->c->esize;
   if (s->high - s->low == 1) return hosts->pointers[0];
-  cddp__reduce_nodes(space, hosts->pointers, NULL, s->high - s->low, 0, n, (cddp_dtype)f->c->dtype,
-                     (cddp_op)f->c->op);
+  cddp__reduce_nodes(space, hosts->pointers, NULL, s->high - s->low, 0 /* partial */, n,
+                     (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
   return space;
 }
 
-/* The sum of all ranks. f->in has the other hosts' sums: those of a host follow space for piece_max
-   elements of all hosts before it. Adds this host's. */
+/* The sum of all ranks. f->in has the other hosts' sums, those of a host behind space for piece_max
+   elements of all earlier hosts. Adds this host's. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
   cddp__hosts *hosts = f->g->hosts;
   int i;
@@ -12805,7 +12796,7 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
     cddp__copy(result, hosts->sums[0], n * f->c->esize);
 }
 
-/* The complete piece of this rank's part; in its receiver's buffer if that is on this host. */
+/* Where piece k of this rank's part is completed: if possible in the receiver's buffer. */
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
   if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root) /* reduce, root elsewhere */
@@ -12856,7 +12847,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   if (k < 0 || k >= f->pieces) return;
   f->sums = f->out + (size_t)(k % CDDP__SUM_AREAS) * f->out_bytes;
   for (i = 0; i < g->size; i++) {
-    p = (me + i) % g->size;
+    p = (me + i) % g->size; /* each rank begins with another peer */
     if (g->members[p] >= 0 && !(cddp__is_pairwise(f) && sends)) continue;
     if (!cddp__sends_frames(f, sends ? me : p, sends ? p : me, result)) continue;
     if ((n = cddp__piece_elements(f, own ? me : p, k, &begin)) == 0) continue;
@@ -12866,7 +12857,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
       bytes = cddp__out_bytes(f->c, p, f->begin + begin, n);
     else
       bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
-    if (bytes == 0) continue;
+    if (bytes == 0) continue; /* an empty share */
     at = cddp__frame_at(f, p, k, begin, n, move);
     if (g->members[p] < 0)
       cddp__post_frame(g, CDDP__FRAME_PIECE, sends ? CDDP__GOES_OUT : CDDP__GOES_IN, p, at, bytes);
@@ -12908,8 +12899,8 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     cddp__post_piece(f, s - 1, CDDP__SEND_RESULT);
     cddp__post_piece(f, s, CDDP__RECV_CONTRIBUTION);
     cddp__post_piece(f, complete, CDDP__RECV_RESULT);
-    /* first sends what the next step, or the sum of whole arrays, overwrites */
-    r = cddp__deliver(g, s == last || f->whole ? LONG_MAX : s + 2 - CDDP__SUM_AREAS);
+    /* first sends what the next step, or the next sum of whole arrays, overwrites */
+    r = cddp__deliver(g, s == last || f->whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
     if (r != CDDP_OK) break;
     if (shape->reduces && s >= 0 && s < f->pieces) {
       n = cddp__piece_elements(f, g->rank, s, &begin);
@@ -12941,19 +12932,19 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   size_t whole_most = host_count == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
   size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, then in all */
   size_t longest = f->n; /* elements of a rank's part */
+  size_t piece = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count); /* of a host's sums */
   f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
   if (!f->whole) owners *= host_count;
   if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->piece_max = longest;
-  if (!f->whole && (one_buffer || f->shape->reduces)) /* a host's sums: about CDDP__PIECE bytes */
-    f->piece_max =
-        cddp__min(longest,
-                  cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count) * host_count / sum_bytes);
+  if (!f->whole && (one_buffer || f->shape->reduces))
+    f->piece_max = cddp__min(longest, piece * host_count / sum_bytes);
   f->piece_max = cddp__round_up(cddp__max(f->piece_max, 1), granule);
   f->pieces = (long)((longest + f->piece_max - 1) / f->piece_max);
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1;
 }
 
+/* Sets the areas for sums in transit, in hosts.stage, which it can enlarge. */
 static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   cddp__hosts *hosts = f->g->hosts;
   size_t locals = (size_t)hosts->nodes[hosts->mine].size;
@@ -12985,7 +12976,8 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
 
 /* --- a call --- */
 
-/* Finds this host's views. *any_scratch: a view is in scratch, on any host. */
+/* Sets g->buffers to this host's views; NULL: in hosts.scratch. *any_scratch: a view is in scratch,
+   on any host. */
 static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   cddp_group *g = f->g;
   cddp__hosts *hosts = g->hosts;
@@ -13007,7 +12999,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
       at = f->shape->reduces ? (void *)(uintptr_t)f->c->send : f->c->recv;
     t = hosts->peers[p].number;
     if (scratch) hosts->scratch[t] = (char *)at;
-    g->buffers[t] = scratch ? NULL : at; /* NULL: cddp__view_of takes the scratch */
+    g->buffers[t] = scratch ? NULL : at;
   }
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
@@ -13016,8 +13008,8 @@ static cddp_result cddp__chunk_round(cddp_group *g, const cddp__call *c) {
   return cddp__run_round(g, CDDP__ROUND_OF_HOST, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
-/* Runs a chunk. has_sources: views hold the data to send, so a rank with a view in scratch first
-   copies its data there. After the last round no other rank accesses this rank's view. */
+/* Runs a chunk, with copies to and from views in scratch. has_sources: views hold the data to send.
+   After the last round no other rank accesses this rank's view. */
 static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
@@ -13079,7 +13071,7 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void 
   cddp_result r;
   int k;
   f.n = c->count;
-  for (k = 0; k < g->local_size; k++) g->buffers[k] = (char *)arrays[k];
+  for (k = 0; k < g->local_size; k++) g->buffers[k] = arrays[k];
   cddp__set_leaves(g, hosts, CDDP__LEAVES_PRESENT);
   r = cddp__move_chunk(&f);
   cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL);
@@ -13092,7 +13084,7 @@ static const cddp__carrier cddp__hosts_carrier = {
 
 /* --- creation and end of a group --- */
 
-/* Numbers the hosts by their lowest ranks. index: [hosts of the job] all 0. */
+/* Numbers the hosts by their lowest ranks. index: [net.host_count] zeros. */
 static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   int p, h, first = 0;
   size_t at = 0;
@@ -13126,9 +13118,10 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   }
 }
 
+/* The struct and its arrays, in one block. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__POSTED_MAX * n;
-  size_t shares = cddp__piggyback_bytes(g->size); /* bytes with the headers */
+  size_t shares = cddp__piggyback_bytes(g->size);
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
   size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__posted_frame) + n * each;
@@ -13149,8 +13142,8 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   return hosts;
 }
 
-/* Sets the job's ranks of a new group (world NULL: the same numbers), and prepares a group on
-   several hosts. net NULL: the job has one host. */
+/* Sets g->world of a new group (world NULL: the same numbers), and prepares a group on several
+   hosts. net NULL: the job has one host. */
 static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *world) {
   cddp_result r = CDDP_OK;
   cddp__hosts *hosts;
@@ -13205,7 +13198,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: an empty entry */
   pthread_mutex_unlock(&net->lock);
-  cddp__net_serve(g->host, net); /* ends late connections to this group: net.left */
+  cddp__net_serve(g->host, net); /* ends late links to this group: net.left */
   cddp__claim_links(g); /* those that another thread accepted before */
   while ((link = hosts->links) != NULL) {
     hosts->links = link->next;
@@ -19536,7 +19529,7 @@ static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links,
 
 /* Sends the error text to a process that is no member. */
 static void cddp__refuse_process(cddp__meeting *m, cddp__connection *link, cddp_result r) {
-  (void)cddp__connection_post_failure(link, r, cddp__error_text);
+  (void)cddp__post_failure(link, r, cddp__error_text);
   (void)cddp__link_progress(m->net, link);
   cddp__link_close(link);
 }
