@@ -8330,7 +8330,7 @@ enum {
 static const cddp__shape cddp__shapes[] = {CDDP__KINDS(CDDP__X)};
 #undef CDDP__X
 
-/* A dtype or op beyond a byte becomes 255, which is invalid too. */
+/* A dtype or op beyond a byte becomes 255, which is invalid too. esize is never 0. */
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
   cddp__call c = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
@@ -14496,7 +14496,7 @@ static bool cddp__cpu_done(cddp_work *work) {
 #define CDDP__CHECK_BYTES ((size_t)1 << 20) /* written to a peer per cddp__is_broken */
 /* Oversubscribed: bytes that a rank reads in the time of a second round. */
 #define CDDP__OVERSUBSCRIBED_READ ((size_t)384 << 10)
-/* Bytes of a staging buffer to prefetch for the next call. memcpy itself prefetches larger ones. */
+/* Bytes of a staging buffer to prefetch for the next call. memcpy prefetches larger ones. */
 #define CDDP__PREFETCH_MAX ((size_t)2 << 10)
 #define CDDP__PIPELINE_CHUNKS 16 /* of a one-sided call: the next is written while one is read */
 #define CDDP__SLICES_MIN ((size_t)16 << 10) /* bytes of a chunk; up to here one round is faster */
@@ -14565,7 +14565,7 @@ static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const c
   return g->size > 2 && g->hosts == NULL;
 }
 
-/* Allocates the missing pages of the first `bytes` of this rank's two staging buffers. */
+/* Allocates missing pages of the first `bytes` of this rank's two staging buffers. */
 CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) {
   const char *mine = (const char *)cddp__staging_of(g, g->rank, 0), *block = (char *)g->block;
   uint64_t at = g->block_ref.base + g->block_ref.offset + (uint64_t)(mine - block);
@@ -14644,7 +14644,7 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
   if (!cddp__is_written(call, g->rank)) return;
   if (cddp__shapes[call->kind].scatters) space += (size_t)g->rank * chunk->n * call->esize;
   for (p = 0; p < (size_t)g->size; p++, space += apart) g->slices[p] = space;
-  if (cddp__sends(call, g->rank)) /* its own is not staged */
+  if (cddp__sends(call, g->rank)) /* its own share: in place */
     g->slices[g->rank] =
         (void *)(uintptr_t)(cddp__share_for(call, g->rank) + chunk->begin * call->esize);
   cddp__read_result(g, call, chunk, g->slices);
@@ -14941,7 +14941,7 @@ CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *
 /* For an operation that is no cddp__call. */
 static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t sequence,
                                    uint64_t count) {
-  uint64_t record = cddp__record_new(g, cddp__shapes[kind].name, count, -1, -1, -1);
+  uint64_t record = cddp__record_new(g, cddp__shapes[kind].name, count, -1, -1, -1 /* none */);
   cddp__record_start(g, record, sequence);
   return record;
 }
@@ -15943,7 +15943,7 @@ typedef struct cddp__algorithm {
   const char *name;
   const char *states[CDDP__STATES]; /* the states' names in files */
   bool counts; /* a step depends on its number, which checkpoints then include */
-  bool wide;   /* supports only f32 and f64 with dense gradients */
+  bool strict; /* supports only f32 and f64 with dense gradients */
   /* Computes the scalars of parameter i's next step, and chooses the fused loop if one fits. */
   void (*begin)(const cddp_optim *o, int i, cddp__update *u);
   /* Steps a block of n elements. All arrays have the type of the arithmetic. */
@@ -15976,9 +15976,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const cddp__algorithm *algorithm;
   const cddp__optim_backend *backend;
   cddp__optim_desc desc;
-  /* Hashes of its numbers without lr, with lr. Never 0, which means no optimizer; bit 0 is clear,
-     for cddp__add_sharing. */
-  uint64_t settings, check;
+  uint64_t settings, check; /* hashes of its numbers without lr, with lr: CDDP__OPTIM_HASH */
 
   /* The states. */
   int state_count; /* of each parameter; with master_weights the last one is its master */
@@ -16033,7 +16031,6 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
   s->take = 1.0 - d->dampening;
   s->nesterov = d->nesterov != 0;
   s->first = optim->steps[i] == 0;
-  /* the cases of the fused loop */
   if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->loops[CDDP_F32].sgd_loop;
 }
 
@@ -16062,8 +16059,9 @@ static void cddp__sgd_add(const cddp__update *update, void *d, const void *a, co
   cddp__sgd_round(update, d, n);
 }
 
+/* m = keep * m + take * b */
 static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, size_t n) {
-  const cddp__scalars *s = &update->scalars; /* m = keep * m + take * b */
+  const cddp__scalars *s = &update->scalars;
   if (!cddp__dtype_half(update->dtype)) {
     update->loops[update->dtype].mix(m, m, b, n, s->keep, s->take);
     return;
@@ -16380,12 +16378,12 @@ static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *spars
 
 /* Weight decay would change the rows without a gradient. */
 static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
-  if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->wide) return CDDP_OK;
+  if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->strict) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "parameter \"%s\" has a sparse gradient, which does not support %s: use a "
                     "dense gradient, or %s", cddp__param_name(optim->params, i).s,
-                    optim->algorithm->wide ? optim->algorithm->name : "weight_decay",
-                    optim->algorithm->wide ? "use SGD" : "set weight_decay to 0");
+                    optim->algorithm->strict ? optim->algorithm->name : "weight_decay",
+                    optim->algorithm->strict ? "use SGD" : "set weight_decay to 0");
 }
 
 static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NULL: it is dense */
@@ -16515,9 +16513,12 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
 
 /* --- settings, creation and destruction --- */
 
+/* Not 0, which means no optimizer. Bit 0 is clear, for cddp__add_sharing. */
+#define CDDP__OPTIM_HASH(hash) (((hash) & ~(uint64_t)1) | 2)
+
 static void cddp__set_lr(cddp_optim *optim, double lr) {
   optim->desc.lr = lr;
-  optim->check = (cddp__hash64(optim->settings, &lr, sizeof lr) & ~(uint64_t)1) | 2;
+  optim->check = CDDP__OPTIM_HASH(cddp__hash64(optim->settings, &lr, sizeof lr));
 }
 
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
@@ -16585,7 +16586,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
                           cddp__dtype_name(dtype));
     if (d->copies != NULL && cddp__misaligned(d->copies[i], cddp__dtype_size(d->copy_dtype)))
       return CDDP__REFUSE("the copy of parameter \"%s\" is not aligned to its elements", name.s);
-    if (algorithm->wide && cddp__dtype_half(dtype) && d->master_weights == 0)
+    if (algorithm->strict && cddp__dtype_half(dtype) && d->master_weights == 0)
       return cddp__fail(CDDP_UNSUPPORTED,
                         "parameter \"%s\" is %s, but %s supports f32 and f64: set master_weights, "
                         "or pass f32 weights, and these as copies",
@@ -16649,7 +16650,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   optim->settings = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
                                  (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
   optim->settings = cddp__hash64(optim->settings, scales, 2 /* and decays */ * n * sizeof *scales);
-  optim->settings = (optim->settings & ~(uint64_t)1) | 2;
+  optim->settings = CDDP__OPTIM_HASH(optim->settings);
   cddp__set_lr(optim, d->lr);
   return CDDP_OK;
 }
