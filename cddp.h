@@ -2560,7 +2560,7 @@ static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
 }
 
 /* Begins a public call without a call site. Keeps cddp__next_site: if this call is an argument of a
-   collective, the collective's macro has already set it. */
+   collective, the collective's macro has set it. */
 static void cddp__enter_without_site(const char *function) {
   cddp__this_site.function = function;
   cddp__this_site.file = NULL;
@@ -2785,8 +2785,8 @@ static size_t cddp__min(size_t a, size_t b) { return a < b ? a : b; }
 static size_t cddp__max(size_t a, size_t b) { return a > b ? a : b; }
 static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-/* Returns the array p, or a larger copy of it: of at least `needed` elements of `size` bytes. NULL:
-   memory is exhausted, and p is unchanged. */
+/* Returns the array p, or a larger copy, of at least `needed` elements of `size` bytes. NULL: no
+   memory, and p is unchanged. */
 static void *cddp__grow_array(const cddp_allocator *allocator, void *p, size_t *capacity,
                               size_t needed, size_t size) {
   size_t more = cddp__max(needed, *capacity * 2 + 8);
@@ -3141,7 +3141,7 @@ static void cddp__wait_begin(cddp__wait *w, double seconds) {
 }
 
 /* Sets now, late and due. A long gap since the last reading means that the process was stopped
-   (SIGSTOP): cddp__note_sleep then excludes this time from all deadlines. */
+   (SIGSTOP): cddp__note_sleep excludes it from all deadlines. */
 static void cddp__wait_read_clock(cddp__wait *w) {
   cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S);
   w->now = cddp__now();
@@ -3315,10 +3315,10 @@ CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cdd
   record->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
-/* Records an event, which has no duration: `started` stays 0. */
+/* Records an event: `started` stays 0. */
 static void cddp__record_event(const cddp_group *g, const char *what, uint64_t count,
                                cddp_result result) {
-  cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1), result);
+  cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1 /* none */), result);
 }
 
 /* >>bytes ----------------------------------------------------------------------------------------
@@ -3427,7 +3427,7 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
 static void cddp__mac(const char *secret, const char *label, const void *data, size_t n,
                       unsigned char mac[32]) {
   unsigned char key[32], of_data[32];
-  cddp__blake2s(NULL, 0, secret, strlen(secret), key);
+  cddp__blake2s(NULL, 0 /* no key */, secret, strlen(secret), key);
   cddp__blake2s(key, sizeof key, data, n, of_data);
   cddp__blake2s(of_data, sizeof of_data, label, strlen(label), mac);
 }
@@ -3571,7 +3571,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
     if (memcmp(challenge->in, tags[challenge->caller][challenge->step], k) == 0) {
       if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
     } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, k) != 0) {
-      challenge->state = CDDP__CHALLENGE_NOT_CDDP;
+      challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* a called end gets no REFUSAL */
       if (!challenge->caller) cddp__challenge_refuse(challenge, "S"); /* a secret is needed */
     } else if (challenge->in_size == 8 + 1) { /* a tag and the letter */
       challenge->state = CDDP__CHALLENGE_REFUSED;
@@ -4684,7 +4684,7 @@ static bool cddp__has_spare_fd(int fd) {
      tail bytes  a fixed number of bytes
    Numbers have 8 bytes, little-endian. A string is its length (a number) and its bytes. The first
    command of a connection is VALIDATE. Commands 14 to 18 (QUEUE_PUSH to BARRIER) are missing:
-   PyTorch's ranks do not send them by default. */
+   PyTorch does not send them by default. */
 
 #define CDDP__COMMAND_MAX (64u << 20) /* bytes of a command or reply */
 #define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* bytes of a client's in, or out */
@@ -4865,7 +4865,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
     e->key_size = key.size;
     e->value.allocator = &server->allocator;
     e->value.total = &server->stored;
-    cddp__copy(e + 1, key.data, key.size);
+    cddp__copy(e + 1, key.data, key.size); /* behind it */
     *link = e;
     server->keys++;
     server->stored += sizeof *e + key.size;
@@ -4998,7 +4998,7 @@ static bool cddp__server_watch(const cddp__server *server, int fd, int action, u
 }
 
 static void cddp__client_set_blocked(cddp__server *server, cddp__client *client, bool blocked) {
-  server->waiting += blocked - client->blocked; /* number of blocked clients */
+  server->waiting += blocked - client->blocked; /* counts blocked clients */
   client->blocked = blocked;
 }
 
@@ -5042,7 +5042,7 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   size_t keys_before = server->keys;
   cddp__client *other;
   cddp__span in;
-  int found;
+  int parsed;
   if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c); /* sets state */
   if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
   in = cddp__buffer_span(&c->in);
@@ -5054,10 +5054,10 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
     cddp__client_advance(server, client);
     return true;
   }
-  found = cddp__parser_scan(&client->parser, in.data, in.size);
-  if (found == CDDP__PARSE_INVALID || (!client->greeted && in.data[0] != CDDP__STORE_VALIDATE))
+  parsed = cddp__parser_scan(&client->parser, in.data, in.size);
+  if (parsed == CDDP__PARSE_INVALID || (!client->greeted && in.data[0] != CDDP__STORE_VALIDATE))
     cddp__client_close(server, client);
-  else if (found == CDDP__PARSE_COMPLETE)
+  else if (parsed == CDDP__PARSE_COMPLETE)
     cddp__client_execute(server, client);
   /* Before `client` can delete the new key, all WAITs are executed again. */
   other = server->keys > keys_before && server->waiting > 0 ? server->clients : NULL;
@@ -5066,7 +5066,7 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
     cddp__client_execute(server, other);
     server->unsettled = server->unsettled || !other->blocked;
   }
-  return found == CDDP__PARSE_COMPLETE && c->fd >= 0;
+  return parsed == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
 
 /* Executes the received commands, each after the client has read the last answer. Sets the events
@@ -5271,7 +5271,7 @@ struct cddp_store {
 static cddp_result cddp__fail_refused(const cddp__connection *c, const char *address) {
   const cddp__challenge *challenge = &c->challenge;
   bool rendezvous = challenge->purpose != NULL && strcmp(challenge->purpose, "rendezvous") == 0;
-  char line[81] = "", why = challenge->why; /* a letter: see CHALLENGE in >>bytes; 0: none */
+  char line[81] = "", why = challenge->why; /* a letter that the texts explain; 0: none */
   char refusal = challenge->state == CDDP__CHALLENGE_REFUSED ? why : 0;
   size_t k;
   if (refusal == 'D')
@@ -5291,7 +5291,7 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
   if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
     return cddp__fail(
         CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
-        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* "" */)
+        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* none */)
             ? "the server has a secret and this process has none"
         : why == 'W'
             ? rendezvous ? "rank 0 has another secret, or none" : "the server has another secret"
@@ -5443,7 +5443,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   if (command->answer == CDDP__ANSWER_STRING && request->number <= CDDP__COMMAND_MAX)
     return cddp__connection_exchange(c, (size_t)request->number, deadline);
   if (command->answer != CDDP__ANSWER_STRING && request->code != CDDP__STORE_WAIT) return CDDP_OK;
-  if (request->number == 0) return CDDP_OK; /* the WAIT has ended */
+  if (request->number == 0) return CDDP_OK; /* the WAIT has ended. Else: canceled, or too long */
   return cddp__fail(CDDP_NETWORK, "the answer %" PRIu64 " is not valid", request->number);
 }
 
@@ -5757,7 +5757,7 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
   store->timeout_s = desc->timeout_s;
   store->closed_since = options->closed_since;
   store->file = -1;
-  cddp__connection_begin(&store->connection, &store->allocator, -1, CDDP__END_CALLER);
+  cddp__connection_begin(&store->connection, &store->allocator, -1 /* none */, CDDP__END_CALLER);
   if ((store->scheme = cddp__url_scheme(desc->init_method, &name)) == CDDP__URL_NONE)
     return CDDP__REFUSE("'%s' is not a store's URL; write tcp://host:port, unix://name or "
                         "file:///absolute/path",
@@ -21860,8 +21860,8 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
     const char *key = cddp__json_key(json);
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
     if (k == 3)
-      cddp__json_fail(json, cddp__textf("\"%s\" is not a field of a tensor",
-                                        cddp__cut(key, 60).s).s);
+      cddp__json_fail(
+          json, cddp__textf("\"%s\" is not a field of a tensor", cddp__cut(key, 60).s).s);
     if ((seen & 1u << k) != 0) cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
     if (k == 0) {
       type = cddp__st_find_type(cddp__json_string(json));
@@ -22047,7 +22047,7 @@ typedef struct cddp__st_item {
   const cddp_tensor_info *from; /* load: the tensor in the file; NULL: the file lacks it */
 } cddp__st_item;
 
-/* The order of the reference implementation. */
+/* By type in the order of cddp__st_types, then by name. */
 static int cddp__st_by_type(const void *a, const void *b) {
   const cddp__st_item *x = (const cddp__st_item *)a, *y = (const cddp__st_item *)b;
   if (x->type != y->type) return x->type < y->type ? -1 : 1;
