@@ -3485,7 +3485,7 @@ typedef struct cddp__challenge {
   size_t in_size, out_size;
 } cddp__challenge;
 
-/* Writes the next message to `out`: a tag of 8 bytes and n bytes of data. */
+/* Writes a message to `out`: a tag of 8 bytes and n bytes of data. */
 static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, const void *data,
                                   size_t n) {
   memcpy(challenge->out, tag, 8);
@@ -3542,7 +3542,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
                             CDDP__NONCE_SIZE);
     return;
   }
-  cddp__challenge_prove(challenge, !challenge->caller, proof); /* the other end's, for comparison */
+  cddp__challenge_prove(challenge, !challenge->caller, proof); /* the other end's, to compare */
   challenge->state = cddp__same_bytes(proof, challenge->in + 8, sizeof proof)
                          ? CDDP__CHALLENGE_PROVEN
                          : CDDP__CHALLENGE_WRONG;
@@ -4688,7 +4688,7 @@ static bool cddp__has_spare_fd(int fd) {
 
 #define CDDP__COMMAND_MAX (64u << 20) /* bytes of a command or reply */
 #define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* bytes of a client's in, or out */
-#define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all clients' buffers together */
+#define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all clients' buffers */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
 #endif
@@ -5086,7 +5086,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     more = more && cddp__buffer_size(&c->out) == 0;
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
-  /* no new input until the answer is read */
+  /* no input until the answer is read */
   events = cddp__buffer_size(&c->out) > 0 ? EPOLLOUT : (uint32_t)cddp__connection_events(c);
   if (c->fd < 0 || events == client->events) return;
   client->events = events;
@@ -5390,7 +5390,7 @@ typedef struct cddp__request { /* one command and its answer */
   unsigned code;
   const char *const *keys;
   int count; /* keys */
-  cddp__span values[2]; /* the strings behind the key */
+  cddp__span values[2]; /* strings behind the key */
   uint64_t number; /* sent: the amount to ADD; received: a number or byte, or a string's size */
   bool equal;      /* received: the string equals values[1] */
   void *out;       /* receives a string */
@@ -5431,6 +5431,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
     cddp__buffer_add(out, "/", 1); /* before a client's keys, as in PyTorch */
     cddp__buffer_add(out, key.data, key.size);
   }
+  /* the strings behind the key */
   for (i = 0; i + 1 < command->strings; i++) cddp__buffer_add_string(out, request->values[i]);
   cddp__buffer_add_number(out, request->number, command->tail); /* ADD: 8 bytes */
   if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1);
