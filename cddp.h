@@ -6260,8 +6260,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   if (host[0] == '[' ? host[strlen(host) - 1] != ']'
                      : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':'))
     return CDDP__REFUSE("the host name '%.200s' does not resolve: MASTER_ADDR must be a name or an "
-                        "address without a port; set the port in MASTER_PORT",
-                        host);
+                        "address without a port; set the port in MASTER_PORT", host);
   snprintf(config->init_method, sizeof config->init_method,
            strchr(host, ':') && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
   config->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
@@ -10048,7 +10047,7 @@ typedef struct cddp__join_table {
   cddp__rank_info info; /* of the rank that answers */
   uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
   cddp__leader_info lead;      /* of the model's ranks; self.life 0: not known */
-  struct sockaddr_in6 address;    /* of that rank's host, as the next two */
+  struct sockaddr_in6 address; /* of that rank's host, as the next two */
   int host;          /* number in cddp__meeting.net */
   int local_size;    /* ranks of the first group there */
   int shards;        /* of the model */
@@ -10433,7 +10432,7 @@ static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const 
   cddp_result r;
   if (fds != NULL) memcpy(c->send_fds, fds, sizeof c->send_fds);
   r = cddp__connection_post(c, CDDP__FRAME_MESSAGE, kind, body, size);
-  return r == CDDP_OK ? cddp__connection_exchange(c, 0, deadline) : r;
+  return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* no answer */, deadline) : r;
 }
 
 /* The next complete message, of at most `most` bytes, which the caller frees; NULL: none. */
@@ -10451,7 +10450,7 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
   cddp_result r = cddp__post_failure(c, result, text);
-  return r == CDDP_OK ? cddp__connection_exchange(c, 0, deadline) : r;
+  return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* no answer */, deadline) : r;
 }
 
 /* Names the rank that was lost, a child or the parent. */
@@ -10504,8 +10503,7 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX);
   if (n == 0)
     return CDDP__REFUSE("CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
-                        "and has an address; `ip addr` lists them",
-                        name);
+                        "and has an address; `ip addr` lists them", name);
   for (i = 0; i < n && list[i].sa.ss_family != out->sa.ss_family; i++) {}
   *out = list[i < n ? i : 0];
   return CDDP_OK;
@@ -10862,8 +10860,7 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   else if (r == CDDP_NETWORK)
     cddp__fail_in(r,
                   "no connection to rank 0 at %s: rank 0 has not started, the address is wrong, or "
-                  "a firewall blocks the port. Last error: ",
-                  cddp__endpoint_name(rdv->config));
+                  "a firewall blocks the port. Last error: ", cddp__endpoint_name(rdv->config));
   if (root->next >= root->address_count) { /* all were tried */
     if (!root->closed) root->closed_since = 0;
     root->closed = false;
@@ -11085,7 +11082,7 @@ static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
     r = cddp__find_addresses(rdv);
     if (r == CDDP_NETWORK && root->address_count == 0 && root->store == NULL &&
         (cddp__now() + 0.5 > rdv->deadline || cddp__now() > start + CDDP__RESOLVE_S)) {
-      cddp__append_origin(rdv->config, r); /* the name does not resolve */
+      cddp__append_origin(rdv->config, r); /* the name still does not resolve */
       return r;
     }
     if (r != CDDP_OK) return cddp__look_again(rdv, r, false /* port_blocked */);
@@ -11169,9 +11166,8 @@ static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
   cddp__append_origin(config, r);
   if (r != CDDP_OK && config->listen_fd_lost)
     r = cddp__fail_in(r,
-                      "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a "
-                      "program between the launcher and this process has closed it; ",
-                      getenv("CDDP_LISTEN_FD"));
+                      "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a program between "
+                      "the launcher and this process has closed it; ", getenv("CDDP_LISTEN_FD"));
   else if (r == CDDP_NETWORK && config->port != 0)
     r = cddp__ask_other_root(rdv, r);
   return r;
@@ -11391,8 +11387,7 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
   if (!rdv->with_rank_0 || rdv->node_socket < 0) /* not the root */
     return cddp__fail(CDDP_TIMEOUT,
                       "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
-                      "this host%s",
-                      seconds, size, rdv->job->endpoint, (int)rdv->registered_count,
+                      "this host%s", seconds, size, rdv->job->endpoint, (int)rdv->registered_count,
                       rdv->parent.connection.fd < 0 ? ", rank 0 did not connect" : "");
   memset(missing, 0, sizeof missing); /* or gcc -O3 warns */
   for (rank = 0; rank < size; rank++)
@@ -11539,8 +11534,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
     else
       r = cddp__fail(CDDP_TIMEOUT,
                      "timed out after %g s: all ranks have connected to %s, but not all have "
-                     "created their group",
-                     rdv->config->timeout_s, rdv->job->endpoint);
+                     "created their group", rdv->config->timeout_s, rdv->job->endpoint);
   }
   CDDP__POINT("all ready");
   if (r == CDDP_OK && up->fd < 0) r = cddp__poll_channels(rdv, 0); /* a child can have failed */
@@ -11590,7 +11584,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem);
   double deadline;
   int rounds = 0;
-  size_t k, draining;
+  size_t k, draining; /* children that have to read FAIL */
   snprintf(text, sizeof text, "%s", cddp_error());
   snprintf(remote, sizeof remote, "%s", text);
   if (r != CDDP_OK && !rdv->common_failure)
@@ -11653,7 +11647,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
         used before. Otherwise it shares no memory.
      4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
-#define CDDP__JOIN_WAIT_S 0.02 /* a rank waits at most this long for joining processes */
+#define CDDP__JOIN_WAIT_S 0.02 /* most that a rank waits for joining processes */
 #define CDDP__JOB_GONE_S 2.0   /* without a living rank: then the job has ended */
 #define CDDP__JOIN_CALLS 64    /* most calls of a joining process at the same time */
 
@@ -11817,6 +11811,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
   return r;
 }
 
+/* A host's number is 2 * shards until it is known. */
 static bool cddp__check_join_table(cddp__join_table *table) {
   cddp__member *lead = &table->lead.self;
   table->info.host.name[sizeof table->info.host.name - 1] = 0;
@@ -23096,7 +23091,7 @@ typedef struct cddp__spawn_job {
   bool has_model;         /* elastic: a child has the model */
   bool again;             /* the first failure ends all children, and all are forked again */
   char secret[64];        /* CDDP_JOB_SECRET */
-  char supervisor[64];    /* CDDP_SUPERVISOR, without the rank; "": not elastic */
+  char supervisor[64];    /* CDDP_SUPERVISOR: "NAME:TOKEN-", the rank follows; "": not elastic */
   pid_t parent;
   cddp__child *children; /* [n] in the memory of fds */
   int alive; /* not reaped yet */
@@ -23131,8 +23126,7 @@ static void cddp__notify_supervisor(const cddp__host *host) {
   if (sent < 0)
     cddp__log(&host->logger, CDDP__LOG_WARNING,
               "the launcher does not learn that the elastic model exists (%s): if a rank fails, "
-              "all can start again",
-              strerror(errno));
+              "all can start again", strerror(errno));
   cddp__close_fd(&fd);
 }
 
@@ -23288,8 +23282,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
       snprintf(job->text, sizeof job->text,
                "rank %d (pid %d) has ended, but another part of this program took its exit status "
                "(SIGCHLD ignored, SA_NOCLDWAIT, or waitpid(-1) in a handler or a thread); "
-               "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child",
-               i, (int)pid);
+               "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child", i, (int)pid);
     }
     if (known && status == 0) job->succeeded = true;
     if (!known || status == 0 || !none_before) continue;
@@ -23507,7 +23500,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
     thread[i].host->lead = thread[0].host;
     if (i > 0) {
       thread[i - 1].host->sibling = thread[i].host;
-      thread[0].host->refs++;
+      thread[0].host->refs++; /* for thread[i].host */
     }
     r = cddp__record_open(&thread[i].host->record, job, i, n, 0 /* life */);
     if (r == CDDP_OK)
