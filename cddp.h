@@ -15920,7 +15920,7 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
      1. An optimizer is a table, cddp__algorithm: the states of a parameter, the scalars of a step,
         and a function that steps one block.
      2. An element's new value depends only on its own values and the scalars, so any range can be
-        stepped separately.
+        stepped alone.
      3. Scalars are computed in double and rounded once to the type of the arithmetic.
      4. With master_weights only weights and gradients are f16 or bf16, all else is f32. Each block
         of weights is rounded from its masters.
@@ -16270,7 +16270,7 @@ static cddp_result cddp__check_sparse(const cddp_param *params, int count, const
   return CDDP_OK;
 }
 
-typedef struct cddp__owned { /* memory of one parameter alone */
+typedef struct cddp__owned { /* memory of one parameter */
   uintptr_t begin, end;
   const char *what; /* "data", "grad" or "copy" */
   int param;
@@ -16386,8 +16386,8 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
   return optim->sparse != NULL ? optim->sparse[i] : NULL;
 }
 
-/* Allocates parameter i's states, zeroed. Existing states stay. Large states are on huge pages: a
-   step takes up to a third less. */
+/* Allocates parameter i's missing states, zeroed. Large ones are on huge pages: a step takes up to
+   a third less. */
 static cddp_result cddp__need_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
@@ -16520,7 +16520,7 @@ static void cddp__set_lr(cddp_optim *optim, double lr) {
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
-  /* A joining process receives the job's rate first, then has this one. */
+  /* Pairing gives a joining process the job's rate. This one replaces it. */
   if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim));
   cddp__set_lr(optim, lr);
   return CDDP_OK;
@@ -16642,7 +16642,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
     optim->used = d->ddp->step.used;
     optim->sparse = d->ddp->rows.sparse;
   }
-  /* What must agree between ranks; lr can change. */
+  /* What must agree between ranks. lr, desc's first number, can change. */
   optim->settings = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
                                  (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
   optim->settings = cddp__hash64(optim->settings, scales, 2 /* and decays */ * n * sizeof *scales);
