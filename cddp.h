@@ -3604,7 +3604,7 @@ typedef struct cddp__address { /* a socket address */
 /* FORK. While a forked child lives, its copy of a connection hides from the other side that the
    rank has died. So the child replaces each socket in this table with an unconnected one. The
    numbers stay in use: the child's copy of a group or store can still use or close them. */
-#define CDDP__OWN_SOCKETS (1 << 17)                        /* descriptors in the table */
+#define CDDP__OWN_SOCKETS (1 << 17) /* descriptors in the table */
 static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* bits; atomic, for any thread */
 
 /* Async-signal-safe. If no descriptor is left for `idle`, it closes the socket, and a new `idle`
@@ -3628,7 +3628,7 @@ static void cddp__in_forked_child(void) {
 
 static void cddp__watch_forks(void) { (void)pthread_atfork(NULL, NULL, cddp__in_forked_child); }
 
-/* Adds fd to the table, if it is valid and below the table's size. Returns fd. */
+/* Adds a valid fd to the table, if that is large enough. Returns fd. */
 static int cddp__register_socket(int fd) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, cddp__watch_forks);
@@ -3825,7 +3825,7 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
 }
 
 /* This host's addresses on the interface `name`; NULL: on all, without loopback and link-local IPv6
-   addresses. Interfaces that are down do not count. Returns the number of addresses. */
+   addresses. Interfaces that are down do not count. Returns their number. */
 static int cddp__interface_addresses(const char *name, cddp__address *out, int capacity) {
   struct ifaddrs *list = NULL, *i;
   int n = 0;
@@ -4233,8 +4233,7 @@ struct cddp__connection {
   double deadline; /* the owner's: when the next awaited bytes are overdue */
   cddp__challenge challenge;
   cddp__buffer out, in;      /* to be sent; received and not parsed */
-  size_t sent, got;          /* bytes done of what skips `out` and `in`: a hello, a message of the
-                                proof, or a frame, with its head */
+  size_t sent, got;          /* bytes done of a hello, proof or frame (with head) beside out, in */
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
   cddp__frame_head in_head;  /* of the next frame; valid if got >= sizeof in_head */
   cddp__message *message;    /* the incoming frame; NULL: none, or a piece */
@@ -4247,8 +4246,7 @@ struct cddp__connection {
   bool over;        /* this rank no longer takes part in its elastic model: for BYE */
   bool peer_failed; /* the peer's BYE says that the group is broken */
   bool peer_over;   /* the BYE says that the peer has left the elastic model */
-  double retry_at;  /* if `caller` and `early`: when to connect again, of cddp__now(); a joining
-                       process's call: when its first bytes arrived */
+  double retry_at;  /* when to connect again; a joining process's: time of its first message */
   cddp__hello hello;
 };
 
@@ -4541,7 +4539,7 @@ static bool cddp__connection_is_idle(const cddp__connection *c) {
 }
 
 /* Flags of a BYE: the group is BROKEN; the rank has left its elastic model (OVER). */
-enum { CDDP__BYE_ORDERLY = 0, CDDP__BYE_BROKEN = 1, CDDP__BYE_OVER = 2 };
+enum { CDDP__BYE_ORDERLY, CDDP__BYE_BROKEN = 1, CDDP__BYE_OVER = 2 };
 /* Sends BYE if no other frame waits. It is too short to be sent in part. */
 static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
   cddp__frame_head bye = cddp__frame_head_of(
@@ -9862,7 +9860,7 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_ARRIVED);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
-    if (g->hosts == NULL || g->hosts->net != n || g->id != c->hello.group) continue;
+    if (g->hosts == NULL || g->hosts->net != n || g->id != c->hello.group) continue; /* another */
     if (code & CDDP__NOTICE_ARRIVED)
       cddp__record_arrivals(g, text);
     else if (code & CDDP__NOTICE_EARLY)
@@ -9939,7 +9937,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
       continue;
     }
     *at = c->next;
-    if (group_left)
+    if (group_left) /* the peer gets BYE */
       cddp__link_close(c);
     else
       cddp__link_free(c);
@@ -11973,7 +11971,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 #define CDDP__POLLS_A_YIELD 4 /* polls between yields: hosts can be containers that share cores */
 #define CDDP__SUM_AREAS (CDDP__AHEAD + 1) /* areas for sums in transit, used in turn */
 #define CDDP__POSTED_MAX (4 * CDDP__SUM_AREAS) /* frames for a rank: 4 moves of each piece */
-#define CDDP__STAGED_MAX ((size_t)256 << 20) /* of copied messages of a group; then sends wait */
+#define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes of a group's copies; then sends wait */
 #define CDDP__SCRATCH_HALF ((size_t)2 << 20) /* bytes; a rank uses two halves in turn */
 
 /* --- links --- */
@@ -12246,7 +12244,7 @@ static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
 }
 
 /* Sends a message as far as the system accepts it. Later calls, of any group, send a copy of the
-   rest, before later pieces of a collective. */
+   rest. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0, head_sent;
   cddp__frame_head head =
@@ -12494,7 +12492,7 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
 /* Bytes of a rank's staging buffer that travel with a round's headers. header: any of its host. */
 static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *header, int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
-  size_t element;
+  size_t element; /* bytes of a rank's shares, for each of `count` */
   if (cddp__code_phase(header->call) != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW ||
       !cddp__dtype_ok(dtype))
     return 0;
@@ -12641,7 +12639,7 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp_
 /* Sets the sizes of the hosts' sums and the offset of each, in bytes per element. Sums of several
    ranks are first: unrounded, they can be wider, and stay aligned. Returns the total. */
 static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
-  size_t wide = cddp__dtype_half(c->dtype) ? 4 : c->esize, total = 0;
+  size_t wide = cddp__dtype_half(c->dtype) ? 4 /* f32 */ : c->esize, total = 0;
   int i, single; /* single: a sum of one rank, which is its element */
   for (i = 0; i < hosts->count; i++) hosts->nodes[i].bytes = 0;
   for (single = 0; single < 2; single++)
@@ -12658,7 +12656,7 @@ static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
   return total;
 }
 
-/* --- the flow of a chunk between hosts --- */
+/* --- the flow of a chunk --- */
 
 /* What a rank does with a piece k of a part, in each step s = -ahead, -ahead + 1, .. of a chunk. */
 enum cddp__move {
@@ -12690,7 +12688,7 @@ typedef struct cddp__flow {
   char *result;     /* the sums of a reduce for a root elsewhere: CDDP__SUM_AREAS areas */
 } cddp__flow;
 
-/* Whether every two ranks exchange their own bytes, and no rank acts for its host. */
+/* scatter, gather, all_to_all: every two ranks exchange their own bytes; none acts for its host. */
 static bool cddp__is_pairwise(const cddp__flow *f) {
   const cddp__shape *s = f->shape;
   return !s->reduces && (s->scatters || (s->gathers && s->to_root));
@@ -12797,7 +12795,7 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
   if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root) /* reduce, root elsewhere */
     return f->result + (size_t)(k % CDDP__SUM_AREAS) * f->piece_max * c->esize;
-  if (cddp__in_one_buffer(c)) return cddp__local_view(f, 0, begin);
+  if (cddp__in_one_buffer(c)) return cddp__local_view(f, 0 /* no shares */, begin);
   return (f->shape->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
          (f->begin + begin) * c->esize;
 }
@@ -12895,7 +12893,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     cddp__post_piece(f, s - 1, CDDP__SEND_RESULT);
     cddp__post_piece(f, s, CDDP__RECV_CONTRIBUTION);
     cddp__post_piece(f, complete, CDDP__RECV_RESULT);
-    /* first sends what the next step, or the next sum of whole arrays, overwrites */
+    /* first sends what step s + 1 overwrites, from step s + 1 - CDDP__SUM_AREAS, or whole arrays */
     r = cddp__deliver(g, s == last || f->whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
     if (r != CDDP_OK) break;
     if (shape->reduces && s >= 0 && s < f->pieces) {
