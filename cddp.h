@@ -6221,7 +6221,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
              *space = cddp__env("PMIX_NAMESPACE");
   bool script = config->launcher == CDDP__LAUNCHER_SCRIPT,
        slurm = config->launcher == CDDP__LAUNCHER_SLURM;
-  char first[256] = "";
+  char node[256] = "";
   int port = 0;
   cddp_result r = cddp__env_int("MASTER_PORT", 1, 65535, &port);
   if (r != CDDP_OK) return r;
@@ -6234,8 +6234,8 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
     return CDDP_OK;
   }
   if (host == NULL && slurm) {
-    if ((r = cddp__slurm_host(config, first, sizeof first)) != CDDP_OK) return r;
-    host = first[0] != 0 ? first : NULL;
+    if ((r = cddp__slurm_host(config, node, sizeof node)) != CDDP_OK) return r;
+    host = node[0] != 0 ? node : NULL;
   }
   if (port == 0 && slurm && job != NULL && step != NULL) {
     config->port_origin = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
@@ -10018,7 +10018,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    magic number and cddp__rank_info.version show hosts of another byte order or version. */
 enum {
   CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
-  CDDP__RENDEZVOUS_WAIT,
+  CDDP__RENDEZVOUS_WAIT, /* the answer to a first RANK */
   CDDP__RENDEZVOUS_PORT,  /* rank 0's root.token, and the descriptor of a socket that listens for
                              coordinators */
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
@@ -11018,14 +11018,14 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
     q.capacity = sizeof value;
     q.size = &value_size;
     if (found) r = cddp__store_run(root->store, &q, 0);
-    if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* another program's value, with another size */
+    if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* another program's value */
   }
   if (r == CDDP_OK && value_size == sizeof value &&
       cddp__local_address(root->store->connection.fd, &here)) {
     memcpy(root->token, value.token, sizeof root->token);
     root->address_count = 1;
     a[0] = cddp__internet_address(&value.address);
-    cddp__set_scope(&a[0].v6, &here);
+    cddp__set_scope(&a[0].v6, &here); /* link-local */
     memset(&a[1], 0, sizeof a[1]); /* the root can be on the store's host, with another address */
     if (getpeername(root->store->connection.fd, &a[1].any, &size) == 0) root->address_count = 2;
     a[1].size = size;
@@ -11100,7 +11100,7 @@ static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
                  "the program at %s accepted a connection and sent nothing: it is another program, "
                  "or rank 0 has not yet called cddp_init or is suspended",
                  cddp__describe_address(&root->addresses[root->next - 1]).s);
-  r = cddp__look_again(rdv, r, false /* port_blocked */); /* in case that it stays silent */
+  r = cddp__look_again(rdv, r, false /* port_blocked */); /* if it stays silent */
   return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r;
 }
 
@@ -11153,7 +11153,7 @@ static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
   cddp_result r = CDDP_OK;
   if (config->rank != 0 || config->client_only) return CDDP_OK;
   if (strncmp(config->init_method, "file:", 5) == 0) return cddp__serve_file(rdv);
-  if (config->listen_fd >= 0) /* marks it as used by this process, not by its forked children */
+  if (config->listen_fd >= 0) /* marks it as used by this process, not by forked ones */
     cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (config->listen_fd < 0) r = cddp__find_addresses(rdv);
   if (r == CDDP_OK && config->port != 0 && config->listen_fd < 0 && !cddp__one_host(config))
@@ -11201,7 +11201,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->host = host;
   rdv->job = host->job_info;
   rdv->deadline = cddp__now() + config->timeout_s;
-  cddp__channel_init(rdv, &rdv->parent, -1, true /* local */, CDDP__END_CALLER);
+  cddp__channel_init(rdv, &rdv->parent, -1 /* closed */, true /* local */, CDDP__END_CALLER);
   rdv->memory_fd = rdv->node_socket = -1;
   rdv->node_count = 1;
   rdv->expected = (uint32_t)config->world_size;
