@@ -5978,7 +5978,7 @@ CDDP__STATIC_ASSERT(sizeof cddp__launchers / sizeof *cddp__launchers == CDDP__LA
    SLURM_TASK_PID and no terminal. */
 static bool cddp__in_slurm_shell(void) {
   const char *task = cddp__env("SLURM_TASK_PID");
-  int fd, session = 0, terminal = 0; /* of the task; terminal 0: none */
+  int fd, session = 0, terminal = 0; /* the task's; 0: none */
   char path[64], stat[512] = "";
   FILE *file = NULL;
   if (cddp__env("SLURM_PTY_PORT") == NULL) return false;
@@ -10128,7 +10128,7 @@ typedef struct cddp__rendezvous {
   cddp__registration *registered; /* this rank and all below it, in order of registration */
   size_t registered_count, registered_capacity;
   size_t forwarded;    /* registrations sent to the parent */
-  int node_count;      /* 1 for this node, and those whose coordinator has sent RANK */
+  int node_count;      /* this node, and those with a coordinator that sent RANK */
   uint32_t expected;   /* number of ranks: the largest WORLD_SIZE that has registered */
   bool with_rank_0;    /* rank 0 is on this node, perhaps a misfit */
   cddp__cause problem; /* why the first misfit is refused */
@@ -10391,7 +10391,7 @@ static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
   if (cddp__set_cause(&rdv->problem, r, cddp_error())) rdv->problem_at = cddp__now();
 }
 
-/* Adds a rank to `registered`. A misfit, too, and it sets rdv->problem. */
+/* Adds a rank to `registered`; also a misfit, which sets rdv->problem. */
 static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_info *info,
                                        int node) {
   const cddp__registration *other = cddp__find_registered(rdv, info->rank);
@@ -10441,7 +10441,7 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   if (c->state == CDDP__CONNECTION_PROVING || c->early) return NULL;
   m = cddp__connection_receive(c, most);
   if (m == NULL && c->got >= sizeof c->in_head && c->in_head.type == CDDP__FRAME_PIECE)
-    cddp__connection_end(c, EPROTO); /* >>hosts's; a stranger sent it */
+    cddp__connection_end(c, EPROTO); /* pieces are for >>hosts only */
   return m;
 }
 
@@ -10661,7 +10661,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   if (!c->local || info.rank != 0 || rdv->parent.awaited) return CDDP_OK;
   cddp__close_parent(rdv);
   rdv->root.blocked.s[0] = 0;
-  rdv->root.next = rdv->root.address_count; /* so cddp__find_root publishes its own */
+  rdv->root.next = rdv->root.address_count; /* so cddp__find_root publishes this one */
   return CDDP_OK;
 }
 
@@ -10676,7 +10676,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
     uint32_t kind = m->head.number;
     bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than any job has */
     bool failed = kind >= CDDP__FAILED;
-    if (kind == CDDP__RENDEZVOUS_RANK && full) child->awaited = false; /* no loss */
+    if (kind == CDDP__RENDEZVOUS_RANK && full) child->awaited = false; /* its end: no loss */
     valid = kind == CDDP__RENDEZVOUS_PORT ? child->known : child->awaited;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
       r = cddp__receive_rank(rdv, child, m, &valid);
@@ -11210,7 +11210,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   root->pause = 0.002;
   root->next_look = cddp__now() + 0.002; /* all ranks can be on this node */
   if (!config->client_only && rdv->job->endpoint_here && cddp__env("CDDP_HOST_ID") == NULL)
-    root->next_look = /* later: rank 0, whose address this host has, is probably on this node */
+    root->next_look = /* later: this host has rank 0's address, so this node probably has rank 0 */
         cddp__earlier_deadline(0.1 + 4e-3 * config->world_size,
                                cddp__now() + config->timeout_s / 8);
   return cddp__register_rank(rdv, &rdv->job->table.info, 0);
@@ -11441,7 +11441,7 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->net == NULL) {
     double until = rdv->deadline + 0.5; /* a client's */
-    bool late, complete, mismatch, alone; /* has no proven parent */
+    bool late, complete, mismatch, alone; /* alone: no proven parent */
     if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
     if (r == CDDP_OK && !alone) r = cddp__inform_parent(rdv);
@@ -11629,7 +11629,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
     unlink(store->name);
   cddp__close_port(rdv, r == CDDP_OK && !rdv->config->client_only);
   if (store != NULL) cddp__store_free(store);
-  if (rdv->net != rdv->host->net) cddp__net_release(rdv->net); /* one host */
+  if (rdv->net != rdv->host->net) cddp__net_release(rdv->net); /* not kept */
   cddp__free(allocator, rdv->children);
   cddp__free(allocator, rdv->registered);
   return r;
@@ -23163,7 +23163,7 @@ static void cddp__read_notices(cddp__spawn_job *job) {
    ranks lives. A child can die at the very end of cddp_ddp_create: then the others' notices have
    0.2 s to arrive. */
 static bool cddp__spawn_continues(cddp__spawn_job *job) {
-  int i, members = 0; /* with weights */
+  int i, members = 0; /* alive, with weights */
   cddp__read_notices(job);
   if (!job->has_model && job->alive > 0 && cddp__poll(&job->fds[job->n], 1, 200 /* ms */) > 0)
     cddp__read_notices(job);
