@@ -3626,6 +3626,7 @@ static void cddp__in_forked_child(void) {
   if (idle >= 0) close(idle);
 }
 
+/* If it fails, children keep the sockets. */
 static void cddp__watch_forks(void) { (void)pthread_atfork(NULL, NULL, cddp__in_forked_child); }
 
 /* Adds a valid fd to the table, if that is large enough. Returns fd. */
@@ -3845,7 +3846,7 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
   return n;
 }
 
-/* Whether the address belongs to this host: an interface's, loopback, 0.0.0.0 or ::. */
+/* Whether the address is of this host: an interface's, loopback, 0.0.0.0 or ::. */
 static bool cddp__address_is_local(const cddp__address *address) {
   cddp__address own[CDDP__ADDRESSES_MAX + 1]; /* the last: 0.0.0.0 or :: */
   int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
@@ -3907,8 +3908,8 @@ static int cddp__accept(int listener) {
   return -1;
 }
 
-/* Whether a TCP connection is connected to itself: no process listens, and the system has chosen
-   the same port for the near end. */
+/* Whether a TCP connection is connected to itself: no process listens, and the system has given
+   this end the same port. */
 static bool cddp__connected_to_itself(int fd) {
   cddp__address here, there;
   memset(&there, 0, sizeof there);
@@ -3918,7 +3919,7 @@ static bool cddp__connected_to_itself(int fd) {
          cddp__address_port(&here) == cddp__address_port(&there);
 }
 
-/* Connects, and waits for it. Returns 0; or CDDP__FOREIGN_USER or an errno, and *out is -1. */
+/* Connects and waits. Returns 0; or CDDP__FOREIGN_USER or an errno, and *out is -1. */
 static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
   int error = 0, fd;
   socklen_t size = sizeof error;
@@ -4176,7 +4177,7 @@ static void cddp__buffer_add_number(cddp__buffer *buffer, uint64_t number, size_
   cddp__buffer_add(buffer, all, bytes);
 }
 
-/* Empties the buffer. Frees its memory if the capacity is larger than `keep`. */
+/* Empties the buffer. Frees memory of more than `keep` bytes. */
 static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
   buffer->start = buffer->end = 0;
   buffer->failed = false;
@@ -4533,7 +4534,7 @@ static cddp_result cddp__fail_by_message(const cddp__message *m) {
                     m->head.size > 0 ? (const char *)(m + 1) : "another rank has failed");
 }
 
-/* Whether a frame can be sent now: no bytes wait, and no frame is partly sent. */
+/* Whether no bytes wait, and no frame is partly sent. */
 static bool cddp__connection_is_idle(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
 }
@@ -4557,7 +4558,7 @@ static bool cddp__connection_peek(cddp__connection *c) {
          cddp__connection_read(c, &c->in_head, NULL, 0, &c->got, SIZE_MAX) > 0;
 }
 
-/* Receives more of the next frame, and returns it when it is complete. NULL: not yet, or the
+/* Receives more of the next frame, and returns it when complete. NULL: not yet, or the
    connection has ended, or the frame is a piece, whose head is in in_head. A frame of more than
    `most` bytes ends the connection. The caller frees the frame. */
 static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most) {
@@ -9710,7 +9711,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   return CDDP_OK;
 }
 
-/* Whether a link has ended although its peer can still be alive. */
+/* Whether a link has ended although its peer can be alive. */
 static bool cddp__link_is_cut(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_ENDED && cddp__link_end(c->error) == CDDP__IS_ALIVE;
 }
@@ -12116,7 +12117,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
   if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* ends its epoll_wait */
 }
 
-/* Sends waiting bytes on all links. Returns how many still wait. */
+/* Sends waiting bytes on all links. Returns how many are left. */
 static size_t cddp__flush_links(cddp_group *g) {
   cddp__connection *link;
   size_t unsent = 0;
@@ -12485,6 +12486,7 @@ static int cddp__rank_on(const cddp__hosts *hosts, int host, int i) {
   return hosts->ranks[hosts->nodes[host].first + i];
 }
 
+/* That rank's header in hosts.headers. */
 static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int i) {
   return (cddp__op_header *)(void *)(hosts->headers + hosts->nodes[host].headers_at) + i;
 }
@@ -12492,7 +12494,7 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
 /* Bytes of a rank's staging buffer that travel with a round's headers. header: any of its host. */
 static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *header, int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
-  size_t element; /* bytes of a rank's shares, for each of `count` */
+  size_t element; /* bytes of a rank's shares per `count` */
   if (cddp__code_phase(header->call) != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW ||
       !cddp__dtype_ok(dtype))
     return 0;
