@@ -4251,8 +4251,8 @@ struct cddp__connection {
   cddp__hello hello;
 };
 
-/* What is known of a peer: by cddp__rank_end (>>failure) of a rank of a group; by cddp__link_end of
-   the peer of a connection that has ended with this error. */
+/* What is known of a peer. cddp__rank_end (>>failure) decides about a rank of a group,
+   cddp__link_end about the peer of a connection that has ended with this error. */
 enum cddp__end {
   CDDP__IS_ALIVE,      /* or not known: the caller connects again, and a dead process refuses */
   CDDP__HAS_LEFT,      /* in good order: cddp_destroy, BYE */
@@ -9857,7 +9857,7 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
   cddp__notice_proof(n, c, body, proof);
   code = cddp__get32(body);
   if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0; /* ignored */
-  body[CDDP__NOTICE_PROOF_AT - 1] = 0; /* the text ends, whatever it contains */
+  body[CDDP__NOTICE_PROOF_AT - 1] = 0; /* ends the text in any case */
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_ARRIVED);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
