@@ -10516,7 +10516,7 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
   cddp__address a = *at;
   int count; /* of sockets: 1 */
   cddp_result r = CDDP_NETWORK; /* no socket yet */
-  cddp__address_set_port(&a, 0);
+  cddp__address_set_port(&a, 0); /* any */
   if (wide && !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
     memset(&all, 0, sizeof all);
     all.sin6_family = AF_INET6;
@@ -10525,7 +10525,7 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
     if (r == CDDP_NETWORK) { /* no IPv6 */
       a = *at;
       cddp__address_to_all(&a);
-      cddp__address_set_port(&a, 0);
+      cddp__address_set_port(&a, 0); /* any */
     }
   }
   if (r == CDDP_NETWORK) r = cddp__listen_all(&a, 1, fd, &count);
@@ -10940,7 +10940,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
       (pid = cddp__find_second_claim(rdv->job)) != 0) {
     cddp__rank_info info = rdv->registered[0].info;
     info.pid = pid; /* another process with this rank */
-    r = cddp__register_rank(rdv, &info, 0);
+    r = cddp__register_rank(rdv, &info, 0 /* this node */);
   }
   if (r == CDDP_OK && cddp__has_news(parent)) r = cddp__receive_from_parent(rdv);
   if (r == CDDP_OK && parent->state == CDDP__CONNECTION_PROVING && cddp__now() > parent->deadline)
@@ -10958,9 +10958,8 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
      launcher's store   The root listens on a free port, and writes its address and a random token
                         to the store. */
 
-/* The root of a job with a launcher's store listens for other coordinators, and writes its address,
-   the near end of the store's connection, to the store. If that is loopback, or the store has
-   several addresses, it listens on all: others can use another one. */
+/* Launcher's store: the root's address is the near end of the store's connection. If that is
+   loopback, or the store has several addresses, it listens on all: others can use another one. */
 static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
@@ -10980,7 +10979,7 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   memcpy(value.token, root->token, sizeof value.token);
   value.address = rdv->address.v6;
   q.values[0] = cddp__span_of(&value, sizeof value);
-  r = cddp__store_run(root->store, &q, 0);
+  r = cddp__store_run(root->store, &q, 0 /* deadline */);
   if (r == CDDP_OK) return r;
   cddp__close_fd(&root->fds[0]); /* a later try opens another one */
   root->fd_count = 0;
@@ -11012,13 +11011,13 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
     r = cddp__publish_root(rdv);
   } else {
     q = cddp__request_of(CDDP__STORE_CHECK, &key, 1);
-    r = cddp__store_run(root->store, &q, 0);
+    r = cddp__store_run(root->store, &q, 0 /* deadline */);
     found = r == CDDP_OK && q.number == 0; /* no key is missing */
     q = cddp__request_of(CDDP__STORE_GET, &key, 1);
     q.out = &value;
     q.capacity = sizeof value;
     q.size = &value_size;
-    if (found) r = cddp__store_run(root->store, &q, 0);
+    if (found) r = cddp__store_run(root->store, &q, 0 /* deadline */);
     if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* another program's value */
   }
   if (r == CDDP_OK && value_size == sizeof value &&
@@ -11154,7 +11153,7 @@ static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
   cddp_result r = CDDP_OK;
   if (config->rank != 0 || config->client_only) return CDDP_OK;
   if (strncmp(config->init_method, "file:", 5) == 0) return cddp__serve_file(rdv);
-  if (config->listen_fd >= 0) /* marks it as used by this process, not by forked ones */
+  if (config->listen_fd >= 0) /* used by this process, not by forked ones */
     cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (config->listen_fd < 0) r = cddp__find_addresses(rdv);
   if (r == CDDP_OK && config->port != 0 && config->listen_fd < 0 && !cddp__one_host(config))
@@ -11173,8 +11172,8 @@ static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
 }
 
 /* Closes the sockets for coordinators. With `keep` rank 0 keeps its port, without listening, while
-   the group lives: else the system could give the port to the next job that asks for a free one,
-   and the two jobs would have one endpoint. shutdown(2) ends the root's copy too. */
+   the group lives: else the system could give it to another job, with the same endpoint.
+   shutdown(2) ends the root's copy too. */
 static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
   cddp__root_search *root = &rdv->root;
   bool is_rank_0 = rdv->config->rank == 0, has_address;
@@ -11214,7 +11213,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
     root->next_look = /* later: this host has rank 0's address, so this node probably has rank 0 */
         cddp__earlier_deadline(0.1 + 4e-3 * config->world_size,
                                cddp__now() + config->timeout_s / 8);
-  return cddp__register_rank(rdv, &rdv->job->table.info, 0);
+  return cddp__register_rank(rdv, &rdv->job->table.info, 0 /* this node */);
 }
 
 /* Becomes the node's coordinator, or its client: step 2 of the head. */
@@ -11689,7 +11688,7 @@ static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
                                                  &host->joins.spare, NULL /* starved */);
   for (c = host->joins.calls; c != NULL && c->state == CDDP__CONNECTION_NEW; c = c->next) {
     c->local = local;
-    (void)cddp__connection_challenge(c, host->job_info->secret, "join", NULL, 0);
+    (void)cddp__connection_challenge(c, host->job_info->secret, "join", NULL, 0 /* context */);
   }
   return few;
 }
@@ -11804,7 +11803,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     cddp__connection_begin(c, &host->allocator, fd, CDDP__END_CALLER);
     c->local = rank >= 0 && host->arena.fd < 0; /* no second descriptor: see >>arena */
     c->peer = rank;
-    r = cddp__connection_challenge(c, job->secret, "join", NULL, 0);
+    r = cddp__connection_challenge(c, job->secret, "join", NULL, 0 /* context */);
     (void)cddp__connection_progress(c);
   }
   return r;
@@ -23423,7 +23422,7 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
 }
 
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs) {
-  return cddp__spawn("cddp_spawn", fn, arg, nprocs, CDDP__NOT_ELASTIC, 0);
+  return cddp__spawn("cddp_spawn", fn, arg, nprocs, CDDP__NOT_ELASTIC, 0 /* restarts */);
 }
 
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
