@@ -1537,8 +1537,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
      Training step of a model on one host, 2 rounds: >>ddp-step and >>ddp-host
        cddp_ddp_step, cddp__run_step, cddp__ddp_step
          cddp__ddp_meet                a round: settings, missing gradients
-         cddp__finish, cddp__host_step
-           cddp__walk                  this rank's part of the model
+         cddp__finish_step, cddp__host_step
+           cddp__run_pass                  this rank's part of the model
            cddp__fetch_weights         a round; copies weights if they are not in shared memory
            cddp__complete              next step
      A rank dies while others wait for it
@@ -9208,9 +9208,9 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 
 /* >>round -----------------------------------------------------------------------------------------
    Job: let the ranks of a group announce their calls to each other, compare them, and wait.
-   Owns: in the control block the headers, arrivals, release and sleepers; in the group round and
-   oversubscribed. Sets spin and yields, as >>work does for its thread. Calls other hosts, and
-   serves receives, through >>hooks. Locks: cddp__served_lock; p2p.lock by trylock.
+   Owns: in the control block the headers, arrivals, release and sleepers; in the group round,
+   oversubscribed and spin (which >>work changes). Calls other hosts, and serves receives, through
+   >>hooks. Locks: cddp__served_lock; p2p.lock by trylock.
    Entry points: rounds: cddp__round, _round_of, _host_round and _run_round; waits: cddp__wait_word,
    _wait_tick, _wait_sleep and _notify, _spin_of, _set_wait_policy; groups that waiting threads
    serve: cddp__serve_in_waits, _stop_serving; cddp__nothing_to_split and _nothing_to_leave.
@@ -9222,12 +9222,13 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
      3. There are two sets of headers and staging buffers, used alternately. A rank writes those of
         round s + 2 only after every rank has announced s + 1, that is, has finished reading s.
         Round numbers can wrap around.
-     4. Each process notes how its right neighbour on the host, a ring, has ended: slot.ended.
+     4. A waiting process stores how the next one of its host, a ring, has ended: slot.ended. The
+        system keeps that only until the parent reads it.
    How ranks wait:
      1. With one core per rank, ranks poll the headers, then yield, then sleep on the seq of a
         header that is missing.
-     2. With more ranks than cores (oversubscribed), ranks count arrivals. The last rank to arrive
-        wakes all others with one call. */
+     2. With more ranks than cores (oversubscribed), ranks add 1 to `arrivals` and sleep on
+        `release`. The last rank to arrive sets it, and wakes all others with one call. */
 
 /* Up to this many bytes per share one round is faster than two rounds around direct copies. */
 #define CDDP__ROUND_MAX ((size_t)4 << 10)
@@ -9243,13 +9244,13 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
 static cddp_group *cddp__served;
 
-static void cddp__reset_served(void) { /* in a forked child: the list has its parent's groups */
+static void cddp__reset_served(void) { /* in a forked child: list and lock are the parent's */
   pthread_mutex_init(&cddp__served_lock, NULL);
   __atomic_store_n(&cddp__served, NULL, __ATOMIC_RELEASE);
 }
 
 static void cddp__register_fork_handler(void) {
-  (void)pthread_atfork(NULL, NULL, cddp__reset_served);
+  (void)pthread_atfork(NULL, NULL /* in the parent */, cddp__reset_served);
 }
 
 /* Adds g to the served groups, once. The caller holds p2p.lock, or g is still private. */
@@ -9280,18 +9281,17 @@ static void cddp__stop_serving(cddp_group *g) {
    caller checks whether the awaited rank has ended; if w->late, the caller fails with its text. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__host *host = g->host;
-  int next = (host->index + 1) % host->size, status;
+  int next = (host->index + 1) % host->size, status; /* next: in the ring */
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__wait_read_clock(w);
   if (cddp__serve_idle(g)) w->since = w->now; /* short sleeps: more are likely to follow */
-  if (!w->due) return CDDP_OK;
+  if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
   cddp__join_serve(g->host, CDDP__JOIN_POLL);
-  /* Notes the right neighbour's status: the system discards it once the parent has read it. */
   if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->ranks[next].pidfd, host->ranks[next].pid, &status))
-    cddp__store32(&host->slots[next].ended, 1u << 16 | (uint32_t)status);
+    cddp__store32(&host->slots[next].ended, 1u << 16 /* known */ | (uint32_t)status);
   return CDDP_OK;
 }
 
@@ -9302,15 +9302,15 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   double left = w->deadline - cddp__now(), sleep = w->now - w->since;
   if (sleep < CDDP__SLEEP_MIN_S) sleep = CDDP__SLEEP_MIN_S;
   if (sleep > CDDP__SLEEP_MAX_S) sleep = CDDP__SLEEP_MAX_S;
-  cddp__add32(sleepers, 1);
+  cddp__add32(sleepers, 1); /* a full fence before `word` is read */
   if (!cddp__is_broken(g) && cddp__load32(word) == value)
     cddp__futex_wait(word, value, sleep < left ? sleep : left);
   cddp__add32(sleepers, (uint32_t)-1);
 }
 
-/* Notifies a rank that a send or a message for it has changed, after a full fence by the caller. No
-   wake-up is lost on one host: the rank sets `waiting`, then looks for messages once more, then
-   sleeps. */
+/* Notifies a rank that a send or a message for it has changed, after a full fence by the caller. On
+   one host a rank that is not `waiting` needs none: before it sleeps it increments `waiting`, then
+   looks for messages once more. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *slot = cddp__slot_of(g, rank);
   if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->waiting) == 0)) return;
@@ -9318,18 +9318,18 @@ static void cddp__notify(cddp_group *g, int rank) {
   if (cddp__load32(&slot->waiting) != 0) cddp__futex_wake(&slot->events);
 }
 
-/* Every 20 ms of a wait for a round: breaks the group if a rank that the round needs has ended. The
-   first call publishes this rank's wait. Later calls check whether a peer waits for this rank. */
+/* Every 20 ms of a wait for a round: breaks the group if a rank that the round needs has ended.
+   Publishes this rank's wait; later calls check whether a peer waits for this rank elsewhere. */
 static cddp_result cddp__check_wait(cddp_group *g, bool *published) {
   cddp_result r = cddp__check_peers(g);
   if (r != CDDP_OK) return r;
   if (*published) return cddp__check_deadlock(g);
-  *published = cddp__publish_wait(g, NULL);
+  *published = cddp__publish_wait(g, NULL /* in the round */);
   return CDDP_OK;
 }
 
 /* Waits until *word == want, after the polls of cddp__wait_word: yields, then sleeps. Between two
-   sleeps it looks for a failure, for ranks that have ended, and at the deadline. */
+   sleeps it checks for a failure and, unless the wait is over, for ended ranks and the deadline. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   bool published = false;
   cddp_result r = CDDP_OK;
@@ -9342,7 +9342,8 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
     CDDP__POINT("waits");
     r = cddp__wait_tick(g, &w);
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) r = cddp__check_wait(g, &published);
-    if (r == CDDP_OK && w.late && cddp__load32(word) != want) r = cddp__break_late(g, -1);
+    if (r == CDDP_OK && w.late && cddp__load32(word) != want)
+      r = cddp__break_late(g, -1 /* no frame */);
     if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, seen);
   }
   if (published) cddp__clear_wait(g, r != CDDP_OK);
@@ -9360,11 +9361,12 @@ static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32
 
 /* --- ranks that disagree --- */
 
-static bool cddp__is_absent(const cddp__op_header *header) {
+static bool cddp__is_absent(const cddp__op_header *header) { /* its rank is in cddp_ddp_join */
   return cddp__code_kind(header->call) == CDDP__KIND_DDP_JOIN;
 }
 
-/* Whether both headers have the same call, or `header` is that of a rank without inputs. */
+/* Whether both headers have the same call, or `header` is an absent rank's, which matches a
+   cddp_ddp_wait, _step or _sync_buffers. */
 static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_header *header) {
   uint32_t kind = cddp__code_kind(reference->call);
   bool joinable = cddp__code_phase(reference->call) == CDDP__PHASE_CALL &&
@@ -9376,19 +9378,19 @@ static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_h
          reference->root == header->root;
 }
 
-/* Example: "rank 1 called all_reduce(count 4, f32, sum) at train.c:120". If the call is the same as
-   the reference's, the difference follows. */
+/* Example: "rank 1 called all_reduce(count 4, f32, sum) at train.c:120". If the reference's call
+   has the same text, the difference follows. */
 static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
                                       const cddp__op_header *reference) {
   const cddp__op_header *header = cddp__op_header_of(g, rank, g->round);
   cddp__slot *slot = cddp__slot_of(g, rank);
   bool known = cddp__load32(&slot->site_round) == g->round;
   cddp__text call = cddp__describe_call(header->call, header->count, header->root), other;
-  cddp__text t = cddp__textf("rank %d called %s%.*s", rank, call.s, known ? CDDP__SITE_MAX - 1 : 0,
-                             slot->site);
+  cddp__text t = cddp__textf(
+      "rank %d called %s%.*s", rank, call.s, known ? CDDP__SITE_MAX - 1 : 0, slot->site);
   other = cddp__describe_call(reference->call, reference->count, reference->root);
   if (header == reference || strcmp(other.s, call.s) != 0) return t;
-  if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER) /* other logged calls */
+  if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER) /* count: a hash of logged calls */
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
   else if (reference->fp_mode != header->fp_mode)
     cddp__append(t.s, sizeof t.s,
@@ -9402,8 +9404,8 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
   return t;
 }
 
-/* Compares all headers with that of the first rank not in cddp_ddp_join, so every rank finds the
-   same result. */
+/* Compares all headers with that of the first rank not in cddp_ddp_join: the same on all ranks, so
+   all find the same result. */
 static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__slot *mine = cddp__slot_of(g, g->rank);
   const cddp__op_header *reference;
@@ -9417,21 +9419,21 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   if (different == 0) return CDDP_OK;
   cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
   cddp__store32(&mine->site_round, g->round);
-  cddp__wait_begin(&w, 0.1); /* for the other ranks' call sites; one may have just died */
+  cddp__wait_begin(&w, 0.1); /* for call sites from this host: a rank can have just died */
   for (p = 0; p < g->size; p++)
     while (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
            !cddp__is_broken(g) && cddp__wait_pause(&w)) {}
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
              cddp__describe_rank(g, first, reference).s);
-  different = 0;
+  different = 0; /* again: the first two are described */
   for (p = 0; p < g->size; p++) {
     if (cddp__calls_match(reference, cddp__op_header_of(g, p, g->round)) || ++different > 2)
       continue;
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, reference).s);
   }
-  if (different > 2) /* two are described */
+  if (different > 2)
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree", different - 2);
-  return cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* from the same headers */
+  return cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* by the same comparison */
 }
 
 /* --- rounds --- */
@@ -9441,25 +9443,25 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
 static cddp_result cddp__arrive(cddp_group *g) {
   uint32_t n = cddp__add32(&g->block->arrivals, 1);
   g->arrive_target += (uint32_t)g->local_size;
-  if (n != g->arrive_target) { /* the leader arrives last, since it also waits for other hosts */
+  if (n != g->arrive_target) {
     if (g->hosts != NULL && n + 1 == g->arrive_target && cddp__load32(&g->block->sleepers) != 0)
-      cddp__futex_wake(&g->block->arrivals); /* only the leader is missing */
+      cddp__futex_wake(&g->block->arrivals); /* the leader awaits all others, then arrives */
     return cddp__wait_word(g, &g->block->release, g->round);
   }
-  cddp__exchange32(&g->block->release, g->round);
+  cddp__exchange32(&g->block->release, g->round); /* full fence, as below */
   if (cddp__load32(&g->block->sleepers) != 0) cddp__futex_wake(&g->block->release);
   return CDDP_OK;
 }
 
-/* Waits until the other ranks of this host, or all ranks, have announced the round, and compares
-   their headers with this rank's. */
+/* Waits until the other ranks of this host have announced the round; all: those of all hosts, and
+   compares their headers with this rank's. */
 static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, uint32_t code,
                                        uint32_t fp_mode, bool all) {
   cddp__op_header *header = cddp__op_header_of(g, 0, g->round);
   bool same = true;
   cddp_result r;
   int p, size = g->size;
-  for (p = 0; p < size; p++, header += 2 /* of each rank */) {
+  for (p = 0; p < size; p++, header += 2 /* a rank's */) {
     if (p == g->rank || (!all && g->members[p] < 0)) continue;
     if (!g->oversubscribed /* else cddp__arrive has waited */ &&
         (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK)
@@ -9471,8 +9473,8 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
   return CDDP__LIKELY(same) || !all ? CDDP_OK : cddp__compare_headers(g);
 }
 
-/* The ranks of a round. ALL: different calls are a CDDP_MISMATCH. HOST: those of this host, whose
-   calls were compared before. The other hosts make such a round too, at their own time, so round
+/* The ranks of a round. ALL: different calls are a CDDP_MISMATCH. HOST: those of this host; an
+   earlier round has compared their calls. Each host makes such a round, at its own time, so round
    numbers stay equal. */
 enum cddp__round_ranks { CDDP__ROUND_OF_HOST, CDDP__ROUND_OF_ALL };
 
@@ -9486,7 +9488,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
                                           const void *payload, size_t bytes) {
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL;
-  bool computes = all && (call->kind >= CDDP__KIND_DDP_CREATE || /* a model's call */
+  bool computes = all && (call->kind >= CDDP__KIND_DDP_CREATE || /* of a model */
                           (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
   uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
   cddp_result r;
@@ -9518,7 +9520,7 @@ static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cd
   return cddp__run_round(g, CDDP__ROUND_OF_ALL, call, phase, payload, bytes);
 }
 
-/* Rounds that are no collective of the user: their dtype and op mean nothing. */
+/* Rounds that are no collective of the user: no buffers, dtype, op or root (-1). */
 static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
                                const void *payload, size_t bytes) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
@@ -9527,10 +9529,10 @@ static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, 
 static cddp_result cddp__host_round(cddp_group *g, int kind, enum cddp__phase phase,
                                     uint64_t count) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
-  return cddp__run_round(g, CDDP__ROUND_OF_HOST, &call, phase, NULL, 0);
+  return cddp__run_round(g, CDDP__ROUND_OF_HOST, &call, phase, NULL /* payload */, 0);
 }
 
-/* The functions of a carrier that has no data of its own for a group. */
+/* `split` and `leave` of a carrier without data for a group. */
 static cddp_result cddp__nothing_to_split(const cddp_group *from, cddp_group *to, int color,
                                           int key) {
   return (void)from, (void)to, (void)color, (void)key, CDDP_OK;
@@ -9543,8 +9545,7 @@ static int cddp__spin_of(const cddp__host *host) {
   return host->size > host->cores ? 0 : CDDP__SPIN;
 }
 
-/* All ranks of a host must count arrivals, or none: so `oversubscribed` is set from shared
-   memory. */
+/* All ranks of a host must count arrivals, or none: so they compare with shared `cores`. */
 static void cddp__set_wait_policy(cddp_group *g) {
   g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
   if (g->hosts == NULL) /* else >>hosts sets it */
@@ -16651,27 +16652,26 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 }
 
 /* >>ddp -------------------------------------------------------------------------------------------
-   Distributed data parallel training, for gradients in host memory and on devices, in nine rooms.
+   Distributed data parallel training, in host and device memory, in nine rooms.
    Job: the memory of a model, collectives on it, and its failure.
    Owns: a cddp_ddp, its gradients and its private groups: d->control (rounds), d->comm (buckets),
    d->hooks. Touches: the caller's parameters.
    Entry points: memory: cddp__set_layout, _map_params, _exchange_refs, _set_rank_addresses;
    offsets: cddp__gradient_at, _weights_of, _next_range, and the functions of parts and pieces;
-   collectives: cddp__broadcast_arrays, _call_all, _host_barrier, _mean_factor; cddp__fail_model,
-   _ddp_fail, _drain_buckets.
+   collectives: cddp__broadcast_arrays, _run_collective, _host_barrier; cddp__fail_model,
+   _ddp_fail, _drain_buckets, _mean_factor.
    Threads: the training thread calls everything except cddp_ddp_ready (any thread) and
    cddp__run_bucket (the engine of d->comm). d->lock guards the data of several threads.
    The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset into
-   it determines an element's part, piece (cddp__count_pieces), place in a slot, and states. A
-   gradient is in its rank's arena, or in the caller's memory if all ranks can map that. Ranks share
-   memory if carrier->shared. backend->enqueues: NCCL.
+   it determines an element's part (cddp__part_count), piece (_count_pieces), place in a slot, and
+   states. A gradient is in its rank's arena, or in the caller's memory if all ranks can map that.
+   carrier->shared: all ranks can read each other's memory. backend->enqueues: NCCL.
    The life of a model:
-     1. cddp_ddp_create (>>ddp-create): ranks compare their models and map each other's memory.
-     2. cddp_ddp_ready (>>ddp-step) marks a gradient, and copies it if its storage is COPIED.
-        A bucket reduced early begins when it and all before it are full (>>ddp-buckets).
-     3. cddp_ddp_next_shard ends a shard, if a rank has several (>>ddp-shards).
-     4. cddp_ddp_step (>>ddp-step): the ranks meet in one round of d->control, finish the reduction,
-        and update the weights: in one pass on a host (>>ddp-host), or a kernel. */
+     1. cddp_ddp_create (>>ddp-create): ranks compare models and map each other's memory.
+     2. cddp_ddp_ready (>>ddp-step) marks a gradient, copies it if its storage is COPIED, and can
+        start buckets (>>ddp-buckets). cddp_ddp_next_shard ends a shard (>>ddp-shards).
+     3. cddp_ddp_step (>>ddp-step): the ranks meet in a round, finish the reduction, and update the
+        weights: in one pass on a host (>>ddp-host), or a kernel. */
 
 /* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
@@ -16681,12 +16681,12 @@ struct cddp__ddp_memory {
   cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed */
   void (*free)(cddp_ddp *d);         /* NULL: all is host memory */
   cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* valid until the next call */
-  /* *met: ranks need no round before this wait or step: they can compare `check` later. NULL:
-     they always need one. */
+  /* Sets *met if ranks need no round before this wait or step, since NCCL's watchers compare
+     `check`. NULL: they always need one. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
-  cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
-  cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
-  /* Sums n elements of nodes, like cddp_kernels.sum. */
+  cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* starts it; lock held */
+  cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* in the engine */
+  /* out = n elements: the sum of nodes, in the compute type; divisor > 0: their mean, as dtype. */
   cddp_result (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
                      int count, int divisor, size_t n, void *stream);
   /* The caller's stream waits for all buckets. part: it needs only this rank's part of the mean. */
@@ -16703,7 +16703,7 @@ struct cddp__ddp_memory {
   /* Sends each rank's part of the weights to all ranks. NULL: cddp__broadcast_arrays does it. */
   cddp_result (*publish)(cddp_ddp *d);
 };
-/* In place of the root of cddp__broadcast_arrays: each rank of the first host, or of the group,
+/* In place of the root of cddp__broadcast_arrays: each rank of the first host (ALL: of the group)
    sends its part of the arrays. */
 enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 };
 
@@ -16729,11 +16729,11 @@ static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
-    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* those three mostly name ranks */
+    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* the other texts mostly name one */
   r = cddp__ddp_fail(d, r);
   if (d->elastic != NULL) /* the other ranks count this rank as lost */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
-  for (i = 0; i < 3; i++)
+  for (i = 0; i < 3; i++) /* the caller's can have been left */
     if (groups[i] != NULL && cddp__load32(&groups[i]->left) == 0) cddp__break(groups[i], r);
   cddp__drain_buckets(d);
   return cddp__check_cause(&d->failure);
@@ -16741,7 +16741,7 @@ static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
 
 /* --- offsets, parts and addresses --- */
 
-/* Number of elements of parameter i's gradient that buckets reduce. */
+/* Elements of parameter i's gradient; 0 if it is sparse: not in buckets. */
 static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
 }
@@ -16763,7 +16763,7 @@ static size_t cddp__count_pieces(size_t begin, size_t end) {
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
-/* The bytes of the model that parameter i has in one of `parts` parts; false: none. */
+/* The bytes of the model that parameter i has in part `part` of `parts`; false: none. */
 static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
                              size_t *end) {
   const cddp__tensor *tensor = &d->tensors[i];
@@ -16784,37 +16784,38 @@ static size_t cddp__gather_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
 
-/* Bytes of a range of the model in memory with f32 for f16 and bf16, the model's last dtypes. */
+/* Bytes of a range of the model with f32 for f16 and bf16, the last dtypes: twice theirs. */
 static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
   size_t halves = cddp__max(begin, d->layout.starts[CDDP_F16]);
   return end - begin + (end > halves ? end - halves : 0);
 }
 
-/* Sets d->layout. Offsets in the model depend on it alone, since norms do (cddp__count_pieces). */
+/* Sets d->layout (to) and the tensors' offsets, which depend on the model alone, since norms do. */
 static void cddp__set_layout(cddp_ddp *d) {
+  cddp__layout *to = &d->layout;
   size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0, pieces = 0;
-  int dtype, i, placed = 0;
+  int dtype, i, placed = 0; /* in layout.order */
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
-    d->layout.starts[dtype] = d->layout.dense;
+    to->starts[dtype] = to->dense;
     for (i = d->count - 1; i >= 0; i--) {
       cddp__tensor *tensor = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
-      tensor->offset = d->layout.dense;
-      tensor->arena_offset = d->layout.bytes;
+      tensor->offset = to->dense;
+      tensor->arena_offset = to->bytes;
       tensor->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
       tensor->padded_bytes = cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
-      d->layout.dense += tensor->padded_bytes;
+      to->dense += tensor->padded_bytes;
       if (tensor->storage == CDDP__STORAGE_IN_PLACE) tensor->padded_bytes = tensor->bytes;
       else
         tensor->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
-      if (tensor->storage != CDDP__STORAGE_IN_PLACE) d->layout.bytes += tensor->padded_bytes;
-      if (cddp__sparse_of(d, i) == NULL) d->layout.order[placed++] = i;
+      if (tensor->storage != CDDP__STORAGE_IN_PLACE) to->bytes += tensor->padded_bytes;
+      if (cddp__sparse_of(d, i) == NULL) to->order[placed++] = i;
     }
   }
-  d->layout.starts[CDDP__DTYPE_COUNT] = d->layout.dense;
-  d->layout.bytes += slack;
-  d->layout.slot_stride = cddp__wide_bytes(d, 0, d->layout.dense);
-  d->layout.model_bytes = d->layout.dense; /* elastic: sparse ones follow, for their states */
+  to->starts[CDDP__DTYPE_COUNT] = to->dense;
+  to->bytes += slack;
+  to->slot_stride = cddp__wide_bytes(d, 0, to->dense);
+  to->model_bytes = to->dense; /* elastic: + sparse ones, for their states */
   for (i = 0; i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
     const cddp__sparse *s = cddp__sparse_of(d, i);
@@ -16826,25 +16827,24 @@ static void cddp__set_layout(cddp_ddp *d) {
     tensor->used = true; /* until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
     if (s == NULL) continue;
-    d->layout.order[placed++] = i;
-    tensor->dense = d->layout.bytes; /* behind the dense gradients; for place_rows */
+    to->order[placed++] = i;
+    tensor->dense = to->bytes; /* behind the dense gradients; for place_rows */
     if (d->group->backend->on_device)
-      d->layout.bytes += cddp__round_up(s->rows * s->bytes, CDDP__CACHE_LINE);
+      to->bytes += cddp__round_up(s->rows * s->bytes, CDDP__CACHE_LINE);
     if (!d->desc.elastic) continue;
-    tensor->offset = d->layout.model_bytes;
+    tensor->offset = to->model_bytes;
     tensor->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-    d->layout.model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
+    to->model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
   }
-  d->layout.arena_bytes = d->layout.bytes + (size_t)d->layout.slots * d->layout.slot_stride +
-                          pieces * sizeof(double) /* squares */ + 2 * slack /* of slots */;
-  d->layout.state_stride = cddp__wide_bytes(d, 0, d->layout.model_bytes);
-  d->layout.state_stride = cddp__round_up( /* for commits */
-      d->layout.state_stride,
-      d->layout.state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
+  to->arena_bytes = to->bytes + (size_t)to->slots * to->slot_stride +
+                    pieces * sizeof(double) /* squares */ + 2 * slack /* of slots */;
+  to->state_stride = cddp__wide_bytes(d, 0, to->model_bytes);
+  to->state_stride = cddp__round_up( /* to whole pages */
+      to->state_stride, to->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
 
-/* Collective: a round of this kind in which every rank sends the reference of its p. out[i]
-   receives the local address of the p of this host's i-th rank. */
+/* Collective: a round of this kind in which every rank sends the reference of its p, shared memory.
+   out[i] receives the local address of the p of this host's i-th rank. */
 static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, size_t bytes,
                                        char **out) {
   void *at = NULL;
@@ -16857,10 +16857,9 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   if (r != CDDP_OK) return r;
   for (k = 0; r == CDDP_OK && k < g->size; k++)
     if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE)
-      r = cddp__fail(CDDP_ABORTED,
-                     "rank %d has revoked its shared memory after a failure: create the group and "
-                     "the model again",
-                     k);
+      r = cddp__fail(
+          CDDP_ABORTED, "rank %d has revoked its shared memory after a failure: create the group "
+          "and the model again", k);
   for (k = 0; r == CDDP_OK && k < g->size; k++) {
     if (g->members[k] < 0) continue; /* on another host */
     r = cddp__map_ref(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at);
@@ -16869,8 +16868,8 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-/* The gradient element at offset `at` of the model, of parameter i. rank: the index of a rank among
-   those of this host, here and below. */
+/* The gradient element at offset `at` of the model, of parameter i. rank: its index on this host,
+   here and below. */
 static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
   return d->addresses.gradients[(size_t)rank * (size_t)d->count + (size_t)i] +
          (at - d->tensors[i].offset);
@@ -16880,7 +16879,7 @@ static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->addresses.weights[(size_t)rank * (size_t)d->count + (size_t)i];
 }
 
-/* arena: the rank's, as mapped in this process. */
+/* arena: the rank's, as mapped here. */
 static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
@@ -16889,20 +16888,20 @@ static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
           arena + d->tensors[i].arena_offset;
 }
 
-/* The same, also for the slots and squares behind the gradients. */
+/* Also those of the slots and squares behind the gradients. */
 static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
   cddp__set_gradient_addresses(d, rank, arena);
   d->addresses.slots[rank] = arena + d->layout.bytes;
-  d->addresses.squares[rank] = (double *)(void *)(d->addresses.slots[rank] +
-                                                  (size_t)d->layout.slots * d->layout.slot_stride);
+  d->addresses.squares[rank] = (double *)(void *)(
+      d->addresses.slots[rank] + (size_t)d->layout.slots * d->layout.slot_stride);
 }
 
 #define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* minimum that several hosts reduce in place */
 
 /* The reference by which other ranks map parameter i's weights or gradient. Kind NONE if they
    cannot, or if the gradient is copied: a hook needs a contiguous bucket, an elastic rank's memory
-   must outlive it, cddp__gather_nodes writes to the arena, and a small gradient is not worth an
-   exchange between hosts. */
+   must outlive it, cddp__gather_nodes writes to the arena, and a small gradient is not worth a
+   separate exchange between hosts. */
 static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
@@ -16925,8 +16924,8 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
 static cddp_result cddp__map_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = 2 * (size_t)d->count, j; /* j: even for weights, odd for gradients */
-  cddp__ref *mine = (cddp__ref *)cddp__malloc(&g->host->allocator,
-                                              ((size_t)g->size + 1) * n * sizeof *mine);
+  cddp__ref *mine = (cddp__ref *)cddp__malloc(
+      &g->host->allocator, ((size_t)g->size + 1) * n * sizeof *mine);
   cddp__ref *all;
   cddp_result r;
   int k, local;
@@ -16936,7 +16935,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   r = cddp__all_gather(g, mine, all, n * sizeof *mine);
   for (j = 0; r == CDDP_OK && j < n; j++) {
     for (k = 0; k < g->size && all[(size_t)k * n + j].kind != CDDP__REF_NONE;) k++;
-    if (k < g->size) continue; /* not all share it */
+    if (k < g->size) continue; /* rank k does not share it */
     if (j % 2 == 0) d->tensors[j / 2].shared = true;
     else d->tensors[j / 2].storage = CDDP__STORAGE_IN_PLACE;
     local = 0;
@@ -16954,7 +16953,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
 }
 
 /* Gradients adjacent in memory, from offset `begin` of the model on. In a bucket end - begin is
-   only their size: the model can have others between them. */
+   their size, but `end` is no offset: the model can have others between them. */
 typedef struct cddp__range {
   int first; /* the parameter at `begin` */
   size_t begin, end;
@@ -16986,34 +16985,33 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 
 /* --- collectives on the memory of a model --- */
 
-/* Runs a collective on the model's memory. */
-static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
+/* On the model's memory, which d->comm can reach if it is a device's. */
+static cddp_result cddp__run_collective(cddp_ddp *d, const cddp__call *c) {
   cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
   g->stream = d->group->stream; /* cddp_set_stream */
   return (g->backend->start)(g, c, NULL);
 }
 
-/* A barrier of the ranks that share memory. */
 static cddp_result cddp__host_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
   return cddp__host_round(d->control, kind, phase, 0);
 }
 
 /* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank of a host has its
-   part of arrays with the shape of the parameters; the first host's parts are sent.
-   CDDP__ROOT_ALL_OWNERS: each part is on one rank of the group. */
+   part of arrays with the shape of the parameters; the first host's parts are sent. ALL_OWNERS, and
+   OWNERS on devices: each part is on one rank. */
 static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays, int count,
                                           int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
   const cddp__hosts *hosts = by_host ? d->control->hosts : NULL;
   int parts = hosts != NULL ? hosts->nodes[0].size : d->group->size, i, n = 0;
-  int part = owners ? 0 : root, last = owners ? parts - 1 : root;
+  int part = owners ? 0 : root, last = owners ? parts - 1 : root; /* or root instead of parts */
   cddp_result r = CDDP_OK;
   cddp__packet packet;
   cddp__call c;
   if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->scratch.calls too */
   for (; r == CDDP_OK && part <= last; part++) {
-    cddp__packet_begin(&packet, d->control,
-                       owners && hosts != NULL ? cddp__rank_on(hosts, 0, part) : part);
+    cddp__packet_begin(
+        &packet, d->control, owners && hosts != NULL ? cddp__rank_on(hosts, 0, part) : part);
     for (i = 0; r == CDDP_OK && i < count; i++) {
       size_t begin = 0, end = arrays[i].count, esize;
       char *at = (char *)arrays[i].data;
@@ -17037,9 +17035,9 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
 }
 
 /* The factor that makes the mean over the ranks with data of what the reduction left in the arena:
-   a sum, a sum divided by the number of all ranks, or that mean. */
+   a sum, a sum divided by the number of all ranks (by_all), or that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
-  bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign || /* count all ranks */
+  bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign ||
                 d->group->backend->on_device;
   if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
   if (d->step.sums && dtype != CDDP_F16) /* sums of f16 could exceed its range */
@@ -17051,7 +17049,7 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
    Job: the mean over more shards than ranks (d->shards.spread), and the mean of sparse rows.
    Owns: the slots behind an arena; a rank's nodes (d->shards) and packet of rows (d->rows).
    Entry points: cddp__end_shard; cddp__reduce_shards, _gather_nodes, _exchange_rows; for elastic
-   models also the steps of these: cddp__keep_node, _merge_nodes, _clear_own, _keep_rows,
+   models also the steps of these: cddp__keep_node, _merge_nodes, _zero_copied, _keep_rows,
    _merge_packets, _gather_rows.
    How it works:
      1. A slot is as large as the model, with f32 for f16 and bf16. A completed shard moves from the
@@ -17077,7 +17075,7 @@ static char *cddp__slot_at(const cddp_ddp *d, int rank, int slot, size_t at) {
          cddp__wide_bytes(d, 0, at);
 }
 
-/* The same; slot -1: in the rank's gradient of parameter i. */
+/* The same; slot -1: in the rank's gradient of parameter i instead. */
 static char *cddp__node_at(const cddp_ddp *d, int rank, int slot, int i, size_t at) {
   return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__slot_at(d, rank, slot, at);
 }
@@ -17100,8 +17098,8 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
     cddp__reduce_nodes(out, sources, all->widths, all->node_count, all->count, n, dtype, CDDP_AVG);
 }
 
-/* Sums nodes of this rank, which together form one node, into the slot `out`, by ranges of adjacent
-   gradients. clear: zeroes the gradients. */
+/* Sums nodes of this rank, which together form one node, into the slot `out`. clear: zeroes the
+   gradients, one of which can be a node (slot -1). */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
@@ -17116,8 +17114,8 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * esize) {
       n = cddp__min(block, (range.end - at) / esize);
       for (k = 0; k < count; k++) nodes[k] = cddp__node_at(d, d->me, slots[k], range.first, at);
-      r = (d->memory->sum)(cddp__slot_at(d, d->me, out, at), dtype, nodes, widths, count, 0, n,
-                           stream); /* 0: a sum, no mean */
+      r = (d->memory->sum)(cddp__slot_at(d, d->me, out, at), dtype, nodes, widths, count,
+                           0 /* a sum, no mean */, n, stream);
       if (r == CDDP_OK && clear)
         r = (d->memory->zero)(cddp__gradient_at(d, d->me, range.first, at), n * esize, stream);
     }
@@ -17125,8 +17123,8 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
   return r;
 }
 
-/* Zeroes the caller's gradients that have been copied. */
-static cddp_result cddp__clear_own(cddp_ddp *d) {
+/* Zeroes the caller's gradients of which the arena has copies. */
+static cddp_result cddp__zero_copied(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
@@ -17141,13 +17139,14 @@ enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
    slot of the first of these, else into a free slot. more: zeroes the gradients for the next shard;
    without it the shard can stay in the gradients, where peers read it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
-  cddp__shard_node *own = d->shards.own_nodes, of_shard = {shard, 1, -1 /* no slot */, 0};
+  cddp__shard_node *own = d->shards.own_nodes;
+  cddp__shard_node of_shard = {shard, 1 /* width */, -1 /* no slot */, 0 /* rank */};
   int *count = &d->shards.own_node_count, free_slot = cddp__free_slot(own, *count);
   cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
   int *slot = &merge.node.slot, at = 0; /* at: the shard's place, whose slot is -1 */
   bool cleared = false;
   cddp_result r = CDDP_OK;
-  if (more || merge.count > 1 || cddp__gathers(d))
+  if (more || merge.count > 1 || cddp__gathers(d)) /* else it stays in the gradients */
     *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
   while (merge.slots[at] >= 0) at++;
   if (at < merge.count - 1 && *slot != free_slot) {
@@ -17159,15 +17158,15 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   }
   if (r == CDDP_OK && *slot >= 0)
     r = cddp__merge_nodes(d, *slot, merge.slots, merge.widths, merge.count, more && !cleared);
-  if (r == CDDP_OK && more) r = cddp__clear_own(d);
+  if (r == CDDP_OK && more) r = cddp__zero_copied(d);
   memmove(own + merge.low + 1, own + merge.high, (size_t)(*count - merge.high) * sizeof *own);
   own[merge.low] = merge.node; /* in place of [low, high) */
   *count += 1 - (merge.high - merge.low);
   return r;
 }
 
-/* Takes the mean of n elements a rank, from offset `at` of the model, into `out`. The ranks
-   exchange nodes, at most `most` each: each rank gets all nodes of its n elements. */
+/* Takes the mean of n elements a rank, from offset `at` of the model, into `out`. First each rank
+   gets all nodes of its n elements, `most` from a rank; node.slot is the place among these. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
                                       int most) {
   cddp_dtype wide = cddp__compute_type(dtype);
@@ -17182,12 +17181,12 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   if (r != CDDP_OK) return r;
   all = (char *)scratch;
   for (i = 0; r == CDDP_OK && i < most && ranks > 1; i++, all += ranks * part) {
-    int slot = i < d->shards.own_node_count ? d->shards.own_nodes[i].slot : 0; /* else not read */
-    nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), all, n, wide,
-                            CDDP_SUM, -1);
-    r = cddp__call_all(d, &nodes);
+    int slot = i < d->shards.own_node_count ? d->shards.own_nodes[i].slot : 0; /* 0: not read */
+    nodes = cddp__make_call(
+        CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), all, n, wide, CDDP_SUM, -1);
+    r = cddp__run_collective(d, &nodes);
   }
-  CDDP__POINT("elastic exchanged"); /* elastic models come here too */
+  CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->shards.node_count; i++)
     d->scratch.sources[i] = ranks == 1 ? cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at)
                                : (char *)scratch + ((size_t)d->shards.nodes[i].slot * ranks +
@@ -17195,7 +17194,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   if (r == CDDP_OK)
     r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
                          d->shards.count, n, d->group->stream);
-  return r == CDDP_OK && ranks > 1 ? cddp__call_all(d, &means) : r;
+  return r == CDDP_OK && ranks > 1 ? cddp__run_collective(d, &means) : r;
 }
 
 /* Takes the mean of all nodes, d->shards.nodes, into `out`, a buffer laid out as the arena. If the
@@ -17205,7 +17204,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
   size_t chunk = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
   cddp_result r = CDDP_OK;
-  int dtype, i, most = 0; /* nodes of a rank */
+  int dtype, i, most = 0; /* nodes that a rank has */
   for (i = 0; i < d->shards.node_count; i++)
     if (d->shards.nodes[i].slot >= most) most = d->shards.nodes[i].slot + 1;
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
@@ -17223,7 +17222,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
 
 /* The head of a shard's rows in a packet. */
 typedef struct cddp__shard_rows {
-  uint64_t shard; /* shards.count: an absent rank's (>>ddp-uneven), no rows */
+  uint64_t shard; /* shards.count: none, from a rank in cddp_ddp_join */
   uint64_t bytes; /* including this head */
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__shard_rows;
@@ -17251,14 +17250,14 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__host *host = d->group->host;
   size_t bytes = d->rows.bytes + cddp__pack_rows(d, shard, NULL);
-  char *more = d->rows.packet;
+  char *grown = d->rows.packet;
   if (bytes > d->rows.capacity) {
     bytes = cddp__max(bytes, 2 * d->rows.capacity);
-    if ((more = (char *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_BUFFER)) == NULL)
+    if ((grown = (char *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_BUFFER)) == NULL)
       return CDDP_OUT_OF_MEMORY;
-    if (d->rows.bytes > 0) memcpy(more, d->rows.packet, d->rows.bytes);
+    if (d->rows.bytes > 0) memcpy(grown, d->rows.packet, d->rows.bytes);
     cddp__arena_free(host, d->rows.packet);
-    d->rows.packet = more;
+    d->rows.packet = grown;
     d->rows.capacity = bytes;
   }
   d->rows.bytes += cddp__pack_rows(d, shard, d->rows.packet + d->rows.bytes);
@@ -17266,19 +17265,19 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   return CDDP_OK;
 }
 
-/* Takes the mean of the rows in the ranks' packets [ranks]. */
+/* Takes the mean of the rows in the ranks' packets [ranks]. Absent ranks do not count. */
 static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp__shard_rows *head;
   cddp_result r = CDDP_OK;
   int i, n = 0;
   for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
-  for (i = 0; i < d->shards.count; i++) { /* the owner's next, in any order */
+  for (i = 0; i < d->shards.count; i++) { /* takes the next shard of i's owner: all in the end */
     head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
     packets[d->shards.owner[i]] += head->bytes;
     if (head->shard < (uint64_t)d->shards.count)
       d->rows.lists[head->shard].packet = (char *)(head + 1);
   }
-  for (i = 0; i < d->shards.count; i++) /* drops shards without rows */
+  for (i = 0; i < d->shards.count; i++) /* drops absent ones */
     if (d->rows.lists[i].packet != NULL) d->rows.lists[n++].packet = d->rows.lists[i].packet;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL)
@@ -17287,7 +17286,7 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   return r == CDDP_OK && d->memory->place_rows != NULL ? (d->memory->place_rows)(d) : r;
 }
 
-/* The same for ranks that cannot read each other's memory. longest: the most bytes of a packet. */
+/* The same for ranks that cannot read each other's packets. longest: bytes of the longest one. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
@@ -17305,7 +17304,8 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   return r;
 }
 
-/* Collective: all ranks get the mean of all added rows. cddp__finish ends a failed access. */
+/* Collective: all ranks get the mean of all added rows. After a failure cddp__finish_step ends the
+   access. */
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   size_t longest = 0;
@@ -17318,11 +17318,11 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
     cddp__put64(size, d->rows.bytes);
     r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
     for (i = 0; r == CDDP_OK && i < g->size; i++)
-      longest = cddp__max(longest,
-                          (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
+      longest = cddp__max(
+          longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
     if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
   } else if (r == CDDP_OK) { /* ranks read each other's packets */
-    r = cddp__exchange_refs(g, kind, d->rows.packet, 0, packets);
+    r = cddp__exchange_refs(g, kind, d->rows.packet, 0 /* any bytes */, packets);
     if (r == CDDP_OK) r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
     if (r == CDDP_OK) r = cddp__host_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
@@ -17332,7 +17332,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   return r;
 }
 
-/* more: shards of this step follow. */
+/* Keeps the shard's rows and sum. more: shards of this step follow. */
 static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
   cddp_result r = d->rows.sparse != NULL ? cddp__keep_rows(d, d->shards.current) : CDDP_OK;
   return r == CDDP_OK ? cddp__keep_node(d, d->shards.current, more) : r;
@@ -17352,7 +17352,7 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
 
 struct cddp__bucket_state {
   int remaining; /* parameters not yet ready; guarded by lock */
-  int *sorted;   /* its parameters by offset; memory of plan.sorted */
+  int *sorted;   /* its parameters by offset, those in place last; in plan.sorted */
   int count;
   cddp_work work; /* its reduction in the engine */
   cddp_ddp *ddp;
@@ -17367,8 +17367,8 @@ static int cddp__by_offset(const void *a, const void *b) {
 /* order: of arrival; NULL: reverse order of declaration. */
 static void cddp__set_plan(cddp_ddp *d, const int *order) {
   int b, i, k, n;
-  d->plan.count = cddp__plan_buckets(d->plan.offsets, d->plan.params, d->params, d->count, order,
-                                     d->plan.limits, 2);
+  d->plan.count = cddp__plan_buckets(
+      d->plan.offsets, d->plan.params, d->params, d->count, order, d->plan.limits, 2 /* limits */);
   memcpy(d->plan.sorted, d->plan.params, (size_t)d->count * sizeof *d->plan.params);
   for (b = 0; b < d->plan.count; b++) {
     cddp__bucket_state *s = &d->plan.buckets[b];
@@ -17400,16 +17400,16 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   const cddp_group *g = d->comm;
-  size_t begin, end, at = 0; /* in the bucket */
+  size_t begin, end, at = 0; /* places in the bucket */
   cddp__range range;
   int i = 0, k;
   cddp__slice(cddp__bucket_bytes(d, b), CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
   for (; cddp__next_range(d, b->sorted, b->count, &i, &range); at += range.end - range.begin) {
     size_t low = cddp__max(begin, at), high = cddp__min(end, at + range.end - range.begin);
-    size_t from = range.begin + (low - at), n;
+    size_t from = range.begin + (low - at), n; /* from: in the model */
     char *mean;
     int active = 0;
-    if (low >= high) continue;
+    if (low >= high) continue; /* not in this rank's slice */
     mean = cddp__gradient_at(d, d->me, range.first, from);
     n = (high - low) / cddp__dtype_size(dtype);
     if (d->shards.spread) {
@@ -17429,11 +17429,11 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   }
 }
 
-/* Collective: all ranks get the mean of the bucket. */
+/* Collective: all ranks get the mean of the bucket. Runs in the engine of d->comm. */
 static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_group *g = d->comm;
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, NULL, NULL, 0,
-                                 d->params[b->sorted[0]].dtype, CDDP_AVG, -1);
+  cddp__call c = cddp__make_call( /* the rest: for each range */
+      CDDP__KIND_ALL_REDUCE, NULL, NULL, 0, d->params[b->sorted[0]].dtype, CDDP_AVG, -1);
   cddp__range range;
   int i = 0, k;
   uint64_t index = (uint64_t)(b - d->plan.buckets), record;
@@ -17466,8 +17466,8 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 enum { CDDP__BUCKET_PACK, CDDP__BUCKET_UNPACK }; /* of `bool unpack` */
 
-/* Copies between the bucket's gradients and a contiguous buffer. */
-static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, void *buffer,
+/* Copies a bucket's gradients to a contiguous buffer. unpack: from it. */
+static cddp_result cddp__copy_bucket(const cddp_ddp *d, const cddp__bucket_state *b, void *buffer,
                               bool unpack) {
   cddp__range range;
   char *flat = (char *)buffer;
@@ -17486,15 +17486,15 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
   return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
 }
 
-/* Averages a bucket in `small`, a half precision. */
+/* Averages a bucket in `small`, a type of 2 bytes. A half is averaged as it is. */
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
   const cddp__backend *backend = b->group->backend;
   void *copy = NULL;
   cddp_result r = CDDP_OK;
-  if (cddp__dtype_size(b->dtype) <= 2) return (backend->start)(b->group, &c, NULL); /* as is */
+  if (cddp__dtype_size(b->dtype) <= 2) return (backend->start)(b->group, &c, NULL /* no handle */);
   if (backend->scratch != NULL) r = (backend->scratch)(b->group, 2 * b->count, &copy);
-  else copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__EXTENT_USER); /* a host */
+  else copy = cddp__arena_alloc(b->group->host, 2 * b->count, CDDP__EXTENT_USER);
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
@@ -17506,7 +17506,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 
 /* Calls the hook: in place if the gradients are adjacent, else on a copy. */
 static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  char first = cddp__error_text[0]; /* of an older text, which stays if the hook sets none */
+  char first = cddp__error_text[0]; /* 0 during the call: shows whether the hook sets a text */
   size_t bytes = cddp__bucket_bytes(d, b);
   cddp_bucket bucket;
   cddp__range range;
@@ -17514,7 +17514,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_result r = CDDP_OK;
   int i = 0;
   if (bytes == 0) return CDDP_OK; /* no rank used any of its parameters */
-  (void)cddp__next_range(d, b->sorted, b->count, &i, &range);
+  (void)cddp__next_range(d, b->sorted, b->count, &i, &range); /* bytes > 0: there is one */
   memset(&bucket, 0, sizeof bucket);
   bucket.index = (int)(b - d->plan.buckets);
   bucket.bucket_count = d->plan.count;
@@ -17526,7 +17526,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
   packed = range.end - range.begin != bytes; /* several ranges */
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
-  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, CDDP__BUCKET_PACK);
+  if (r == CDDP_OK && packed) r = cddp__copy_bucket(d, b, bucket.data, CDDP__BUCKET_PACK);
   if (r == CDDP_OK) {
     cddp__error_text[0] = 0;
     r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
@@ -17534,10 +17534,10 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
       r = cddp__fail(r, "it returned %d, %s", (int)r, cddp_result_name(r));
     if (cddp__error_text[0] == 0) cddp__error_text[0] = first;
   }
-  if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, CDDP__BUCKET_UNPACK);
+  if (r == CDDP_OK && packed) r = cddp__copy_bucket(d, b, bucket.data, CDDP__BUCKET_UNPACK);
   if (r == CDDP_OK) return r;
-  return cddp__fail_in(r, "communication hook on bucket %d of rank %d: ", bucket.index,
-                       d->group->rank);
+  return cddp__fail_in(
+      r, "communication hook on bucket %d of rank %d: ", bucket.index, d->group->rank);
 }
 
 /* --- buckets in the engine --- */
@@ -17551,10 +17551,10 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   if (r == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
-  if (hooked) return cddp__break(g, r); /* else calls of later buckets would match this one's */
-  return cddp__fail_in(r, "bucket %d (parameter \"%s\"%s): ", (int)(b - d->plan.buckets),
-                       cddp__param_name(d->params, b->sorted[0]).s,
-                       b->count > 1 ? " and others" : "");
+  if (hooked) return cddp__break(g, r); /* peers' calls in this hook must not match later ones */
+  return cddp__fail_in(
+      r, "bucket %d (parameter \"%s\"%s): ", (int)(b - d->plan.buckets),
+      cddp__param_name(d->params, b->sorted[0]).s, b->count > 1 ? " and others" : "");
 }
 
 static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
@@ -17569,7 +17569,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
   int b;
-  (void)part;
+  (void)part; /* the mean is whole */
   cddp__drain_buckets(d);
   for (b = 0; b < d->plan.next; b++) { /* those launched */
     cddp_work *work = &d->plan.buckets[b].work;
@@ -17582,7 +17582,7 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
    Job: the states of an optimizer that is stepped by a cddp_ddp, over the ranks.
    Owns: the shared states of the optimizers in d->sharing; optim.parts.
    Entry points: cddp__share_states, _gather_shared, _copy_shared and _end_sharing; cddp__state_at,
-   cddp__copy_states; cddp__place_states, _gather_state.
+   cddp__copy_states; cddp__partition_states, _gather_state.
    SHARED: from the first cddp_ddp_step on the ranks of a host have one copy, in the order of the
    model. cddp_ddp_wait makes them whole again on each rank, for cddp_optim_step.
    PARTITIONED (sharded_states, with several hosts or GPUs): each rank has the states of its part
@@ -17599,7 +17599,7 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *st
 
 enum { CDDP__FROM_SHARED, CDDP__TO_SHARED }; /* of `bool share` */
 
-/* Copies the part in [begin, end) of the model of state k of parameter i. */
+/* Copies the part of state k of parameter i that is in [begin, end) of the model. */
 static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, int k, int i,
                                     char *states, size_t begin, size_t end, bool share) {
   const cddp_param *param = &optim->params[i];
@@ -17615,8 +17615,8 @@ static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, 
   n = (end - begin) / esize;
   shared = cddp__state_at(d, optim, states, k, i, first);
   if (unmade) /* the next step makes this master; joining ranks need it now */
-    return (d->group->backend->convert)(d->group, shared, CDDP_F32,
-                                        (char *)param->data + first * esize, param->dtype, n);
+    return (d->group->backend->convert)(
+        d->group, shared, CDDP_F32, (char *)param->data + first * esize, param->dtype, n);
   own += first * size;
   return (d->memory->copy)(share ? shared : own, share ? own : shared, n * size, d->group->stream);
 }
@@ -17633,6 +17633,7 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim,
   return r;
 }
 
+/* Local. This rank frees the shared states if it has allocated them. */
 static void cddp__end_sharing(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
   cddp_optim **link = &d->sharing;
@@ -17649,18 +17650,18 @@ static cddp_result cddp__copy_shared(cddp_optim *optim) {
   int i;
   for (i = 0; i < optim->count; i++)
     if (optim->steps[i] > 0 && cddp__need_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-  return cddp__copy_states(d, optim, optim->shared_states, 0, d->layout.model_bytes,
-                           CDDP__FROM_SHARED);
+  return cddp__copy_states(
+      d, optim, optim->shared_states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
 }
 
-/* Allocates the pages of this rank's part of the states: whole huge pages of a large model. */
+/* Gives memory to this rank's part of the states: whole huge pages of a large model. */
 static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, char *states) {
   size_t stride = d->layout.state_stride, from, to,
          unit = stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
   cddp_result r = CDDP_OK;
   int k;
   cddp__part_of(d, d->group->local_rank, &from, &to);
-  if (to == d->layout.dense) to = stride; /* the last part: sparse states too */
+  if (to == d->layout.dense) to = stride;
   else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to);
   if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
@@ -17692,11 +17693,11 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
       r = cddp__commit_shared(d, optim, (char *)states);
     r = cddp__agree(g, r);
   }
-  /* In a broken group another rank can have gone on, and write to this memory: keep it. */
+  /* If the group is broken, another rank can have succeeded, and write to this memory: keep it. */
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   if (r != CDDP_OK) return r;
   cddp__part_of(d, g->local_rank, &begin, &end);
-  (void)cddp__copy_states(d, optim, (char *)states, begin, end, CDDP__TO_SHARED); /* cannot fail */
+  (void)cddp__copy_states(d, optim, (char *)states, begin, end, CDDP__TO_SHARED); /* on a host */
   optim->shared_states = (char *)states;
   optim->own_shared = g->local_rank > 0 ? NULL : optim->shared_states;
   optim->next = d->sharing;
@@ -17712,8 +17713,8 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* Collective: all ranks copy the shared states before their owner frees them. cddp__finish ends a
-   failed access. */
+/* Collective: all ranks copy the shared states before their owner frees them. After a failure
+   cddp__finish_step ends the access. */
 static cddp_result cddp__gather_shared(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
   cddp_result r = cddp__begin_access(d->control);
@@ -17725,7 +17726,7 @@ static cddp_result cddp__gather_shared(cddp_optim *optim) {
 }
 
 /* Sets which states optim keeps. d: its desc.ddp. Ranks of a single host share states instead. */
-static void cddp__place_states(const cddp_ddp *d, cddp_optim *optim) {
+static void cddp__partition_states(const cddp_ddp *d, cddp_optim *optim) {
   const cddp_group *g = d->group;
   size_t begin, end, esize;
   int i;
@@ -17754,9 +17755,9 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
     cddp__call c;
     if (!cddp__part_slice(d, i, d->group->size, p, &begin, &end)) continue;
     first = (begin - d->tensors[i].offset) / esize; /* element of the parameter */
-    c = cddp__broadcast_call(whole + first * size, (end - begin) / esize,
-                             cddp__state_type(optim, i), p);
-    r = cddp__call_all(d, &c);
+    c = cddp__broadcast_call(
+        whole + first * size, (end - begin) / esize, cddp__state_type(optim, i), p);
+    r = cddp__run_collective(d, &c);
   }
   if (r == CDDP_OK && device) r = cddp__await_device(d->group);
   if (r == CDDP_OK) return r;
@@ -17768,18 +17769,18 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
    Job: wait, step and reduce_scatter on gradients in host memory.
    Owns: the sums of squares behind the arena. Touches: parameters and gradients of all ranks of the
    host, between cddp__begin_access and cddp__end_access; the optimizer of a step.
-   Entry points: cddp__host_memory, above all cddp__host_step and cddp__host_publish; for elastic
-   models cddp__walk, _pass_of, _clip_factor, _clip_rows.
+   Entry points: cddp__host_memory, with cddp__host_step and _host_publish; for elastic models
+   cddp__run_pass, _pass_of, _clip_factor, _clip_rows.
    How a step works:
-     1. Gradients that are not reduced yet need one pass (cddp__walk). Each rank takes its part of
-        the model block by block, in the first-level cache: it sums the block over all ranks,
+     1. Gradients that are not reduced yet need one pass (cddp__run_pass). Each rank takes its part
+        of the model in blocks that the first-level cache holds: it sums a block over all ranks,
         updates it with the shared states, writes the new weights to every rank, and zeroes the
-        gradients. For f32, one or two states and 1, 2 or 4 ranks one loop does all of this
+        gradients. For f32, 1, 2 or 4 ranks and common settings one loop does all of this
         (cddp__fuse_loop).
      2. Weights in private memory reach the other ranks through the gradients' memory.
      3. max_grad_norm adds a pass before this one: the mean of the rank's part into its gradients,
         and the sums of squares of the part's pieces behind its arena. After a round every rank adds
-        all sums in the model's order.
+        the sums of all parts, in one order.
      4. cddp_ddp_reduce_scatter is the pass for the means alone. cddp_ddp_all_gather does what
         follows the update of a block.
      5. Partitioned states: the rank steps its part by the means, and sends the weights to all. */
@@ -17792,14 +17793,15 @@ typedef struct cddp__pass {
   cddp_optim *optim; /* NULL: takes means only */
   bool steps;        /* false: takes means, also for a clip */
   char *means;       /* the means, by offset; NULL: in this rank's gradients */
-  bool averaged;     /* means are in place, except where `loops` */
+  bool averaged;     /* the means exist, except where `fuses` */
   double clip;       /* factor of the means; 1: none */
-  bool one_loop;     /* cddp__update.loop supports the number of ranks, and all have gradients */
-  bool loops;        /* that loop processes the current parameter */
+  bool can_fuse;     /* cddp__update.loop supports the number of ranks, and all have gradients */
+  bool fuses;        /* cddp__fuse_loop processes the current parameter, from the gradients on */
   bool alone;        /* the optimizer's states are this rank's alone, and so are new weights */
 } cddp__pass;
 
-/* Sets this rank's sums of squares of the pieces [begin, end) of the model, all of parameter i. */
+/* Sets this rank's sums of squares of the pieces in [begin, end) of the model, all of parameter i.
+   grad: its mean gradient from `begin` on. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *tensor = &d->tensors[i];
   double *sums = d->addresses.squares[d->me] + tensor->first_piece;
@@ -17822,8 +17824,8 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
     const cddp__sparse *sparse = cddp__sparse_of(d, i);
     if (!d->step.used[i]) continue;
     if (sparse != NULL)
-      sum += cddp__sum_squares(sparse->mean.values, sparse->mean.n * sparse->width,
-                               d->params[i].dtype);
+      sum += cddp__sum_squares(
+          sparse->mean.values, sparse->mean.n * sparse->width, d->params[i].dtype);
     for (p = 0; p < parts && sparse == NULL; p++) {
       if (!cddp__part_slice(d, i, parts, p, &begin, &end)) continue;
       k = tensor->first_piece + begin / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES;
@@ -17852,10 +17854,10 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
     if (d->step.used[i] && cddp__dense_count(d, i) > 0)
-      cddp__add_squares(d, i, (char *)d->params[i].grad, tensor->offset,
-                        tensor->offset + tensor->bytes);
+      cddp__add_squares(
+          d, i, (char *)d->params[i].grad, tensor->offset, tensor->offset + tensor->bytes);
   }
-  factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1);
+  factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1 /* part */);
   for (i = 0; factor != 1 && i < d->count; i++)
     if (d->step.used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
@@ -17864,7 +17866,8 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   return CDDP_OK;
 }
 
-/* Updates this rank's part of parameter i, in blocks that the cache keeps for cddp__optim_copy. */
+/* Updates this rank's part of parameter i on all ranks, from all gradients. cddp__optim_copy reads
+   each block from the cache. */
 static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u) {
   const cddp_ddp *d = pass->d;
   const cddp__tensor *tensor = &d->tensors[i];
@@ -17894,7 +17897,7 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
   }
 }
 
-/* out = the mean of a block. */
+/* out = the mean of a block over shards, or over the ranks with data. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
   if (d->shards.spread || d->desc.elastic) {
@@ -17912,8 +17915,8 @@ static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
 
 /* A block of a pass for means, and for a clip their squares. After a loss it can be repeated. */
 static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
-  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* for squares: the step takes it again */
-  char *mean = pass->loops ? (char *)unkept : cddp__mean_at(pass, i, at);
+  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* cddp__fuse_loop computes it again */
+  char *mean = pass->fuses ? (char *)unkept : cddp__mean_at(pass, i, at);
   if (!pass->averaged) cddp__mean_block(pass->d, i, mean, at, n);
   if (pass->d->desc.max_grad_norm > 0)
     cddp__add_squares(pass->d, i, mean, at, at + n * cddp__dtype_size(pass->d->params[i].dtype));
@@ -17933,7 +17936,7 @@ static const void *cddp__block_gradient(const cddp__pass *pass, int i, size_t at
   return buffer;
 }
 
-/* Copies in the cache; libc uses non-temporal copies from 2 KiB on. from NULL: zeroes. */
+/* Copies in the cache, which libc bypasses from 2 KiB on. from NULL: zeroes. */
 static void cddp__copy_near(char *to, const char *from, size_t bytes) {
   size_t at, n;
   for (at = 0; at < bytes; at += n) {
@@ -17959,7 +17962,7 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
   if (!tensor->shared) cddp__copy_near(apart, weights, bytes);
 }
 
-/* Steps a block and publishes it, unless pass->alone. */
+/* Steps a block, and sends it to the other ranks unless pass->alone. */
 static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *u, size_t at,
                              size_t n) {
   double mean[CDDP__STEP_BLOCK / sizeof(double)];
@@ -17975,8 +17978,9 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
   cddp__optim_copy(pass->optim, i, first, n);
 }
 
-/* One pass through the model's bytes [begin, end): steps them, or stores their means. */
-static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
+/* One pass through the model's bytes [begin, end): steps them (pass->steps), or stores their means
+   and for a clip their squares. */
+static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
   cddp_ddp *d = pass->d;
   bool steps = pass->steps;
   void *states[CDDP__STATES + 1];
@@ -17989,18 +17993,18 @@ static void cddp__walk(cddp__pass *pass, size_t begin, size_t end) {
            high = cddp__min(end, tensor->offset + tensor->bytes), n;
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
     if (at >= high || (pass->optim != NULL && cddp__optim_skips(pass->optim, i))) continue;
-    if (!steps && !d->step.used[i]) continue;
-    if (pass->optim != NULL && (steps || pass->one_loop)) { /* for means: sets `loops` */
+    if (!steps && !d->step.used[i]) continue; /* no mean */
+    if (pass->optim != NULL && (steps || pass->can_fuse)) { /* not steps: to set `fuses` */
       for (k = 0; k < pass->optim->state_count; k++)
         states[k] = pass->alone ? *cddp__state_of(pass->optim, k, i)
                              : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
       u = cddp__update_of(pass->optim, i, states, 1 /* stride */);
       block = steps ? CDDP__STEP_BLOCK : block;
-      pass->loops = pass->one_loop && u.loop != NULL && u.stored == CDDP_F32 && tensor->used &&
+      pass->fuses = pass->can_fuse && u.loop != NULL && u.stored == CDDP_F32 && tensor->used &&
                     tensor->shared;
     }
-    if (steps && pass->loops) cddp__fuse_loop(pass, i, &u);
-    for (; at < high && !(steps && pass->loops); at += n * esize) {
+    if (steps && pass->fuses) cddp__fuse_loop(pass, i, &u);
+    for (; at < high && !(steps && pass->fuses); at += n * esize) {
       /* Ends at a multiple of block: cddp__add_squares sums whole pieces. */
       n = cddp__min(block - at % block, high - at) / esize;
       if (steps) cddp__fuse_block(pass, i, &u, at, n);
@@ -18019,14 +18023,14 @@ static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *optim, bool averaged) {
   return pass;
 }
 
-/* Takes the mean of this rank's part into its gradients, unless they have it or one loop takes it
-   later. Sets pass->clip from the squares of all parts. */
+/* Takes the mean of this rank's part into its gradients, unless they have it or cddp__fuse_loop
+   follows. Sets pass->clip from the squares of all parts. */
 static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
   cddp_ddp *d = pass->d;
   size_t begin, end;
   cddp_result r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
-  cddp__walk(pass, begin, end);
+  cddp__run_pass(pass, begin, end);
   pass->averaged = true;
   if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
   r = cddp__host_barrier(d, kind, CDDP__PHASE_NORM);
@@ -18038,7 +18042,8 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
 }
 
 /* After this rank has published its part: waits until all ranks have. Private weights are copied
-   from the other ranks' gradients, which their owners then zero. optim NULL: the caller steps. */
+   from the other ranks' gradients, which their owners then zero; of shared ones only optim's copies
+   are written. optim NULL: the caller steps. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   int i, p, kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   cddp_result r = cddp__host_barrier(d, kind, CDDP__PHASE_DONE);
@@ -18077,13 +18082,13 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
   size_t begin, end;
   cddp_result r = CDDP_OK;
   int i;
-  CDDP_ASSERT(pass->averaged && !pass->one_loop);
+  CDDP_ASSERT(pass->averaged && !pass->can_fuse);
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (!cddp__optim_skips(optim, i)) r = cddp__need_states(optim, i);
   if (r != CDDP_OK) return r;
   pass->alone = true;
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin, &end);
-  cddp__walk(pass, begin, end);
+  cddp__run_pass(pass, begin, end);
   r = cddp__end_access(d->control, r);
   if (r == CDDP_OK) r = cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
   return r == CDDP_OK ? (optim->backend->copy)(optim) : r; /* to desc.copies */
@@ -18101,13 +18106,13 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   if (r == CDDP_OK && optim != NULL && optim->state_count > 0 && optim->shared_by == NULL &&
       !optim->partitioned)
     r = cddp__share_states(d, optim); /* the first step of optim by this model */
-  pass.one_loop = optim != NULL && !averaged && !d->shards.spread && d->step.active_count == size &&
+  pass.can_fuse = optim != NULL && !averaged && !d->shards.spread && d->step.active_count == size &&
                (size == 1 || size == 2 || size == 4);
   if (r == CDDP_OK && (optim == NULL || d->desc.max_grad_norm > 0))
     r = cddp__mean_part(&pass, kind);
   if (r != CDDP_OK) return r;
   for (i = 0; optim == NULL && pass.clip != 1 && i < d->partition_count; i++) {
-    const cddp_partition *p = &d->partitions[i]; /* reduce_scatter clips */
+    const cddp_partition *p = &d->partitions[i]; /* reduce_scatter: no update clips */
     if (d->step.used[p->param])
       cddp__scale(p->grad, p->count, d->params[p->param].dtype, pass.clip);
   }
@@ -18116,7 +18121,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   pass.steps = true;
   if (optim->partitioned) return cddp__partitioned_step(&pass);
   cddp__part_of(d, d->me, &begin, &end);
-  cddp__walk(&pass, begin, end);
+  cddp__run_pass(&pass, begin, end);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
     if (cddp__need_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
@@ -18156,13 +18161,13 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
   size_t bytes = d->layout.arena_bytes;
-  d->arena = (char *)cddp__arena_alloc(d->group->host, bytes, /* elastic: peers only read */
-                                       d->desc.elastic ? CDDP__EXTENT_BUFFER : CDDP__EXTENT_USER);
+  d->arena = (char *)cddp__arena_alloc( /* elastic: peers only read */
+      d->group->host, bytes, d->desc.elastic ? CDDP__EXTENT_BUFFER : CDDP__EXTENT_USER);
   if (d->arena != NULL) return CDDP_OK;
   return cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", bytes);
 }
 
-/* From the arena: peers write to it in collectives. */
+/* Shared memory: peers write to it in collectives. */
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
   if (d->scratch.bytes < bytes) {
     cddp__arena_free(d->group->host, d->scratch.memory);
@@ -18200,18 +18205,17 @@ static const cddp__ddp_memory cddp__host_memory = {
 /* >>ddp-step --------------------------------------------------------------------------------------
    Job: a step from cddp_ddp_ready to the next step, for host and device memory.
    Owns: the step in progress (d->step), the ready flags. Touches: the optimizer of the step.
-   Entry points: cddp_ddp_ready, cddp__next_of_rank, cddp__ddp_meet, cddp__ddp_step, cddp__publish;
+   Entry points: cddp_ddp_ready, cddp__next_shard, cddp__ddp_meet, cddp__ddp_step, _ddp_all_gather;
    cddp__check_pair; the steps of cddp__ddp_step for cddp_ddp_join and elastic models.
    How cddp__ddp_step works, after a rank's last shard has ended:
      1. cddp__ddp_meet compares the optimizers, and counts the gradients that are not ready.
-     2. cddp__finish, also on ranks in cddp_ddp_join:
+     2. cddp__finish_step, also on ranks in cddp_ddp_join (absent ones):
         a. If gradients are missing, the ranks exchange their flags (cddp__settle_unused). A wait
            also gives each rank all states of its optimizers.
-        b. cddp__reduce_gradients: the remaining buckets, or the sums of shards, are reduced now;
-           else the pass of d->memory->step reduces the gradients.
+        b. cddp__reduce_gradients, unless the pass of d->memory->step reduces the gradients.
         c. Ranks that missed steps catch up. Sparse rows are merged.
         d. d->memory->step updates the weights, or a wait returns the means.
-        e. cddp__complete prepares the next step. After the first one the buckets are planned again.
+        e. cddp__complete prepares the next step.
    A failure before the end of a step fails the model on all ranks. */
 
 /* Payload of a step's meeting. */
@@ -18222,8 +18226,8 @@ typedef struct cddp__step_header {
   uint32_t absent;   /* CDDP__ABSENT_*; 0: the rank has data */
 } cddp__step_header;
 enum { /* the rank is in cddp_ddp_join */
-  CDDP__ABSENT_BEFORE = 1,
-  CDDP__ABSENT_SINCE_NOW /* in its first meeting: tells cddp__end_uneven the last rank to join */
+  CDDP__ABSENT_BEFORE = 1, /* since an earlier meeting */
+  CDDP__ABSENT_SINCE_NOW   /* cddp__end_uneven finds the last rank to join by it */
 };
 
 /* Before the first cddp_ddp_ready of a step or shard. */
@@ -18240,8 +18244,8 @@ static void cddp__reset_step(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
-/* Completes the shard, if any, and sets d->shards.current to this rank's next one. */
-static cddp_result cddp__next_of_rank(cddp_ddp *d) {
+/* Ends the shard, if any, and sets d->shards.current to this rank's next one, which exists. */
+static cddp_result cddp__next_shard(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int first, count;
   if (d->shards.current >= 0) {
@@ -18253,7 +18257,8 @@ static cddp_result cddp__next_of_rank(cddp_ddp *d) {
   return r;
 }
 
-/* Starts every full bucket if all before it have started. lock held. A single rank reduces none. */
+/* Starts every full bucket that has none before it unstarted. lock held. A single rank needs none.
+   */
 static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.spread) return CDDP_OK;
@@ -18266,12 +18271,12 @@ static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   return r;
 }
 
-/* Copies a gradient to the arena, unless it is there or is reduced in place. */
-static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
+/* Copies a gradient to the arena, unless it is reduced where it is. */
+static cddp_result cddp__copy_gradient(cddp_ddp *d, int i) {
   const cddp__tensor *tensor = &d->tensors[i];
   if (tensor->storage != CDDP__STORAGE_COPIED) return CDDP_OK;
-  return (d->memory->copy)(d->arena + tensor->arena_offset, d->params[i].grad, tensor->bytes,
-                           d->group->stream);
+  return (d->memory->copy)(
+      d->arena + tensor->arena_offset, d->params[i].grad, tensor->bytes, d->group->stream);
 }
 
 /* A second mark in one step fails the model: the sums would be wrong if the caller ignored it. */
@@ -18291,7 +18296,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   CDDP__POINT("ready");
   cddp__note_thread(host);
   pthread_mutex_lock(&d->lock);
-  noted = d->no_sync; /* for a later step only */
+  noted = d->no_sync; /* it counts in a later step only */
   twice = !noted && tensor->ready;
   if (noted) tensor->noted = true;
   else if (!twice) {
@@ -18301,21 +18306,22 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   pthread_mutex_unlock(&d->lock);
   if (twice) {
     CDDP__REFUSE("cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
-                 "call it once, when its gradient is complete",
-                 cddp__param_name(d->params, param).s, d->group->rank);
+        "call it once, when its gradient is complete", cddp__param_name(d->params, param).s,
+        d->group->rank);
     return cddp__fail_model(d, CDDP_INVALID_ARGUMENT);
   }
-  g = d->comm != NULL ? d->comm : d->group; /* a joining process has none yet */
-  cddp__record_finish(g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1), CDDP_OK);
+  g = d->comm != NULL ? d->comm : d->group; /* a joining process has no comm yet */
+  cddp__record_finish(
+      g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* dtype, op, root */), CDDP_OK);
   if (noted) return CDDP_OK;
   if ((r = d->memory->use(d->group)) != CDDP_OK) return r;
-  if ((r = cddp__fetch_gradient(d, param)) != CDDP_OK) return r;
+  if ((r = cddp__copy_gradient(d, param)) != CDDP_OK) return r;
   pthread_mutex_lock(&d->lock);
   CDDP_ASSERT(d->plan.buckets[tensor->bucket].remaining > 0);
   d->plan.buckets[tensor->bucket].remaining--;
   if (d->step.early) r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
-  return r == CDDP_OK ? r : cddp__fail_model(d, r); /* no bucket starts twice */
+  return r == CDDP_OK ? r : cddp__fail_model(d, r); /* a bucket cannot start again */
 }
 
 /* Adds to a hash of the optimizer's settings, in bit 0, whether its states are shared. */
@@ -18323,7 +18329,7 @@ static uint64_t cddp__add_sharing(const cddp_optim *optim, uint64_t hash) {
   return hash | (uint64_t)(optim != NULL && optim->shared_by != NULL);
 }
 
-/* The settings that must agree between ranks, except lr. optim NULL: 0. */
+/* What must agree between ranks, except lr, as a hash. optim NULL: 0. */
 static uint64_t cddp__optim_settings(const cddp_optim *optim) {
   return cddp__add_sharing(optim, optim != NULL ? optim->settings : 0);
 }
@@ -18334,7 +18340,7 @@ static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of
   return m;
 }
 
-/* The name of number `at` of an optimizer: its settings, then lr_scales, then weight_decays. */
+/* The name of number `at` of an optimizer. Its numbers: settings, lr_scales, weight_decays. */
 static cddp__text cddp__setting_name(const cddp_ddp *d, size_t at) {
   size_t count = (size_t)d->count, of_params = at - CDDP__SETTING_COUNT;
   if (at < CDDP__SETTING_COUNT) return cddp__textf("%s", cddp__setting_names[at]);
@@ -18347,8 +18353,8 @@ typedef struct cddp__difference {
   double index, value; /* index: of cddp__setting_name; n of cddp__break_settings: none differs */
 } cddp__difference;
 
-/* Breaks the group on all ranks: an optimizer differs from that of rank `first`. The error names
-   the first number that differs. optim: this rank's optimizer, or NULL. */
+/* Breaks the group on all ranks: an optimizer differs from that of rank `first`, which sends its
+   numbers. The error names the first that differs on any rank. optim: this rank's, or NULL. */
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, int first) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
@@ -18370,7 +18376,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* absent: takes the others' lr */
+  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* an absent rank takes the others' lr */
   while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++;
   if (optim != NULL && k < n) {
     own.index = (double)k;
@@ -18379,7 +18385,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   if (r == CDDP_OK) r = cddp__all_gather(g, &own, all, sizeof own);
   if (r == CDDP_OK) {
     for (p = 0; p < g->size; p++) at = cddp__min(at, (size_t)all[p].index);
-    CDDP_ASSERT(at < n);
+    CDDP_ASSERT(at < n); /* the hashes differed */
     cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d", cddp__setting_name(d, at).s,
                cddp__describe_number(theirs[at]).s, first);
     for (p = 0; p < g->size; p++)
@@ -18439,7 +18445,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
     differ = differ || m.lr != lr;
     d->step.active[d->step.active_count++] = p;
   }
-  if (differ)
+  if (differ) /* lr is that of active[0], if it has an optimizer */
     return cddp__break_settings(d, optim, active_settings != 0 ? d->step.active[0] : first_optim);
   if (d->step.active_count > 0 && d->step.active_count < g->size) d->uneven.had_absent = true;
   return CDDP_OK;
@@ -18453,7 +18459,7 @@ static bool cddp__flag_missing(unsigned char flag) {
   return flag == 0 || flag == CDDP__FLAG_NOTED;
 }
 
-/* Fails: lists missing gradients. */
+/* Fails with a list of gradients that are missing: CDDP_MISMATCH if not on all ranks. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
   int i, missing, shown = 0; /* missing: on that many ranks */
   bool noted, any_noted = false;
@@ -18473,20 +18479,19 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
                  cddp__param_name(d->params, i).s, noted ? " (only while no_sync was on)" : "");
     if (missing == d->step.active_count) continue; /* on all ranks */
     r = CDDP_MISMATCH;
-    for (at = (size_t)i; !cddp__flag_missing(d->scratch.flags[at]);) at += n;
+    for (at = (size_t)i; !cddp__flag_missing(d->scratch.flags[at]);) at += n; /* the first rank */
     cddp__append(list, sizeof list, " (on rank %d%s)", (int)(at / n),
                  missing > 1 ? " and others" : "");
   }
-  return cddp__fail(r,
-                    "gradients were not marked ready: %s; %s", list,
-                    any_noted ? "turn no_sync off before the last micro-batch's backward pass: "
-                                "cddp_ddp_ready does not count before"
-                              : "call cddp_ddp_ready for every parameter, or set "
-                                "find_unused_parameters");
+  return cddp__fail(
+      r, "gradients were not marked ready: %s; %s", list,
+      any_noted ? "turn no_sync off before the last micro-batch's backward pass: cddp_ddp_ready "
+                  "does not count before"
+                : "call cddp_ddp_ready for every parameter, or set find_unused_parameters");
 }
 
-/* Collective, if parameters are not ready. With find_unused_parameters their gradients count as
-   zero, and parameters that no rank used do not change; without it every rank fails. */
+/* Collective, if parameters are missing on any rank. With find_unused_parameters their gradients
+   count as zero, and parameters that no rank used do not change; without it every rank fails. */
 static cddp_result cddp__settle_unused(cddp_ddp *d) {
   size_t n = (size_t)d->count, i, p;
   unsigned char *mine = d->scratch.flags + n * (size_t)d->group->size;
@@ -18506,8 +18511,8 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     tensor->used = false;
     for (p = 0; p < (size_t)d->group->size; p++)
       if (d->scratch.flags[p * n + i] == CDDP__FLAG_READY) tensor->used = true;
-    if (mine[i] || !tensor->used) { /* accumulated under no_sync, or not to be changed */
-      r = cddp__fetch_gradient(d, (int)i);
+    if (mine[i] || !tensor->used) { /* absent, or accumulated under no_sync; or used by no rank */
+      r = cddp__copy_gradient(d, (int)i);
     } else { /* other ranks used it */
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, tensor->offset),
                             tensor->padded_bytes, d->group->stream);
@@ -18524,8 +18529,8 @@ static bool cddp__needs_part_only(int kind, const cddp_optim *optim) {
   return kind == CDDP__KIND_DDP_SCATTER || (optim != NULL && optim->partitioned);
 }
 
-/* Starts the remaining buckets; the work that follows runs after all of them. The sums in buckets
-   are divided here, unless an optimizer's kernel on a device does it. */
+/* Starts the remaining buckets; the work that follows runs after all of them. Makes their results
+   means (cddp__mean_factor), unless an optimizer's kernel on a device does it. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *optim) {
   bool in_kernel = optim != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
   cddp__range range;
@@ -18547,15 +18552,15 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
     if (factor != 1 && range.begin < range.end)
-      r = (d->memory->scale)(cddp__gradient_at(d, d->me, range.first, range.begin),
-                             (range.end - range.begin) / cddp__dtype_size(dtype), dtype, factor,
-                             d->group->stream);
+      r = (d->memory->scale)(
+          cddp__gradient_at(d, d->me, range.first, range.begin),
+          (range.end - range.begin) / cddp__dtype_size(dtype), dtype, factor, d->group->stream);
   }
   return r;
 }
 
 /* Whether the buckets of the next step are reduced as they fill. After a cddp_ddp_step (stepped) on
-   a single host they wait for the next one, which reduces the gradients in its one pass. */
+   a single host they are not: the next step reduces the gradients in its one pass. */
 static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
   const cddp_group *g = d->group;
   bool one_pass = d->desc.comm_hook == NULL && g->carrier->shared && !g->backend->on_device;
@@ -18574,8 +18579,8 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   d->shards.current = -1;
   d->steps++;
   if (!d->plan.rebuilt && !d->desc.find_unused_parameters) {
-    r = cddp__broadcast(d->control, d->plan.arrival,
-                        (size_t)d->count * sizeof *d->plan.arrival, d->step.active[0]);
+    r = cddp__broadcast(
+        d->control, d->plan.arrival, (size_t)d->count * sizeof *d->plan.arrival, d->step.active[0]);
     if (r == CDDP_OK) cddp__set_plan(d, d->plan.arrival);
     d->plan.rebuilt = r == CDDP_OK;
   }
@@ -18594,8 +18599,8 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* Collective: sends root's weights and states to absent ranks that missed steps. Partitioned
-   states never miss one. */
+/* Collective: sends root's weights and states to absent ranks that missed steps. Partitioned states
+   miss none: only cddp_ddp_step steps them. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   cddp_result r;
   int k, i;
@@ -18633,8 +18638,8 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *optim, bool cl
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
     if (optim != NULL && cddp__optim_skips(optim, i))
-      r = (d->memory->zero)(cddp__gradient_at(d, d->me, i, tensor->offset), tensor->padded_bytes,
-                            stream);
+      r = (d->memory->zero)(
+          cddp__gradient_at(d, d->me, i, tensor->offset), tensor->padded_bytes, stream);
     else if (optim != NULL)
       cddp__count_step(optim, i);
     if (cddp__sparse_of(d, i) != NULL) d->rows.sparse[i]->added.n = d->rows.sparse[i]->mean.n = 0;
@@ -18662,15 +18667,15 @@ static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_opti
   return r;
 }
 
-/* Whether NCCL reduces the next step's buckets only to the ranks that step them: if this step so
-   needs them. */
+/* Whether NCCL reduces the next step's buckets only to the ranks that step them. The next step is
+   assumed to be like this one. */
 static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *optim) {
   return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues && !cddp__gathers(d) &&
          d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
 }
 
 /* Completes the step after its meeting. optim NULL: a wait or reduce_scatter. */
-static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64_t missing) {
+static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, uint64_t missing) {
   bool waits = kind == CDDP__KIND_DDP_WAIT, averaged;
   bool wrote = missing > 0; /* cddp__settle_unused zeroes gradients */
   cddp_result r = CDDP_OK;
@@ -18696,6 +18701,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *optim, uint64
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
 
+/* Refuses an optimizer that cannot step d. Checks its rows only once. */
 static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *optim) {
   cddp_result r;
   int i;
@@ -18724,27 +18730,28 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
     return CDDP__REFUSE(
         "call cddp_ddp_all_gather first: it completes the step that cddp_ddp_reduce_scatter began");
   if (optim == NULL && d->no_sync) return CDDP_OK;
-  record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
+  record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0 /* elements */);
   if (d->desc.shards > 0 && d->shards.taken < d->shards.own_count) {
     r = cddp__check_group(d->group); /* with NCCL a loss can have ended the loop of shards */
     if (r == CDDP_OK)
-      r = CDDP__REFUSE("rank %d still has %d of its %d shards of this step to do; call "
-                       "cddp_ddp_next_shard until it returns false",
-                       d->group->rank, d->shards.own_count - d->shards.taken, d->shards.own_count);
+      r = CDDP__REFUSE(
+          "rank %d still has %d of its %d shards of this step to do; call cddp_ddp_next_shard "
+          "until it returns false", d->group->rank, d->shards.own_count - d->shards.taken,
+          d->shards.own_count);
   } else {
     r = d->memory->use(d->group);
-    /* else gradients are missing, and the step fails */
+    /* arrived < count: gradients are missing, and the step fails */
     if (r == CDDP_OK && d->shards.spread && d->plan.arrived == d->count)
       r = cddp__end_shard(d, CDDP__LAST_SHARD);
     if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, optim, &missing);
   }
-  r = r == CDDP_OK ? cddp__finish(d, kind, optim, missing) : cddp__fail_model(d, r);
+  r = r == CDDP_OK ? cddp__finish_step(d, kind, optim, missing) : cddp__fail_model(d, r);
   cddp__record_finish(d->control, record, r);
   return r;
 }
 
-/* Completes the step of cddp_ddp_reduce_scatter. */
-static cddp_result cddp__publish(cddp_ddp *d) {
+/* Completes the step of cddp_ddp_reduce_scatter; on a host, like a cddp_ddp_step. */
+static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t record;
   cddp_result r;
@@ -18755,8 +18762,8 @@ static cddp_result cddp__publish(cddp_ddp *d) {
     r = d->memory->publish != NULL
             ? d->memory->publish(d)
             : cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
-  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, !d->group->backend->on_device);
-  if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device); /* host: as a step */
+  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, !d->group->backend->on_device /* cleared */);
+  if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device /* stepped */);
   d->step.scattered = r != CDDP_OK;
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__fail_model(d, r));
   cddp__record_finish(g, record, r);
@@ -18774,7 +18781,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
         Before the next cddp_ddp_step weights and states come from a rank that has data. If all
         ranks are absent they come from the last one that called cddp_ddp_join. */
 
-/* Makes the call that the ranks with data made. optim: for a step. */
+/* Makes the call that the ranks with data made, as the header of the first of them (lead) says. */
 static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t missing) {
   int lead = d->step.active[0];
   uint32_t kind = cddp__code_kind(cddp__op_header_of(d->control, lead, d->control->round)->call);
@@ -18783,19 +18790,18 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t mis
   if (kind == CDDP__KIND_DDP_BUFFERS)
     return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, lead);
   if (kind == CDDP__KIND_DDP_WAIT) {
-    r = cddp__finish(d, (int)kind, NULL, missing);
+    r = cddp__finish_step(d, (int)kind, NULL, missing);
     return r == CDDP_OK ? cddp__clear_gradients(d, NULL, CDDP__NOT_CLEARED) : r;
   }
   if (optim == NULL)
-    return cddp__fail(CDDP_MISMATCH,
-                      "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; pass "
-                      "the cddp_optim of the training loop",
-                      d->group->rank, lead);
+    return cddp__fail(
+        CDDP_MISMATCH, "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; "
+        "pass the cddp_optim of the training loop", d->group->rank, lead);
   cddp__set_lr(optim, theirs.lr);
-  return cddp__finish(d, (int)kind, optim, missing);
+  return cddp__finish_step(d, (int)kind, optim, missing);
 }
 
-/* Collective, once all ranks are absent: sends the state of the last one to join. */
+/* Collective, once all ranks are absent: all get the state of the last one to join. */
 static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
   int p, last = 0;
   cddp_result r;
@@ -18804,10 +18810,10 @@ static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
     last++;
   for (p = 0; p < d->group->size; p++)
     if ((cddp__header_of(d, p).settings == 0) != (optim == NULL))
-      return cddp__fail(CDDP_MISMATCH,
-                        "one of the ranks %d and %d called ddp_join with a cddp_optim, the other "
-                        "without: pass that of the training loop on all ranks, or NULL on all",
-                        d->group->rank, p);
+      return cddp__fail(
+          CDDP_MISMATCH, "one of the ranks %d and %d called ddp_join with a cddp_optim, the other "
+          "without: pass that of the training loop on all ranks, or NULL on all", d->group->rank,
+          p);
   if (optim != NULL) cddp__set_lr(optim, cddp__header_of(d, last).lr);
   r = cddp__catch_up(d, optim, last);
   if (r == CDDP_OK)
@@ -18824,9 +18830,9 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(d->meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
   if (d->desc.shards > 0 || d->desc.elastic)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "cddp_ddp_join: every rank computes its shards in each step; set neither "
-                      "shards nor elastic in cddp_ddp_desc");
+    return cddp__fail(
+        CDDP_UNSUPPORTED, "cddp_ddp_join: every rank computes its shards in each step; set "
+        "neither shards nor elastic in cddp_ddp_desc");
   if (optim != NULL) CDDP__TRY(cddp__check_pair(d, optim));
   CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
   for (i = 0; i < d->count && !cddp__has_cause(&d->failure); i++)
@@ -18840,7 +18846,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   d->uneven.absent = CDDP__ABSENT_SINCE_NOW;
   while (r == CDDP_OK) {
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, optim, &missing);
-    if (r != CDDP_OK || d->step.active_count == 0) break; /* 0: all ranks are absent */
+    if (r != CDDP_OK || d->step.active_count == 0 /* all are absent */) break;
     r = cddp__match_call(d, optim, missing);
     d->uneven.absent = CDDP__ABSENT_BEFORE;
   }
@@ -20221,7 +20227,7 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
     if (r == CDDP_OK) nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
-  if (r == CDDP_OK) r = cddp__clear_own(d); /* the caller's, if copied */
+  if (r == CDDP_OK) r = cddp__zero_copied(d); /* the caller's, if copied */
   d->elastic->holds_shard = false;
   return r;
 }
@@ -20554,7 +20560,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   CDDP__POINT("elastic rows gathered");
   pass.means = elastic->mean;
   cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
-  cddp__walk(&pass, begin, end);
+  cddp__run_pass(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
   return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL, 0);
 }
@@ -20919,7 +20925,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
     cddp__call call;
     n = cddp__min(bytes - at, most);
     call = cddp__broadcast_call(chunk, n, CDDP_U8, source);
-    r = cddp__call_all(d, &call);
+    r = cddp__run_collective(d, &call);
     CDDP__POINT("elastic passed");
   }
   cddp__free(allocator, host_chunk);
@@ -20983,7 +20989,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   if (some_lack && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense, CDDP_U8, source);
     if (elastic->own != NULL) r = cddp__commit_mean(d);
-    if (r == CDDP_OK) r = cddp__call_all(d, &call);
+    if (r == CDDP_OK) r = cddp__run_collective(d, &call);
     if (lacks_mean) cddp__set_whole_mean(elastic);
     has_mean = true;
   }
@@ -21103,7 +21109,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   if (r != CDDP_OK) return r;
   if (d->desc.max_grad_norm > 0 && !elastic->in_parts) { /* else the reduction made the squares */
     pass = cddp__part_pass(d, optim, 0, &begin, &end);
-    cddp__walk(&pass, begin, end);
+    cddp__run_pass(&pass, begin, end);
     elastic->squares[0] = d->addresses.squares[d->me];
   }
   if (d->desc.max_grad_norm > 0) {
@@ -21114,7 +21120,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
     pass = cddp__part_pass(d, optim, k, &begin, &end);
     pass.steps = true;
     pass.clip = clip;
-    cddp__walk(&pass, begin, end);
+    cddp__run_pass(&pass, begin, end);
   }
   for (k = 0; k < d->count; k++)
     if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(optim, k))
@@ -21439,24 +21445,24 @@ typedef struct cddp__mt19937 {
   int next; /* index of the next state word to return; 624: compute new ones */
 } cddp__mt19937;
 
-static void cddp__mt_seed(cddp__mt19937 *generator, uint32_t seed) {
-  uint32_t *state = generator->state, i;
+static void cddp__mt_seed(cddp__mt19937 *mt, uint32_t seed) {
+  uint32_t *state = mt->state, i;
   state[0] = seed;
   for (i = 1; i < 624; i++) state[i] = 1812433253u * (state[i - 1] ^ (state[i - 1] >> 30)) + i;
-  generator->next = 624;
+  mt->next = 624;
 }
 
-static uint32_t cddp__mt_next(cddp__mt19937 *generator) {
-  uint32_t *state = generator->state, y;
+static uint32_t cddp__mt_next(cddp__mt19937 *mt) {
+  uint32_t *state = mt->state, y;
   int i;
-  if (generator->next == 624) {
+  if (mt->next == 624) {
     for (i = 0; i < 624; i++) {
       y = (state[i] & 0x80000000u) | (state[(i + 1) % 624] & 0x7fffffffu);
       state[i] = state[(i + 397) % 624] ^ (y >> 1) ^ ((y & 1) != 0 ? 0x9908b0dfu : 0);
     }
-    generator->next = 0;
+    mt->next = 0;
   }
-  y = state[generator->next++];
+  y = state[mt->next++];
   y ^= y >> 11; /* the generator's tempering */
   y ^= (y << 7) & 0x9d2c5680u;
   y ^= (y << 15) & 0xefc60000u;
@@ -21466,29 +21472,30 @@ static uint32_t cddp__mt_next(cddp__mt19937 *generator) {
 /* torch.randperm(n) with a new generator. From n = UINT32_MAX / 20 on, PyTorch's limit, it draws 64
    bits per index, in the order of PyTorch 2.6 and later. */
 static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
-  cddp__mt19937 generator;
+  cddp__mt19937 mt;
   size_t i, k;
-  cddp__mt_seed(&generator, (uint32_t)(seed & 0xffffffffu));
+  cddp__mt_seed(&mt, (uint32_t)(seed & 0xffffffffu));
   if (n < UINT32_MAX / 20) {
     for (i = 0; i < n; i++) a[i] = i;
     for (i = 0; i + 1 < n; i++) { /* swaps element i with one of i .. n - 1 */
       uint64_t old = a[i];
-      k = i + cddp__mt_next(&generator) % (n - i);
+      k = i + cddp__mt_next(&mt) % (n - i);
       a[i] = a[k];
       a[k] = old;
     }
     return;
   }
   for (i = 0; i < n; i++) { /* swaps i with the element at one of 0 .. i */
-    uint64_t high = cddp__mt_next(&generator);
-    k = (size_t)((high << 32 | cddp__mt_next(&generator)) % (i + 1));
+    uint64_t high = cddp__mt_next(&mt);
+    k = (size_t)((high << 32 | cddp__mt_next(&mt)) % (i + 1));
     a[i] = i;
     a[i] = a[k];
     a[k] = i;
   }
 }
 
-/* Number of samples that a rank gets of the `left` remaining ones. */
+/* Number of samples that a rank gets of the `left` remaining ones. Unless exact, all ranks get
+   equally many. */
 static size_t cddp__sampler_share(const cddp_sampler_desc *desc, int rank, size_t left) {
   size_t world = (size_t)desc->world_size, rest = left % world;
   bool more = desc->exact ? (size_t)rank < rest : !desc->drop_last && rest != 0;
@@ -21521,8 +21528,8 @@ static cddp_result cddp__sampler_indices(cddp_sampler *sampler, size_t position,
   if (n > 0 && sampler->desc.shuffle && sampler->order == NULL) {
     sampler->order = (uint64_t *)malloc(samples * sizeof *sampler->order);
     if (sampler->order == NULL)
-      return cddp__fail(CDDP_OUT_OF_MEMORY, "no memory for the permutation of %zu samples",
-                        samples);
+      return cddp__fail(
+          CDDP_OUT_OF_MEMORY, "no memory for the permutation of %zu samples", samples);
     cddp__randperm(sampler->order, samples, sampler->desc.seed + sampler->epoch);
   }
   for (i = 0; i < n; i++, position += (size_t)sampler->desc.world_size) {
@@ -21589,13 +21596,14 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
   sampler->result = CDDP_INVALID_ARGUMENT;
   world = (size_t)sampler->desc.world_size;
   if (shard < 0 || (size_t)shard >= world || size == 0 || indices == NULL) {
-    cddp__fail(sampler->result, "%s: shard is %d, of %zu, or size is 0, or indices is NULL",
-               __func__, shard, world);
+    cddp__fail(
+        sampler->result, "%s: shard is %d, of %zu, or size is 0, or indices is NULL", __func__,
+        shard, world);
     return 0;
   }
   sampler->result = CDDP_OK;
   all = cddp__sampler_share(&sampler->desc, shard, sampler->desc.dataset_size);
-  if (batch > all / size) return 0;
+  if (batch > all / size) return 0; /* batch * size could overflow */
   n = cddp__min(size, all - batch * size);
   sampler->result = cddp__named(
       __func__, cddp__sampler_indices(sampler, (size_t)shard + batch * size * world, n, indices));
@@ -23945,7 +23953,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
                      "rank %d; call cddp_ddp_ready for every parameter first",
                      cddp__param_name(d->params, i).s, d->shards.current, d->group->rank);
   else if ((r = (d->memory->use)(d->group)) == CDDP_OK)
-    r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_of_rank(d);
+    r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_shard(d);
   if (r != CDDP_OK) (void)cddp__fail_model(d, r);
   if (r != CDDP_OK || d->shards.current < 0) return false;
   *shard = d->shards.current;
@@ -24038,7 +24046,7 @@ CDDPDEF cddp_result (cddp_ddp_all_gather)(cddp_ddp *d) {
   CDDP__TRY(cddp__check_partitions(d));
   CDDP__CHECK(d->step.scattered || cddp__has_cause(&d->failure),
               "cddp_ddp_reduce_scatter must be called first");
-  return cddp__publish(d);
+  return cddp__ddp_all_gather(d);
 }
 
 CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *states) {
@@ -24138,7 +24146,7 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   cddp_result r = cddp__optim_new(out, algorithm, state_count, params, count, desc);
   if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, desc->copies, NULL);
-  if (desc->ddp != NULL) cddp__place_states(desc->ddp, *out);
+  if (desc->ddp != NULL) cddp__partition_states(desc->ddp, *out);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
   if (r == CDDP_OK) r = cddp__elastic_pair(*out);
   if (r == CDDP_OK) r = ((*out)->backend->copy)(*out);
