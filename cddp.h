@@ -9250,7 +9250,7 @@ static void cddp__reset_served(void) { /* in a forked child: list and lock are t
 }
 
 static void cddp__register_fork_handler(void) {
-  (void)pthread_atfork(NULL, NULL /* in the parent */, cddp__reset_served);
+  (void)pthread_atfork(NULL, NULL, cddp__reset_served /* in the child */);
 }
 
 /* Adds g to the served groups, once. The caller holds p2p.lock, or g is still private. */
@@ -9393,10 +9393,9 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
   if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER) /* count: a hash of logged calls */
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
   else if (reference->fp_mode != header->fp_mode)
-    cddp__append(t.s, sizeof t.s,
-                 " in another floating-point mode (%s, not %s; -ffast-math sets FTZ)",
-                 cddp__describe_fp_mode(header->fp_mode).s,
-                 cddp__describe_fp_mode(reference->fp_mode).s);
+    cddp__append(
+        t.s, sizeof t.s, " in another floating-point mode (%s, not %s; -ffast-math sets FTZ)",
+        cddp__describe_fp_mode(header->fp_mode).s, cddp__describe_fp_mode(reference->fp_mode).s);
   else if (cddp__code_kind(header->call) == CDDP__KIND_GROUP_NEW)
     cddp__append(t.s, sizeof t.s, " with another list of ranks, or by another function");
   else
@@ -9448,7 +9447,7 @@ static cddp_result cddp__arrive(cddp_group *g) {
       cddp__futex_wake(&g->block->arrivals); /* the leader awaits all others, then arrives */
     return cddp__wait_word(g, &g->block->release, g->round);
   }
-  cddp__exchange32(&g->block->release, g->round); /* full fence, as below */
+  cddp__exchange32(&g->block->release, g->round); /* full fence before the next read */
   if (cddp__load32(&g->block->sleepers) != 0) cddp__futex_wake(&g->block->release);
   return CDDP_OK;
 }
@@ -17064,7 +17063,7 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
      4. Sparse rows are packed shard by shard, and merged as if each shard were a rank. */
 
 #define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host processes at a time */
-#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements exchanged in one call */
+#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements in one call, of all ranks */
 #ifndef CDDP__SHARD_CHUNK /* tests set less */
 #define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* the same on GPUs */
 #endif
@@ -17099,7 +17098,7 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
 }
 
 /* Sums nodes of this rank, which together form one node, into the slot `out`. clear: zeroes the
-   gradients, one of which can be a node (slot -1). */
+   gradients, which can be one of them (slot -1). */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
@@ -17316,7 +17315,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   if (!d->shards.spread) r = cddp__keep_rows(d, g->rank); /* else when a shard ended */
   if (r == CDDP_OK && g->hosts != NULL) {
     cddp__put64(size, d->rows.bytes);
-    r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
+    r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0 /* count */, size, sizeof size);
     for (i = 0; r == CDDP_OK && i < g->size; i++)
       longest = cddp__max(
           longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
@@ -17442,7 +17441,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   g->calls++;
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
-  r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, 1);
+  r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, sizeof absent);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) {
     if (g->carrier->shared) cddp__reduce_slice(d, b);
@@ -17468,7 +17467,7 @@ enum { CDDP__BUCKET_PACK, CDDP__BUCKET_UNPACK }; /* of `bool unpack` */
 
 /* Copies a bucket's gradients to a contiguous buffer. unpack: from it. */
 static cddp_result cddp__copy_bucket(const cddp_ddp *d, const cddp__bucket_state *b, void *buffer,
-                              bool unpack) {
+                                     bool unpack) {
   cddp__range range;
   char *flat = (char *)buffer;
   cddp_result r = CDDP_OK;
@@ -17605,7 +17604,7 @@ static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, 
   const cddp_param *param = &optim->params[i];
   const cddp__tensor *tensor = &d->tensors[i];
   size_t esize = cddp__dtype_size(param->dtype);
-  size_t size = cddp__dtype_size(cddp__state_type(optim, i)), first, n; /* elements */
+  size_t size = cddp__dtype_size(cddp__state_type(optim, i)), first, n; /* n: elements */
   char *own = (char *)*cddp__state_of(optim, k, i), *shared;
   bool unmade = share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0;
   begin = cddp__max(begin, tensor->offset);
@@ -17697,7 +17696,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   if (r != CDDP_OK) return r;
   cddp__part_of(d, g->local_rank, &begin, &end);
-  (void)cddp__copy_states(d, optim, (char *)states, begin, end, CDDP__TO_SHARED); /* on a host */
+  (void)cddp__copy_states(d, optim, (char *)states, begin, end, CDDP__TO_SHARED); /* cannot fail */
   optim->shared_states = (char *)states;
   optim->own_shared = g->local_rank > 0 ? NULL : optim->shared_states;
   optim->next = d->sharing;
@@ -17809,8 +17808,8 @@ static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin
   for (at = begin; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
     sums[at / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES] =
-        cddp__sum_squares(grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype),
-                          d->params[i].dtype);
+        cddp__sum_squares(
+            grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype), d->params[i].dtype);
   }
 }
 
@@ -17913,7 +17912,7 @@ static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
   return pass->means != NULL ? pass->means + at : cddp__gradient_at(pass->d, pass->d->me, i, at);
 }
 
-/* A block of a pass for means, and for a clip their squares. After a loss it can be repeated. */
+/* A block of a pass for means, and for a clip their squares. Elastic models can repeat it. */
 static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
   double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* cddp__fuse_loop computes it again */
   char *mean = pass->fuses ? (char *)unkept : cddp__mean_at(pass, i, at);
@@ -17973,8 +17972,8 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
   cddp__update_run(u, first - pass->optim->parts[i].first /* in states */, weights,
                    cddp__block_gradient(pass, i, at, n, mean), n);
   if (!pass->alone)
-    cddp__publish_block(d, i, weights, at, n * esize,
-                        tensor->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
+    cddp__publish_block(
+        d, i, weights, at, n * esize, tensor->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
   cddp__optim_copy(pass->optim, i, first, n);
 }
 
@@ -17983,7 +17982,7 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
 static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
   cddp_ddp *d = pass->d;
   bool steps = pass->steps;
-  void *states[CDDP__STATES + 1];
+  void *states[CDDP__STATES + 1]; /* + 1: masters */
   cddp__update u;
   int i, j, k;
   memset(&u, 0, sizeof u);
@@ -18257,8 +18256,7 @@ static cddp_result cddp__next_shard(cddp_ddp *d) {
   return r;
 }
 
-/* Starts every full bucket that has none before it unstarted. lock held. A single rank needs none.
-   */
+/* Starts full buckets in order, up to one that is not full. lock held. A lone rank needs none. */
 static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.spread) return CDDP_OK;
@@ -18740,7 +18738,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
           d->shards.own_count);
   } else {
     r = d->memory->use(d->group);
-    /* arrived < count: gradients are missing, and the step fails */
+    /* else gradients are missing: the step fails */
     if (r == CDDP_OK && d->shards.spread && d->plan.arrived == d->count)
       r = cddp__end_shard(d, CDDP__LAST_SHARD);
     if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, optim, &missing);
