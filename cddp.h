@@ -184,12 +184,12 @@ extern "C" {
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
    made the call, and no rank was lost or timed out. If cddp_ddp_ready, _next_shard, _wait, _step,
    _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls fail on
-   all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, and a _step in cddp_ddp_no_sync,
-   leave it usable.) With NCCL, or if a rank was lost, the group is broken too. Groups of elastic
+   all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, or a _step that no_sync refuses,
+   leaves it usable.) With NCCL, or if a rank was lost, the group is broken too. Groups of elastic
    jobs: see the fine print.
 
-   To continue, destroy what is broken, and create it anew. If a rank has died, number the ranks
-   anew: rank and world_size in cddp_group_desc. */
+   To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
+   has died, number the ranks anew: rank and world_size in cddp_group_desc. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -200,7 +200,7 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; no majority */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; too few left */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -353,8 +353,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
 
    WORK. With work NULL a call returns when its result is complete. Otherwise it returns immediately
    with a handle in *work, and the buffers belong to the operation until cddp_wait. With NCCL and
-   device memory the call and cddp_wait only enqueue: the GPU waits, not the host (>>api-gpus).
-   Operations of one group start in the order of their calls.
+   device memory the call and cddp_wait only enqueue: the GPU waits, not the calling thread
+   (>>api-gpus). Operations of one group start in the order of their calls.
 
    BITS. A reduction gives the same bits on every rank, and in every run unless it uses NCCL or
    MPI. Fine print: mismatches and deadlocks. */
@@ -394,16 +394,16 @@ CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *rec
                                       const size_t *counts, cddp_dtype dtype, cddp_work **work);
 /* Like all_to_all, with counts[world_size]: send holds send_counts[r] elements for rank r, and recv
    receives recv_counts[r] from it, ordered by rank, without gaps. Not in place. Counts that do not
-   match are CDDP_MISMATCH on all ranks, and nothing is sent. With NCCL the host waits until the
+   match are CDDP_MISMATCH on all ranks, and nothing is sent. With NCCL the thread waits until the
    ranks have compared their counts. Like all_to_all_single with split sizes. */
 CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
                                       void *recv, const size_t *recv_counts, cddp_dtype dtype,
                                       cddp_work **work);
 /* Blocks until every rank has called it. Like monitored_barrier with wait_all_ranks. */
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
-/* Returns immediately. cddp_wait(*work) blocks the host until every rank has called this or
-   cddp_barrier.
-   On GPUs also the ranks' streams must have reached it. Like barrier(async_op=True). */
+/* Returns immediately. cddp_wait(*work) blocks the calling thread until every rank has called this
+   or cddp_barrier. On GPUs also the ranks' streams must have reached it. Like
+   barrier(async_op=True). */
 CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
 
 /* SEND AND RECV. A recv receives the oldest message of that peer with that tag (any int >= 0).
@@ -428,9 +428,9 @@ CDDPDEF int cddp_source(void);
 /* Blocks until the operation is complete, frees w, and returns its result. Handles can be waited
    for in any order, by one thread each. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
-/* Like cddp_wait, for at most timeout_s seconds; 0 does not block. On a GPU the host waits.
-   CDDP_TIMEOUT, and CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w: the
-   operation continues, its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must
+/* Like cddp_wait, for at most timeout_s seconds; 0 does not block. The calling thread waits, on a
+   GPU too. CDDP_TIMEOUT, and CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w:
+   the operation continues, its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must
    follow. Like work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Ends a cddp_recv before its message arrives, and frees w. A later recv gets the message. Never
@@ -450,8 +450,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Buckets are reduced during the backward pass. They are reduced after it in three cases: in
-   elastic models; with more shards than ranks; on one host without GPUs, if the step before was a
+   Buckets are reduced during the backward pass. In three cases cddp_ddp_step or _wait reduces all:
+   in elastic models; with more shards than ranks; on one host without GPUs, in a loop with
    cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
@@ -508,8 +508,8 @@ typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
-                                  parameter that is ready on no rank is not updated (by
-                                  cddp_optim_step only if the optimizer's desc.ddp is set) */
+                                  parameter that is ready on no rank is not updated (for
+                                  cddp_optim_step set the optimizer's desc.ddp) */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -556,9 +556,9 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
-   of d. On CPUs the ranks of a host share one set of states, and each rank updates a part of the
-   weights; weights in memory of cddp_alloc are updated in place, others are copied. In elastic
-   models, and on GPUs without sharded_states, each rank has all states and updates all weights. */
+   of d. Without sharded_states the ranks of a host share one set of states on CPUs, and each rank
+   updates a part of the weights; weights in memory of cddp_alloc are updated in place, others are
+   copied. In elastic models, and on GPUs, each rank then has all states and updates all weights. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
@@ -733,8 +733,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. After a cddp_ddp_step, in which each rank has states for its
-   part only, the next step's cddp_ddp_wait gives the rank all states. */
+/* Updates all data by grad. Local. If a cddp_ddp_step has left states shared by the ranks of the
+   host, the cddp_ddp_wait of a later step copies them to each rank. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -862,6 +862,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    bit for bit, as in a run without failures. The data of a step and the learning rate must depend
    on t and the shard alone. Set the rate before the first cddp_ddp_next_shard of a step. A
    suspended process (SIGSTOP) does not count as lost: the others wait for it until timeout_s.
+
    If a host does not answer, more than half of the ranks must remain (fine print: elastic
    training).
 
@@ -1006,8 +1007,8 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
    forked again. Both count as restarts. After max_restarts the others continue without the rank, or
    (no model yet) the call fails as cddp_spawn. Once a rank has returned 0 no rank is forked again,
-   and the result is CDDP_OK. If all ranks that have the model die before that, CDDP_PEER_LOST names
-   the last one. */
+   and the result is CDDP_OK. If all ranks that have the model die, the result is CDDP_PEER_LOST,
+   which names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -1036,14 +1037,14 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 
      backend   ranks and GPUs            what it does
      "nccl"    one GPU for each rank     enqueues collectives, messages and steps in stream order;
-                                         the host does not wait for the device
+                                         your thread does not wait for the device
      "cpu"     ranks can share a GPU     copies device memory through the host, at a few GB/s; calls
                                          return when done; no CUDA graphs
 
    STREAMS. With "nccl" a call with work NULL runs on the group's stream. A call with a handle runs
    on a stream of cddp, after the work already on the group's; cddp_wait(work) makes the group's
-   stream, not the host, wait for it. Buffers belong to the operation until it has ended on the
-   stream. If all ranks pass host memory, collectives and messages run as on the CPU. */
+   stream, not the calling thread, wait for it. Buffers belong to the operation until it has ended
+   on the stream. If all ranks pass host memory, collectives and messages run as on the CPU. */
 
 /* Gives g a device and a backend, as cddp_init does for desc.device and desc.backend (NULL =
    CDDP_BACKEND, else nccl). Collective, before g's first cddp_alloc. For cddp_run_threads, where
@@ -1113,9 +1114,9 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
    and *size receive the key's value after the call (expected, if the key is absent). *swapped:
-   whether that value equals desired, whoever stored it; so in an election each process needs
-   another desired. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been
-   made, and *swapped and *size are set. */
+   whether that value equals desired, even if another process stored it; so in an election no two
+   processes may pass the same desired. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but
+   the call has been made, and *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1166,9 +1167,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
    of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
-   MVAPICH2, flux run, jsrun and PALS (untested). If one job step starts two programs that use cddp,
-   set MASTER_PORT, different for each. On several hosts set MASTER_ADDR and MASTER_PORT, except
-   with srun: its ranks connect at the step's first host, on a port derived from job and step.
+   MVAPICH2, flux run, jsrun and PALS (untested). If one srun or mpirun starts two programs that use
+   cddp, set MASTER_PORT, different for each. On several hosts set MASTER_ADDR and MASTER_PORT,
+   except with srun: its ranks connect at srun's first host, on a port derived from Slurm's numbers
+   of the job and the step.
 
    For other launchers export RANK, WORLD_SIZE and the rest yourself, and OMP_NUM_THREADS (if unset,
    cddprun and cddp_spawn set it to 1 for several ranks).
@@ -1216,10 +1218,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    it differs between ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately: if there is too little it returns
-   NULL, also with vm.overcommit_memory=2. Groups, models and the first collective that needs a
-   group's buffers (up to 512 KiB a rank) fail with CDDP_OUT_OF_MEMORY, not by SIGBUS. A
-   cgroup's limit still kills the process. Elastic models free a lost rank's memory a step later:
-   memory must suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
+   NULL, also with vm.overcommit_memory=2. With too little memory also groups, models and the first
+   collective that needs a group's buffers (up to 512 KiB a rank) fail with CDDP_OUT_OF_MEMORY, not
+   by SIGBUS. A cgroup's limit still kills the process. Elastic models free a lost rank's memory a
+   step later: memory must suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
    transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
@@ -1270,9 +1272,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then, and if a host's last rank dies while another loss is handled, the other
-   ranks continue only if they are more than half of all ranks; during a join, more than half
-   without and also with the new ranks. Otherwise they end with CDDP_ABORTED. So a job never
-   continues in two halves.
+   ranks continue only if they are more than half of all ranks; during a join, of the old ranks, and
+   of old and new ones together. Otherwise they end with CDDP_ABORTED. So a job never continues in
+   two halves.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
@@ -1286,8 +1288,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
    on its host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
 
-   Checkpoints: if a rank is lost during cddp_save, the old file can remain until the next save.
-   After the last save of a run, each rank can save alone instead, with g NULL and a path of its
+   Checkpoints: if a rank is lost during cddp_save, the old file can remain until the next save. If
+   it was the last save of the run, each rank can still save alone, with g NULL and a path of its
    own. If a rank is lost during cddp_load, start the job again.
 
    LIMITS OF ELASTIC TRAINING.
@@ -4856,8 +4858,10 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
   size_t size = (how == CDDP__PUT_APPENDS ? old_size : 0) + value.size;
   size_t owned = e != NULL ? e->value.capacity : 0; /* part of server->stored */
   bool fresh = e == NULL;
+  size_t overhead = fresh ? sizeof *e + key.size : 0;
   CDDP_ASSERT(owned == 0 || value.data < e->value.data || value.data >= e->value.data + owned);
-  if (size > CDDP__VALUE_MAX || server->stored - owned + size > CDDP__STORE_MEMORY) return false;
+  if (size > CDDP__VALUE_MAX) return false;
+  if (size > owned && server->stored - owned + size + overhead > CDDP__STORE_MEMORY) return false;
   if (fresh) {
     e = (cddp__entry *)cddp__calloc(&server->allocator, 1, sizeof *e + key.size);
     if (e == NULL) return false;
@@ -4867,7 +4871,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
     cddp__copy(e + 1, key.data, key.size); /* behind it */
     *link = e;
     server->keys++;
-    server->stored += sizeof *e + key.size;
+    server->stored += overhead;
   }
   e->value.end = size - value.size; /* where the new bytes begin */
   if (cddp__buffer_reserve(&e->value, value.size)) {
@@ -9829,11 +9833,13 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
 
 /* Records another host's list, for example "7 0-3, 6" for round 7, and answers with this host's. */
 static void cddp__record_arrivals(cddp_group *g, const char *text) {
-  char *at; /* behind the last number */
+  char *at, *begin; /* at: behind the last number */
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
   long p, last;
   while (*at == ' ' || *at == ',') {
-    p = last = strtol(at + 1, &at, 10);
+    begin = at + 1;
+    p = last = strtol(begin, &at, 10);
+    if (at == begin) break; /* "...": the list was too long */
     if (*at == '-') last = strtol(at + 1, &at, 10);
     for (; p >= 0 && p <= last && p < g->size; p++)
       cddp__store32(cddp__reported_round_of(g, (int)p), round);
@@ -11390,7 +11396,7 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
   memset(missing, 0, sizeof missing); /* or gcc -O3 warns */
   for (rank = 0; rank < size; rank++)
     count += missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
-  for (rank = 0; !missing[rank]; rank++) {} /* the first */
+  for (rank = 0; rank < size && !missing[rank]; rank++) {} /* the first, if any */
   many = count > 1;
   list = cddp__list_ranks(missing, size, 128);
   refused = rdv->root.refused_count > 0
@@ -12123,7 +12129,7 @@ static size_t cddp__flush_links(cddp_group *g) {
   for (link = g->hosts->links; link != NULL; link = link->next) {
     cddp__link_progress(g->hosts->net, link);
     cddp__check_link_end(g, link);
-    unsent += cddp__buffer_size(&link->out);
+    if (link->state != CDDP__CONNECTION_ENDED) unsent += cddp__buffer_size(&link->out);
   }
   return unsent;
 }
@@ -16471,6 +16477,9 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
     if (!cddp__dtype_trains(p->dtype))
       return CDDP__REFUSE("parameter \"%s\" now has dtype %d", cddp__param_name(optim->params, i).s,
                           (int)p->dtype);
+    if (p->count != optim->parts[i].count) /* its states have that many elements */
+      return CDDP__REFUSE("parameter \"%s\" now has %zu elements, at cddp_optim's creation %zu",
+                          cddp__param_name(optim->params, i).s, p->count, optim->parts[i].count);
     r = cddp__need_states(optim, i);
   }
   return r;
@@ -19087,7 +19096,9 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->memory = g->backend->memory != NULL ? g->backend->memory : &cddp__host_memory;
   d->meets = !g->backend->enqueues; /* not NCCL */
   /* the size of a joining process's g says nothing */
-  d->shards.count = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
+  d->shards.count = desc->shards > g->size || (g->host->joined && desc->elastic)
+                        ? desc->shards
+                        : g->size;
   d->shards.spread = !desc->elastic && /* NCCL's own order of sums is not the canonical one */
                      (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
   cddp__rank_shards(d->shards.count, g->size, g->rank, &i /* unused */, &d->shards.own_count);
@@ -19141,7 +19152,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
     return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
                       clash);
   if (d->desc.shards == 0) return CDDP_OK;
-  if (d->desc.shards < g->size && !g->host->joined)
+  if (d->desc.shards < g->size && !(g->host->joined && d->desc.elastic))
     return CDDP__REFUSE(
         "shards in cddp_ddp_desc is %d, but the group has %d ranks; each rank needs at least one",
         d->desc.shards, g->size);

@@ -234,6 +234,42 @@ static void leave(model *m) {
   CHECK(right(m, steps));
 }
 
+/* A model that is not elastic, on the present ranks' group: joined ranks are ranks as others. */
+static void train_plain_model(cddp_group *g) {
+  const size_t rows[2] = {0, ROWS};
+  const int64_t row = 1;
+  const float one[WIDTH] = {1};
+  float w[8] = {0}, table[ROWS * WIDTH] = {0};
+  cddp_param p[2] = {{"w", w, NULL, 8, CDDP_F32}, {"table", table, NULL, ROWS * WIDTH, CDDP_F32}};
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  cddp_ddp *d = NULL;
+  cddp_optim *sgd = NULL;
+  int shard, shards = 0, size = cddp_world_size(g), k;
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  desc.sparse_rows = rows;
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, &desc));
+  o.lr = 1;
+  o.ddp = d;
+  CHECK_OK(cddp_sgd_create(&sgd, p, 2, &o));
+  for (; cddp_ddp_next_shard(d, &shard); shards++) {
+    for (k = 0; k < 8; k++) ((float *)p[0].grad)[k] += (float)shard;
+    CHECK_OK(cddp_ddp_add_rows(d, 1, &row, one, 1));
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_ready(d, 1));
+  }
+  CHECK_EQ(shards, 1);
+  CHECK_OK(cddp_ddp_step(d, sgd));
+  for (k = 0; k < 8; k++) CHECK(w[k] == -(float)(size - 1) / 2);
+  CHECK(table[WIDTH] == -1 && table[0] == 0);
+  cddp_optim_destroy(sgd);
+  cddp_ddp_destroy(d);
+  p[0].grad = p[1].grad = NULL;
+  desc.shards = size - 1; /* each rank needs one */
+  if (size > 1) CHECK_IS(cddp_ddp_create(&d, g, p, 2, &desc), CDDP_INVALID_ARGUMENT);
+}
+
 static void limit_descriptors(int most) {
   struct rlimit limit;
   CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
@@ -294,6 +330,8 @@ static int life(int rank, void *arg) {
     }
   }
   CHECK_OK(r);
+  if (r == CDDP_OK && stop != 0 && !v.plain && v.descriptors == 0)
+    train_plain_model(cddp_ddp_group(m.ddp));
   if (v.bare) CHECK(fcntl(STDIN_FILENO, F_GETFD) < 0 && fcntl(STDOUT_FILENO, F_GETFD) < 0);
   if (v.join != NULL) { /* the group that cddp_init has made is no group */
     CHECK_IS(cddp_barrier(m.g), CDDP_UNSUPPORTED);

@@ -760,6 +760,55 @@ static void on_two_hosts(ranks_fn fn) {
   unsetenv("TEST_HOSTS");
 }
 
+/* Rank 1 of three hosts leaves without the messages that rank 0 has sent to it, more than may wait in
+   copies. They delay neither a message to rank 2 nor the end of rank 0's group. */
+static int unwanted_rank(int rank, void *arg) {
+  volatile int *stage = (volatile int *)arg; /* 1: rank 0 has sent, 2: rank 1 has left */
+  int before = test_failures, i;
+  double until = test_now() + RANKS_WITHIN(10), t;
+  cddp_group_desc desc;
+  char *x = rank == 0 ? (char *)calloc(1, LARGE_BYTES) : NULL, y = (char)rank;
+  cddp_work *w;
+  cddp_group *g;
+  memset(&desc, 0, sizeof desc);
+  desc.timeout_s = RANKS_WITHIN(10);
+  CHECK_OK(cddp_init(&g, &desc));
+  if (g == NULL) return 1;
+  CHECK_OK(cddp_barrier(g));
+  for (i = 0; x != NULL && i < LARGE; i++) { /* rank 1 is not in cddp: it stores none of them */
+    CHECK_OK(cddp_send(g, x, LARGE_BYTES, CDDP_I8, 1, i, &w));
+    CHECK_OK(cddp_wait(w));
+  }
+  free(x);
+  if (rank == 0) *stage = 1;
+  while (*stage < (rank == 1 ? 1 : 2) && test_now() < until) ranks_sleep(0.001);
+  t = test_now();
+  if (rank == 0) {
+    CHECK_OK(cddp_send(g, &y, 1, CDDP_I8, 2, 0, NULL));
+    CHECK(test_now() - t < RANKS_WITHIN(0.5));
+  }
+  if (rank == 2) {
+    CHECK_OK(cddp_recv(g, &y, 1, CDDP_I8, 0, 0, NULL));
+    CHECK(y == 0);
+  }
+  t = test_now();
+  cddp_destroy(g);
+  if (rank == 0) CHECK(test_now() - t < RANKS_WITHIN(0.5)); /* 1 s is the limit for waiting bytes */
+  if (rank == 1) *stage = 2;
+  return test_failures != before;
+}
+
+static void test_unwanted(void) {
+  int *stage, status[3];
+  if (getenv("TEST_HOSTS") != NULL || RANKS_SLOW) return;
+  stage = (int *)ranks_shared(sizeof *stage);
+  setenv("TEST_HOSTS", "abc", 1);
+  ranks_script(unwanted_rank, stage, 3, 40, status);
+  unsetenv("TEST_HOSTS");
+  CHECK(ranks_exited_well(status, 3));
+  munmap(stage, sizeof *stage);
+}
+
 static void test_sends_first(void) {
   CHECK_OK(ranks_run(run_sends_first, NULL, 2, false));
   CHECK_OK(ranks_run(run_sends_first, NULL, 2, true));
@@ -1083,6 +1132,7 @@ int main(void) {
   RUN(test_thread_leaves);
   RUN(test_send_and_leave);
   RUN(test_sends_first);
+  RUN(test_unwanted);
   RUN(test_patience);
   RUN(test_unanswered);
   RUN(test_own_limit);

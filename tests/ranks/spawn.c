@@ -901,7 +901,7 @@ static int sum_ranks_late(int rank, void *arg) {
   return sum_ranks(rank, arg);
 }
 
-/* Elastic ranks do connect, but only after a loss: what they lack is said when the model is created. */
+/* Elastic ranks do connect, but only after a loss: creating the model says what is missing. */
 static int create_elastic_without_network(int rank, void *arg) {
   float w = 1;
   cddp_param p = {"w", &w, NULL, 1, CDDP_F32};

@@ -577,8 +577,12 @@ static void test_bad_arguments(void) {
   CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "conv") != NULL && strstr(cddp_error(), "gradient") != NULL);
   CHECK_OK(cddp_optim_zero_grad(s));
-  p.data = NULL;
   p.grad = &g;
+  p.count = 2; /* the optimizer has states for one element */
+  CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "now has 2 elements") != NULL);
+  p.count = 1;
+  p.data = NULL;
   CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   cddp_optim_destroy(s);
   CHECK_IS(cddp_optim_step(NULL), CDDP_INVALID_ARGUMENT);
