@@ -1523,7 +1523,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
            cddp__send_table            to clients; cddp__await_ready waits until all have the group
        cddp__give_device               device "cuda": GPU and communicator
      cddp_all_reduce of 4 bytes, 1 round
-       cddp__start_operation           checks the arguments
+       cddp__start_call                checks the arguments
        backend->start                  cddp__cpu_start; on a GPU cddp__device_start
          cddp__run_call, cddp__run_recorded
            cddp__run_short
@@ -13220,7 +13220,8 @@ static void cddp__hosts_leave(cddp_group *g) {
    Job: send and recv between the ranks of a host. Messages to other hosts pass through >>hosts.
    Owns: a slot's send requests, events and waiting; a group's list of receives and counts of sends.
    Lock: p2p.lock (CDDP__HELD asserts it). Touches peers' slots: takes requests, increments events.
-   members[p] < 0: rank p is on another host. work->call.root: the peer, or CDDP_ANY.
+   members[p] < 0: rank p is on another host. work->call.root: the peer, or CDDP_ANY. work->send:
+   index of the send request that points to the caller's buffer; -1: none (a copy).
    Entry points: cddp__start_send and _finish_send; cddp__post_recv and _finish_recv, or
    cddp__recv_directly and _end_recv; cddp__abort_recv; cddp__message_ready; cddp__serve_idle; for
    the end of a group cddp__send_at, _count and _open.
@@ -13237,7 +13238,8 @@ static void cddp__hosts_leave(cddp_group *g) {
 enum { CDDP__NO_LIMIT = -1 }; /* of a wait: until the group's deadline */
 #define CDDP__SPIN_MESSAGE 4 /* a scan for a message takes as long as 4 polls of a header */
 
-static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of this rank */
+/* This rank's send request `index`. Block i has CDDP__SENDS << i of them. */
+static cddp__send_request *cddp__send_at(const cddp_group *g, int index) {
   int block = 0, size = CDDP__SENDS;
   for (; index >= size; block++, size *= 2) index -= size;
   return &g->p2p.sends[block][index];
@@ -13253,7 +13255,7 @@ static bool cddp__send_open(const cddp__send_request *p) {
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
-/* Allocates one more block. Returns its first index; -1: error set. */
+/* Allocates a block of send requests. Returns its first index; -1: error set. */
 static int cddp__grow_sends(cddp_group *g) {
   int block = g->p2p.send_blocks, count = cddp__send_count(g);
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
@@ -13266,12 +13268,12 @@ static int cddp__grow_sends(cddp_group *g) {
   if ((p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_USER)) == NULL) return -1;
   g->p2p.sends[block] = (cddp__send_request *)p;
   g->p2p.send_blocks++;
-  cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->p2p.sends[block], bytes);
+  cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, p, bytes);
   return count;
 }
 
-/* Frees the request of a copy that its receiver has taken. Returns whether the request is free.
-   p2p.lock held. */
+/* Frees the request of a copy that its receiver has taken: cddp__finish_send frees the others.
+   Returns whether the request is free. p2p.lock held. */
 static bool cddp__reclaim_send(cddp__send_request *p) {
   if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
   p->staged = false;
@@ -13279,20 +13281,20 @@ static bool cddp__reclaim_send(cddp__send_request *p) {
   return true;
 }
 
-/* Frees done requests and the memory of copies beyond CDDP__STAGED_MAX, and counts sends in flight.
-   Returns the free request with the memory that fits `bytes` best; -1: none. */
+/* Frees the requests of taken copies, and their memory beyond CDDP__STAGED_MAX. Counts the sends in
+   flight. Returns the free request with the memory that fits `bytes` best; -1: none. */
 static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   size_t kept = 0, best_size = 0;
   int i, best = -1, n = cddp__send_count(g);
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
   CDDP__HELD(&g->p2p.lock);
-  if ((uint32_t)n > top) n = (int)top + 1; /* and a free one; the rest is unused */
+  if ((uint32_t)n > top) n = (int)top + 1; /* and a never used one */
   g->p2p.sends_open = g->p2p.sends_staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *p = cddp__send_at(g, i);
-    bool fits = p->stage_size >= bytes && (best_size < bytes || p->stage_size < best_size);
+    bool better = p->stage_size >= bytes && (best_size < bytes || p->stage_size < best_size);
     bool is_free = cddp__reclaim_send(p);
-    if (p->staged) {
+    if (p->staged) { /* not taken yet */
       g->p2p.sends_staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
     } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
       cddp__arena_free(g->host, p->stage);
@@ -13301,7 +13303,7 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
     }
     if (!is_free) {
       g->p2p.sends_open++;
-    } else if (best < 0 || fits) {
+    } else if (best < 0 || better) {
       best = i;
       best_size = p->stage_size;
     }
@@ -13309,14 +13311,14 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   return best;
 }
 
-/* Whether the sends in flight, the last one with `bytes`, are within the limits. A single one can
-   have any size. p2p.lock held. */
+/* Whether the sends in flight, the last one with `bytes`, are within the limits: else a send
+   without a handle waits. A single one can have any size. p2p.lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
   return g->p2p.sends_open <= CDDP__SENDS &&
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
-/* Copies a message to memory of its request, larger memory if necessary. */
+/* Copies a message to its request's memory; enlarges that if necessary. */
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
@@ -13362,9 +13364,9 @@ static cddp_result cddp__check_peer(const cddp_work *work) {
 }
 
 /* Posts a send to a rank of this host. Sets work->send if the buffer stays in use.
-     fits    receives whether the sends in flight are within the limits
-   Fails if the message is a copy and the receiver has exited without taking it. (That check follows
-   the post: a receiver marks a message that it takes before it exits.) */
+     fits    receives cddp__sends_fit
+   If the message is a copy, no wait checks the receiver: fails if it has exited without taking it.
+   (This check follows the post: a receiver marks a message that it takes before it exits.) */
 static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   cddp_group *g = work->group;
   const cddp__call *call = &work->call;
@@ -13380,15 +13382,12 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   if (i >= 0) {
     p = cddp__send_at(g, i);
     if (!eager && !to_self) p->u.ref = cddp__ref_of(g->host, call->send, bytes);
-    p->staged = eager || to_self || p->u.ref.kind == CDDP__REF_NONE;
+    p->staged = eager || to_self || p->u.ref.kind == CDDP__REF_NONE /* private memory */;
     r = CDDP_OK;
-    if (bytes <= sizeof p->u.bytes)
-      cddp__copy(p->u.bytes, call->send, bytes);
-    else if (p->staged)
-      r = cddp__stage(g, p, call->send, bytes);
-    else
-      work->send = i;
-    if (r != CDDP_OK) p->staged = false;
+    if (bytes <= sizeof p->u.bytes) cddp__copy(p->u.bytes, call->send, bytes);
+    else if (p->staged) r = cddp__stage(g, p, call->send, bytes);
+    else work->send = i;
+    if (r != CDDP_OK) p->staged = false; /* the request stays free */
     cddp__store32(&p->tag, (uint32_t)call->tag);
     p->dtype = call->dtype;
     p->count = call->count;
@@ -13396,7 +13395,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
     CDDP__POINT("post");
     if ((uint32_t)i >= cddp__load32(&slot->send_top))
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
-    if (r == CDDP_OK) cddp__exchange32(&p->state, CDDP__POSTED_TO(call->root));
+    if (r == CDDP_OK) cddp__exchange32(&p->state, CDDP__POSTED_TO(call->root)); /* a full fence */
     g->p2p.sends_open++;
     if (p->staged) g->p2p.sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
@@ -13408,9 +13407,9 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   return lost ? cddp__check_peer(work) : r;
 }
 
-/* Returns the oldest send of rank work->from to this rank with work's tag. It can miss one that was
-   posted meanwhile in a request already passed. blocks: to be scanned; 1: only that in the slot,
-   which needs no p2p.lock. */
+/* Returns the oldest send of rank work->from to this rank with work's tag, or NULL. It can miss one
+   posted meanwhile in a request already passed. blocks: number to scan; 1: only the block in the
+   slot, which needs no p2p.lock. */
 static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, size = CDDP__SENDS /* of a block */, left = cddp__load32(&slot->send_top);
@@ -13423,8 +13422,7 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work,
     p = (cddp__send_request *)at;
     for (i = 0; i < size && i < left && p != NULL; i++, p++) {
       if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) ||
-          cddp__load32(&p->tag) != (uint32_t)work->call.tag)
-        continue;
+          cddp__load32(&p->tag) != (uint32_t)work->call.tag) continue;
       if (best == NULL || cddp__load64(&p->number) < cddp__load64(&best->number)) best = p;
     }
     left -= left < size ? left : size;
@@ -13438,7 +13436,7 @@ static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work)
   return cddp__scan_peer(g, work, CDDP__SEND_BLOCKS);
 }
 
-/* Whether the message matches the receive, which fails if not. */
+/* Whether a message's count and dtype are those of the receive. If not, the group fails. */
 static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint32_t dtype) {
   const cddp__call *call = &work->call;
   if (count == call->count && dtype == call->dtype) return true;
@@ -13463,12 +13461,12 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     work->result = CDDP_OK;
     work->done = true;
     /* The sender never withdraws such a message, so this store needs no barrier. (A sender that
-       waits for a free request and misses the notice checks again within 20 ms.) */
+       misses the notice, in a wait for a free request, looks again within 20 ms.) */
     cddp__store32(&p->state, CDDP__SEND_DONE);
     cddp__notify(g, work->from);
     return;
   }
-  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return;
+  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return; /* withdrawn */
   if (!cddp__recv_fits(g, work, p->count, p->dtype)) {
     cddp__exchange32(&p->state, CDDP__SEND_REFUSED);
   } else {
@@ -13486,25 +13484,24 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
   cddp__notify(g, work->from);
 }
 
-/* The same for another host's message. */
+/* Completes a receive if another host's message for it is stored. */
 static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, work->from, work->call.tag);
   if (m == NULL) return;
   if (cddp__recv_fits(g, work, m->head.count, m->head.dtype)) {
-    cddp__copy(work->call.recv, m + 1, m->head.size);
+    cddp__copy(work->call.recv, m + 1 /* its bytes */, m->head.size);
     work->result = CDDP_OK;
     work->done = true;
   }
   cddp__free(&g->hosts->net->allocator, m);
 }
 
-/* Whether an older receive must get the message. p2p.lock held. */
+/* Whether an older receive must get the message of rank work->from. p2p.lock held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   const cddp_work *older;
   for (older = g->p2p.recvs; older != work; older = older->next)
     if (!older->done && older->call.tag == work->call.tag &&
-        (older->call.root == work->from || older->call.root == CDDP_ANY))
-      return true;
+        (older->call.root == work->from || older->call.root == CDDP_ANY)) return true;
   return false;
 }
 
@@ -13521,7 +13518,8 @@ static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
   if (p != NULL) cddp__take_send(g, work, p);
 }
 
-/* Reads the links, and completes receives, the oldest first. Returns whether one is done now. */
+/* Reads the links, and completes receives, the oldest first. CDDP_ANY checks the ranks in turn,
+   from the last sender's successor on. Returns whether a receive is done now. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
   cddp_work *work;
@@ -13532,7 +13530,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
   for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
     int senders = any ? g->size : 1;
-    for (i = 0; !work->done && !work->filling && i < senders; i++) {
+    for (i = 0; !work->done && !work->filling /* by a link */ && i < senders; i++) {
       work->from = any ? (g->p2p.next_any + i) % g->size : work->call.root;
       cddp__serve_recv(g, work);
       if (any && work->done) g->p2p.next_any = work->from + 1;
@@ -13542,7 +13540,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
   return served;
 }
 
-/* Polls for the message of a receive without a handle, from a rank of this host, unless another
+/* Polls for the message of a receive without a handle, in a group of one host, unless another
    receive is pending. Returns whether it is complete, or has failed. */
 static bool cddp__recv_directly(cddp_work *work) {
   cddp_group *g = work->group;
@@ -13553,7 +13551,7 @@ static bool cddp__recv_directly(cddp_work *work) {
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
     bool found = cddp__scan_peer(g, work, 1) != NULL;
-    if (found || i == 0 || /* or the scan of one block does not see all sends */
+    if (found || i == 0 /* sets alone */ || /* or sends are in blocks that this scan left out */
         cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
       pthread_mutex_lock(&g->p2p.lock);
       alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
@@ -13567,7 +13565,8 @@ static bool cddp__recv_directly(cddp_work *work) {
   return false;
 }
 
-/* Sends waiting bytes and completes receives in each healthy group of the list cddp__served. Keeps
+/* Sends waiting bytes and completes receives in each healthy group of the list cddp__served.
+   g: the group in which this thread waits, or NULL. Returns whether a receive is done now. Keeps
    this thread's error text. */
 static bool cddp__serve_idle(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
@@ -13575,8 +13574,7 @@ static bool cddp__serve_idle(cddp_group *g) {
   cddp_group *s;
   if (g != NULL && g->hosts != NULL) cddp__hosts_poll(g);
   if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL ||
-      pthread_mutex_trylock(&cddp__served_lock) != 0)
-    return false;
+      pthread_mutex_trylock(&cddp__served_lock) != 0) return false;
   memcpy(kept, cddp__error_text, sizeof kept);
   for (s = cddp__served; s != NULL; s = s->p2p.next_served) {
     bool polls = s != g && s->hosts != NULL; /* cddp__hosts_poll has served the links of g */
@@ -13592,6 +13590,7 @@ static bool cddp__serve_idle(cddp_group *g) {
   return served;
 }
 
+/* Appends a receive to the list, and completes it if its message is here. */
 static void cddp__post_recv(cddp_group *g, cddp_work *work) {
   cddp_work **at = &g->p2p.recvs;
   work->next = NULL;
@@ -13603,8 +13602,8 @@ static void cddp__post_recv(cddp_group *g, cddp_work *work) {
   pthread_mutex_unlock(&g->p2p.lock);
 }
 
-/* Whether a wait can end: for a message, for the end of a send (send >= 0), or until the sends in
-   flight are within the limits. */
+/* Whether work's wait can end: for a message, for the end of a send (send >= 0), or until the sends
+   in flight are within the limits. */
 static bool cddp__message_ready(cddp_work *work) {
   cddp_group *g = work->group;
   size_t bytes = work->call.count * work->call.esize;
@@ -13630,8 +13629,8 @@ static cddp_result cddp__check_receivers(cddp_group *g) {
   int i, to, gone = -1;
   pthread_mutex_lock(&g->p2p.lock);
   for (i = cddp__send_count(g) - 1; i >= 0 && gone < 0; i--) {
-    uint32_t state = cddp__load32(&cddp__send_at(g, i)->state);
-    to = (int)(state >> 8); /* CDDP__POSTED_TO */
+    uint32_t state = cddp__load32(&cddp__send_at(g, i)->state); /* CDDP__POSTED_TO(to) */
+    to = (int)(state >> 8);
     if ((state & 255) == CDDP__SEND_POSTED && to != g->rank && cddp__rank_gone(g, to)) gone = to;
   }
   pthread_mutex_unlock(&g->p2p.lock);
@@ -13639,16 +13638,16 @@ static cddp_result cddp__check_receivers(cddp_group *g) {
   return cddp__report_lost(g, gone, "a send, while messages to it were in flight");
 }
 
-/* Reports a timeout: of the caller's limit, or (limit < 0) of the group, which breaks it. */
+/* Reports a timeout: of the caller's limit, or (limit < 0) of the group's, which breaks it. */
 static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
   bool any = work->call.root == CDDP_ANY;
   cddp__text peer = any ? cddp__textf("%s", "") : cddp__name_rank(g, work->call.root);
   cddp__text what = cddp__describe_message(work, peer.s);
   if (limit >= 0)
-    return cddp__fail(CDDP_TIMEOUT,
-                      "cddp_wait_for: %s, on rank %d has not finished after %g s; it continues",
-                      what.s, g->rank, limit);
+    return cddp__fail(
+        CDDP_TIMEOUT, "cddp_wait_for: %s, on rank %d has not finished after %g s; it continues",
+        what.s, g->rank, limit);
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s, on rank %d: no matching %s%s", g->timeout_s,
              what.s, g->rank, work->call.kind == CDDP__KIND_RECV ? "send" : "recv",
              any ? "" : cddp__describe_wait(g, work->call.root).s);
@@ -13667,7 +13666,8 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
 }
 
-/* Waits until cddp__message_ready, at most `limit` seconds. Checks the peer meanwhile. */
+/* Waits until cddp__message_ready, at most `limit` seconds (0: one look), or CDDP__NO_LIMIT. Checks
+   the peer meanwhile. */
 static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
@@ -13708,7 +13708,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   return r;
 }
 
-/* Posts a send. waits: also waits while too many messages are in flight. If work->send >= 0, the
+/* Posts a send. waits: waits while too many messages are in flight. If work->send >= 0, the
    buffer is in use until cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_work *work, bool waits) {
   cddp_group *g = work->group;
@@ -13736,7 +13736,7 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   cddp__send_request *p;
   cddp__wait w;
   cddp_result r;
-  if (work->send < 0) return CDDP_OK;
+  if (work->send < 0) return CDDP_OK; /* a copy */
   p = cddp__send_at(g, work->send);
   r = cddp__message_wait(work, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
@@ -13776,11 +13776,10 @@ static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
   }
   if (r != CDDP_OK || work->result == CDDP_OK) return r;
   r = cddp__check_failure(g);
-  return r != CDDP_OK ? r : work->result; /* it was aborted */
+  return r != CDDP_OK ? r : work->result /* it was aborted */;
 }
 
-/* Waits for a posted receive, and removes it from the list unless `limit` has passed. A failure of
-   the receive itself, except by cddp_cancel, has broken the group. */
+/* Waits for a posted receive, and removes it from the list unless `limit` has passed. */
 static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_work **at = &g->p2p.recvs;
@@ -13814,7 +13813,7 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
 struct cddp__mpi {
   MPI_Comm comm;
   cddp_group *group;
-  struct cddp__mpi *next; /* cddp__mpi_groups */
+  struct cddp__mpi *next; /* in cddp__mpi_groups */
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -13830,7 +13829,7 @@ static cddp_result cddp__mpi_fail(int code, const char *what) {
   return cddp__fail(CDDP_MPI, "%s: %s", what, text);
 }
 
-/* Unlocks cddp__mpi_lock, and waits for the operation that was started with result `code`. */
+/* Unlocks cddp__mpi_lock, and waits for an operation that MPI has started, with result `code`. */
 static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int code,
                                   MPI_Request *request) {
   cddp__op_header *mine;
@@ -13839,7 +13838,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
   int i, p, done = 0;
   pthread_mutex_unlock(&cddp__mpi_lock);
   cddp__wait_begin(&w, g->timeout_s);
-  g->round++; /* a rank that has not announced the next round is still in this operation, or lost */
+  g->round++; /* for checks: a rank that has announced the next round is through; it can exit */
   /* For error texts only: seq is not set, so no peer takes this header for a call. */
   mine = cddp__op_header_of(g, g->rank, g->round);
   mine->call = cddp__call_code(call, CDDP__PHASE_CALL);
@@ -13854,25 +13853,24 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     sched_yield();
     if (cddp__now() < w.next_check) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
-    for (p = 0; r == CDDP_OK && p < g->size; p++) /* other hosts' ranks: not in _check_peers */
+    for (p = 0; r == CDDP_OK && p < g->size; p++) /* cddp__check_peers skips other hosts' ranks */
       if (g->members[p] < 0 && cddp__rank_gone(g, p)) r = cddp__report_lost(g, p, NULL);
-    if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1);
+    if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* no frame */);
   }
   g->round--;
-  if (code != MPI_SUCCESS)
-    r = cddp__break(g, cddp__mpi_fail(code, cddp__shapes[call->kind].name));
+  if (code != MPI_SUCCESS) r = cddp__break(g, cddp__mpi_fail(code, cddp__shapes[call->kind].name));
   if (r != CDDP_OK) cddp__store32(&cddp__mpi_stuck, 1);
   return r;
 }
 
 static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
-  const MPI_Datatype types[] = {MPI_FLOAT,  MPI_DOUBLE,  MPI_UINT16_T, MPI_UINT16_T,
-                                MPI_INT8_T, MPI_UINT8_T, MPI_INT32_T,  MPI_INT64_T};
+  const MPI_Datatype types[] = {MPI_FLOAT, MPI_DOUBLE, MPI_UINT16_T, MPI_UINT16_T,
+                                MPI_INT8_T, MPI_UINT8_T, MPI_INT32_T, MPI_INT64_T};
   CDDP__STATIC_ASSERT(sizeof types / sizeof *types == CDDP__DTYPE_COUNT, "a type of MPI for each");
   return types[dtype];
 }
 
-/* Reduces n elements to all ranks (root -1) or to root. send can be recv. */
+/* Reduces n elements to all ranks (root -1) or to root. send and recv can be equal. */
 static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const void *send,
                                     void *recv, size_t n, int root) {
   const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN, /* by cddp_op; AVG divides the sum */
@@ -13897,16 +13895,15 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
                   : MPI_Ireduce(in, receives ? out : NULL, (int)n, type, ops[call->op], root,
                                 g->mpi->comm, &request);
   r = cddp__mpi_wait(g, call, code, &request);
-  if (r != CDDP_OK) return r; /* MPI still uses a copy */
-  if (receives && call->op == CDDP_AVG)
-    cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
+  if (r != CDDP_OK) return r; /* MPI still uses the copy */
+  if (receives && call->op == CDDP_AVG) cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
   if (receives && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
   if (half) cddp__free(&g->host->allocator, out);
   return CDDP_OK;
 }
 
-/* Moves elements [begin, begin + n) of each share. The MPI type has the extent of a share: it steps
-   from one rank's share to the next. */
+/* Moves elements [begin, begin + n) of each share as one element of an MPI type with the extent of
+   a share: MPI steps from one rank's share to the next. */
 static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const char *send,
                                   size_t begin, size_t n) {
   const char *from = send + begin * call->esize;
@@ -13933,8 +13930,8 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
   return cddp__mpi_wait(g, call, code, &q);
 }
 
-/* Moves the elements in a call with counts. An MPI type per peer and direction (in follows out) has
-   their position. */
+/* Moves the elements in a call with counts. MPI_Ialltoallw moves one element at 0 for each peer:
+   lengths and positions are in its types, one for each peer and direction. */
 static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
                                           size_t begin, size_t n) {
   size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
@@ -13968,18 +13965,17 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   return CDDP_OK;
 }
 
+/* Reduces or moves a call's elements, CDDP__MPI_MAX_COUNT of each share at a time. */
 static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *const *arrays) {
   const char *send = (const char *)call->send;
   size_t begin, n;
   cddp_result r = CDDP_OK;
   int p;
-  (void)arrays; /* for cddp__carrier.average */
+  (void)arrays; /* of cddp__carrier.average: MPI finds each rank's own in call->send */
   for (begin = 0; r == CDDP_OK && begin < call->count; begin += n) {
     n = cddp__min(CDDP__MPI_MAX_COUNT, call->count - begin);
-    if (call->shares != NULL)
-      r = cddp__mpi_move_counted(g, call, send, begin, n);
-    else if (!cddp__shapes[call->kind].reduces)
-      r = cddp__mpi_move(g, call, send, begin, n);
+    if (call->shares != NULL) r = cddp__mpi_move_counted(g, call, send, begin, n);
+    else if (!cddp__shapes[call->kind].reduces) r = cddp__mpi_move(g, call, send, begin, n);
     for (p = 0; r == CDDP_OK && cddp__shapes[call->kind].reduces && p < g->size; p++) {
       bool one_buffer = cddp__in_one_buffer(call); /* else reduce_scatter: a reduction per rank */
       size_t at = one_buffer ? begin : (size_t)p * call->count + begin;
@@ -14027,9 +14023,9 @@ static void cddp__mpi_abandon(cddp_group *g) {
   if (cddp__is_broken(g)) return;
   if (g->hosts != NULL) {
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
-                       CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
+                       CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST, /* breaks nothing */
                        cddp__textf("%s " CDDP__EXITED, cddp__name_rank(g, g->rank).s).s);
-    cddp__wait_begin(&w, 1);
+    cddp__wait_begin(&w, 1 /* s */);
     do {
       if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue;
       left = cddp__flush_links(g);
@@ -14074,16 +14070,18 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
   }
   if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Init_thread");
   if (level < MPI_THREAD_SERIALIZED)
-    return cddp__fail(CDDP_MPI, "MPI was initialized for one thread only: ask MPI_Init_thread for "
-                                "MPI_THREAD_SERIALIZED, or let cddp_init initialize MPI");
+    return cddp__fail(
+        CDDP_MPI, "MPI was initialized for one thread only: ask MPI_Init_thread for "
+        "MPI_THREAD_SERIALIZED, or let cddp_init initialize MPI");
   if (size != g->size)
-    return cddp__fail(CDDP_MPI,
-                      "MPI_COMM_WORLD has %d rank%s, the group %d: start all ranks with one "
-                      "mpirun -n %d or srun -n %d of the MPI that the program was built with",
-                      size, size == 1 ? "" : "s", g->size, g->size, g->size);
+    return cddp__fail(
+        CDDP_MPI, "MPI_COMM_WORLD has %d rank%s, the group %d: start all ranks with one "
+        "mpirun -n %d or srun -n %d of the MPI that the program was built with", size,
+        size == 1 ? "" : "s", g->size, g->size, g->size);
   return CDDP_OK;
 }
 
+/* An operation of a broken group can still use the communicator. */
 static void cddp__mpi_leave(cddp_group *g) {
   struct cddp__mpi **at;
   int finalized = 1;
@@ -14096,7 +14094,7 @@ static void cddp__mpi_leave(cddp_group *g) {
   cddp__free(&g->host->allocator, g->mpi);
 }
 
-/* The communicator of `to` has the ranks of `from` with this color; from NULL: all processes of
+/* Gives `to` a communicator of the ranks of `from` with this color. from NULL: all processes of
    MPI. `to` is NULL on ranks with a negative color, which are no members. */
 static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int color, int key) {
   MPI_Comm comm = MPI_COMM_NULL, parent = from != NULL ? from->mpi->comm : MPI_COMM_WORLD;
@@ -14138,9 +14136,9 @@ static const cddp__carrier cddp__mpi_carrier = {
      2. A thread that waits for a collective that has not started runs the queue up to it, or the
         held one, at the cost of a call without a handle.
      3. Operations that no thread waits for are run by the engine, a thread that the first operation
-        starts. It polls the queue and runs operations that were there at the previous poll. After
-        CDDP__ENGINE_IDLE_POLLS without a new one it sleeps.
-     4. Buckets of a cddp_ddp are due immediately, not at the next poll.
+        starts. It polls the queue and runs operations that are due: those that were there at the
+        previous poll. After CDDP__ENGINE_IDLE_POLLS without a new one it sleeps.
+     4. Buckets of a cddp_ddp (not work->anywhere) are due immediately.
      5. A collective without a handle first waits, as in 2, until the queue is empty. */
 
 #define CDDP__ENGINE_POLL_S 2e-4 /* for this time a waiting thread can run an operation itself */
@@ -14160,14 +14158,14 @@ static void cddp__work_init(cddp_work *work, cddp_group *g) {
   work->send = -1;
 }
 
-/* more: bytes to allocate behind the cddp_work. */
+/* more: bytes behind the cddp_work. */
 static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
   cddp_work *work = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
   if (work != NULL) cddp__work_init(work, g);
   return work;
 }
 
-/* Runs an operation with the call site and the floating-point mode of its caller. */
+/* Runs an operation with its caller's call site and floating-point mode. */
 static void cddp__work_run(cddp_work *work) {
   uint32_t fp_mode = cddp__fp_mode();
   bool other_mode = work->fp_mode != 1 + fp_mode; /* work's: 1 + its caller's */
@@ -14185,16 +14183,14 @@ static void cddp__work_run(cddp_work *work) {
 /* Queues an operation that engine->works already counts. lock held. */
 static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
   work->next = NULL;
-  if (engine->first != NULL)
-    engine->last->next = work;
-  else
-    engine->first = work;
+  if (engine->first != NULL) engine->last->next = work;
+  else engine->first = work;
   engine->last = work;
 }
 
 /* Moves the held operation to the queue, and counts it first: peers always see it in flight.
    Returns whether a thread runs an operation: then no other may start. lock held. */
-static bool cddp__engine_enqueue_held(cddp__engine *engine) {
+static bool cddp__engine_queue_held(cddp__engine *engine) {
   if (cddp__load32(&engine->own_state) == CDDP__OWN_HELD) {
     cddp__add32(engine->works, 1);
     if (cddp__swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_LENT))
@@ -14205,7 +14201,7 @@ static bool cddp__engine_enqueue_held(cddp__engine *engine) {
   return engine->busy || cddp__load32(&engine->own_state) == CDDP__OWN_RUNS;
 }
 
-/* Runs the queue's first operation on this thread. lock held; released during the operation. */
+/* Runs the queue's first operation on this thread. lock held, except during the operation. */
 static void cddp__engine_run(cddp__engine *engine) {
   cddp_work *work = engine->first;
   cddp_group *g = work->group;
@@ -14214,12 +14210,12 @@ static void cddp__engine_run(cddp__engine *engine) {
   engine->busy = true;
   pthread_mutex_unlock(&engine->lock);
   if (cddp__own_engine == engine && g->host->cores < 2 * g->local_size) {
-    /* this is the engine's thread, and the training threads need the cores too */
+    /* on the engine's thread; each rank's training thread needs a core too */
     g->spin = g->oversubscribed ? 0 : CDDP__ENGINE_SPIN;
     g->yields = 0; /* a yield would give the core to a training thread for a whole time slice */
   }
   cddp__work_run(work);
-  g->spin = spin; /* before `done`: another thread may then run the next operation */
+  g->spin = spin; /* before busy ends: another thread can then run the next operation */
   g->yields = yields;
   pthread_mutex_lock(&engine->lock);
   engine->busy = false;
@@ -14230,7 +14226,7 @@ static void cddp__engine_run(cddp__engine *engine) {
   if (engine->first != NULL) pthread_cond_signal(&engine->work);
 }
 
-/* If the engine's own work is held, runs it on this thread, without a lock, and returns true. */
+/* If the engine's own work is held, runs it on this thread, without a lock. Returns whether. */
 static bool cddp__engine_run_held(cddp__engine *engine) {
   if (!cddp__swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
@@ -14244,8 +14240,8 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
   return true;
 }
 
-/* The engine's thread. It announces in `asleep` that it will sleep, and checks the queue once more,
-   for an operation of a thread that still saw it awake. */
+/* The engine's thread. Before it sleeps it announces that in `asleep`, and checks the queue after
+   one more interval, for an operation of a thread that still saw it awake. */
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *engine = &g->engine;
@@ -14254,7 +14250,7 @@ static void *cddp__engine_main(void *arg) {
   cddp__own_engine = engine;
   pthread_mutex_lock(&engine->lock);
   for (;;) {
-    busy = cddp__engine_enqueue_held(engine);
+    busy = cddp__engine_queue_held(engine);
     awake = cddp__load32(&engine->asleep) == 0;
     if (engine->first == NULL && engine->stop) break;
     due = engine->first != NULL &&
@@ -14276,9 +14272,9 @@ static void *cddp__engine_main(void *arg) {
   return NULL;
 }
 
-/* Makes all queued operations due. lock held. */
+/* Makes all operations in flight due. lock held. */
 static void cddp__engine_make_due(cddp__engine *engine) {
-  bool busy = cddp__engine_enqueue_held(engine);
+  bool busy = cddp__engine_queue_held(engine);
   if (engine->first == NULL) return;
   if (engine->last->tick == cddp__load32(&engine->tick)) cddp__add32(&engine->tick, 1);
   /* Also if they were due before: the engine can be asleep. A busy thread signals when it ends. */
@@ -14302,17 +14298,15 @@ static cddp_result cddp__engine_push(cddp_work *work) {
     cddp__store32(&engine->own_state, CDDP__OWN_HELD);
     if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK; /* the engine polls */
     pthread_mutex_lock(&engine->lock);
-    (void)cddp__engine_enqueue_held(engine); /* its thread sleeps, and cannot see it held */
+    (void)cddp__engine_queue_held(engine); /* its thread sleeps, and cannot see it held */
   } else {
     pthread_mutex_lock(&engine->lock);
-    (void)cddp__engine_enqueue_held(engine); /* the older operation comes first */
+    (void)cddp__engine_queue_held(engine); /* the older operation comes first */
     cddp__add32(engine->works, 1);
     cddp__engine_append(engine, work);
   }
-  if (!work->anywhere)
-    cddp__engine_make_due(engine);
-  else if (cddp__load32(&engine->asleep) != 0)
-    pthread_cond_signal(&engine->work);
+  if (!work->anywhere) cddp__engine_make_due(engine);
+  else if (cddp__load32(&engine->asleep) != 0) pthread_cond_signal(&engine->work);
   pthread_mutex_unlock(&engine->lock);
   return r;
 }
@@ -14321,19 +14315,18 @@ static cddp_result cddp__engine_push(cddp_work *work) {
    at the deadline. With INFINITY this thread itself runs the queue up to `work`. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
   bool in_time = true, forever = !(deadline < INFINITY), busy;
-  uint32_t held = cddp__load32(&engine->own_state); /* before works: see _enqueue_held */
+  uint32_t held = cddp__load32(&engine->own_state); /* before works: see _queue_held */
   double until;
   if (work == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS &&
-      cddp__load32(engine->works) == 0)
-    return true;
+      cddp__load32(engine->works) == 0) return true; /* nothing is in flight */
   if (work == &engine->own && forever && cddp__engine_run_held(engine)) return true;
   pthread_mutex_lock(&engine->lock);
   if (!forever && !work->done) cddp__engine_make_due(engine); /* the engine's thread runs it */
   cddp__add32(&engine->waiters, 1);
   for (;;) {
-    busy = cddp__engine_enqueue_held(engine);
+    busy = cddp__engine_queue_held(engine);
     if (work != NULL ? work->done : !busy && engine->first == NULL) break;
-    if (!busy && engine->first->anywhere && forever) {
+    if (!busy && engine->first->anywhere && forever) { /* work is in the queue */
       cddp__engine_run(engine);
       continue;
     }
@@ -14350,6 +14343,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   return in_time;
 }
 
+/* Waits for all collectives of the group that are in flight. */
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   if (!engine->started) return; /* written only by the thread that calls this group's collectives */
@@ -14357,27 +14351,27 @@ static void cddp__engine_drain(cddp_group *g) {
   cddp__engine_wait(engine, NULL, INFINITY);
 }
 
-/* Ends the thread. Queued operations and the group fail. */
+/* Ends the engine's thread. Operations in flight fail, and with them the group. */
 static void cddp__engine_stop(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   bool busy;
   if (!engine->started) return;
   pthread_mutex_lock(&engine->lock);
-  busy = cddp__engine_enqueue_held(engine) || engine->first != NULL;
+  busy = cddp__engine_queue_held(engine) || engine->first != NULL;
   engine->stop = true;
   pthread_cond_signal(&engine->work);
   pthread_mutex_unlock(&engine->lock);
   if (busy)
-    cddp__break(g, cddp__fail(CDDP_ABORTED, "rank %d destroyed the group while an operation was in "
-                                            "flight", g->rank));
+    cddp__break(g, cddp__fail(
+        CDDP_ABORTED, "rank %d destroyed the group while an operation was in flight", g->rank));
   pthread_join(engine->thread, NULL);
   engine->started = false;
 }
 
 static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
-  return cddp__fail(CDDP_TIMEOUT,
-                    "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
-                    cddp__shapes[work->call.kind].name, work->group->rank, limit);
+  return cddp__fail(
+      CDDP_TIMEOUT, "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
+      cddp__shapes[work->call.kind].name, work->group->rank, limit);
 }
 
 static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
@@ -14402,7 +14396,7 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   return r;
 }
 
-/* Sends or receives. work not NULL: only starts to, and sets *work. */
+/* Sends or receives. work not NULL: only posts the message, and sets *work. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   bool waits = work == NULL;
   cddp_work on_stack, *w = &on_stack; /* of a call that waits; or the heap's */
@@ -14444,20 +14438,21 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
     (void)cddp__work_wait(work, CDDP__NO_LIMIT); /* fails, as the receive has been aborted */
     return CDDP_OK;
   }
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "cddp_cancel: cannot cancel the operation: %s. The work is still valid: call "
-                    "cddp_wait",
-                    why);
+  return cddp__fail(
+      CDDP_UNSUPPORTED,
+      "cddp_cancel: cannot cancel the operation: %s. The work is still valid: call cddp_wait",
+      why);
 }
 
+/* Whether cddp__cpu_wait would return immediately. */
 static bool cddp__cpu_done(cddp_work *work) {
   cddp_group *g = work->group;
   bool done;
-  if (work->run == NULL) {
+  if (work->run == NULL) { /* a message */
     if (work->on_stream || cddp__is_broken(g)) return true;
-    if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true;
+    if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true; /* a copy */
     if (cddp__message_ready(work)) return true;
-    cddp__serve_idle(NULL);
+    cddp__serve_idle(NULL /* no group */);
     return false;
   }
   pthread_mutex_lock(&g->engine.lock);
@@ -15277,11 +15272,11 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
    How a group is left: a rank marks its slot and counts itself in the control block. When all ranks
    have left, the rank that allocated the block frees it (>>arena). */
 
-/* Creates a group on a control block that all members have mapped. Takes a reference to the
-   host. */
+/* Creates a group on a control block that all members have mapped. Takes a reference to the host.
+   members: their indices on this host, -1 on another; NULL: all ranks of the job. */
 static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int rank, int size,
                                      const int *members, char *block, double timeout_s) {
-  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes, l2;
+  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes, l2; /* 4 arrays */
   cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
   int i, slot_count = 0;
@@ -15292,10 +15287,9 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->members = (int *)(void *)(g->slices + size);
   g->slot_index = g->members + size;
   for (i = 0; i < size; i++)
-    g->members[i] = members != NULL                               ? members[i]
-                    : host->net == NULL                           ? i
-                    : host->net->ranks[i].host == host->net->host ? host->net->ranks[i].index
-                                                                  : -1;
+    g->members[i] = members != NULL ? members[i]
+                    : host->net == NULL ? i /* the job is on one host */
+                    : host->net->ranks[i].host == host->net->host ? host->net->ranks[i].index : -1;
   g->host = host;
   g->rank = rank;
   g->size = size;
@@ -15311,7 +15305,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   l2 = CDDP__L2; /* bytes of the second-level cache; 0: unknown */
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes); /* the first rank's choice stays */
-  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
+  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0; /* else >>hosts */
   g->staging_ready = host->arena.fd < 0 || g->local_size < size ? SIZE_MAX /* all */ : 0;
   g->backend = &cddp__cpu_backend;
   g->carrier = &cddp__shm_carrier;
@@ -15358,7 +15352,8 @@ static void cddp__host_release(cddp__host *host) {
   }
 }
 
-/* Writes the ranks with this color, by (key, rank), to members. Returns their number. */
+/* Writes the ranks with this color, sorted by (key, rank), to members. Returns their number: 0 for
+   a negative color. */
 static int cddp__members_of_color(const cddp_group *g, int color, int *members) {
   int n = 0, p, i;
   for (p = 0; color >= 0 && p < g->size; p++) {
@@ -15373,9 +15368,9 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
   return n;
 }
 
-/* Allocates the pages of a control block, at `base` in the memfd. On one host only its head:
-   cddp__commit_staging adds the staging buffers, since those of 2 ranks would make their cddp_init
-   a third slower. On several hosts they are small. */
+/* Allocates the pages of a control block, at `base` in the memfd. On one host without the staging
+   buffers: those of 2 ranks would make their cddp_init a third slower. cddp__commit_staging adds
+   them at their first use. On several hosts they are small. */
 static cddp_result cddp__commit_block(cddp__host *host, uint64_t base, int size, int local_size) {
   size_t bytes = local_size < size ? cddp__block_bytes(size, local_size)
                                    : cddp__head_bytes(size, local_size);
@@ -15383,8 +15378,8 @@ static cddp_result cddp__commit_block(cddp__host *host, uint64_t base, int size,
   return cddp__fail_commit("the control block of a group", bytes);
 }
 
-/* Allocates the control block on the first member of each host and maps it on the others. *block:
-   NULL after a failure. *mine: this rank's own failure. */
+/* A round of g. The first member of each new group and host allocates the control block, the others
+   map it. n 0: this rank is in no group. *block: NULL after a failure. *mine: its own failure. */
 static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
                                         char **block, cddp_result *mine) {
   void *p = NULL;
@@ -15422,8 +15417,8 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
 
 enum cddp__hold { CDDP__REMOVE_MODEL = -1, CDDP__LEAVE_GROUP, CDDP__ADD_MODEL };
 
-/* Adds `change` to the models that use the group's memory, or records that this rank has left.
-   Frees a left group without models. */
+/* Adds `change` to the number of models that use the group's memory, or (0) notes that this rank
+   has left. Frees a left group without models. */
 static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host *host = g->host;
   bool last;
@@ -15458,16 +15453,14 @@ static void cddp__group_leave(cddp_group *g) {
   pthread_mutex_unlock(&host->lock);
   cddp__hosts_leave(g);
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay valid */
-    if (!cddp__send_open(cddp__send_at(g, i)))
-      cddp__arena_free(host, cddp__send_at(g, i)->stage);
-    else
-      cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
+    if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(host, cddp__send_at(g, i)->stage);
+    else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
   for (i = 1; i < g->p2p.send_blocks; i++) cddp__arena_free_with(host, g->p2p.sends[i], g->block);
   (g->carrier->leave)(g);
-  (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT);
+  (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT); /* DEAD stays */
   cddp__wake_all(g);
   cddp__add32(&g->block->left, 1);
-  if (g->block_ref.kind == CDDP__REF_NONE) { /* the first group of its host */
+  if (g->block_ref.kind == CDDP__REF_NONE) { /* the first group: its block is no extent */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
     if (host->record != NULL) host->record->left = 1;
     host->slots = NULL;
@@ -15485,7 +15478,8 @@ static void cddp__group_leave(cddp_group *g) {
   memcpy(cddp__error_text, text, sizeof text);
 }
 
-/* Creates the new groups. check: a hash that must be the same on all ranks of g. */
+/* Collective: splits g by color. *out: NULL if this rank's color is negative. check: a hash that
+   must be the same on all ranks of g. */
 static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
                                cddp_group **out) {
   const cddp_allocator *allocator = &g->host->allocator;
@@ -15502,9 +15496,8 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   mine[0] = color;
   mine[1] = key;
   g->calls++;
-  record = cddp__record_begin(g, CDDP__KIND_GROUP_NEW, g->calls, 0);
-  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CALL, check, mine,
-                  sizeof mine);
+  record = cddp__record_begin(g, CDDP__KIND_GROUP_NEW, g->calls, 0 /* no elements */);
+  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CALL, check, mine, sizeof mine);
   if (r != CDDP_OK) goto done;
   n = cddp__members_of_color(g, color, members);
   r = cddp__begin_access(g); /* until *out has the block: its owner can be lost (elastic) */
@@ -15562,11 +15555,11 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
 }
 
 /* Creates the group of all ranks. Its control block is at the start of the shared memory; a joined
-   process has its own. After a failure *out can be a group too. */
+   process has a private one. After a failure *out can be a group too. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
                                      const cddp__config *config) {
-  int fd = host->joined ? -1 : host->arena.fd,
-      size = host->joined ? host->size : config->world_size;
+  int fd = host->joined ? -1 /* private */ : host->arena.fd;
+  int size = host->joined ? host->size : config->world_size;
   size_t bytes = cddp__round_up(cddp__block_bytes(size, host->size), cddp__page_size());
   char *block;
   int i;
@@ -15577,8 +15570,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
     return cddp__fail_errno("lock on the shared memory");
   for (i = 0; fd >= 0 && i < host->size; i++) host->ranks[i].use_locked = i != host->index;
   if (fd >= 0 && host->index == 0 &&
-      (r = cddp__commit_block(host, 0, size, host->size)) != CDDP_OK)
-    return r;
+      (r = cddp__commit_block(host, 0, size, host->size)) != CDDP_OK) return r;
   block = cddp__map_memory(fd, 0, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
   if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP);
@@ -15589,7 +15581,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   return cddp__hosts_attach(*out, host->net, NULL);
 }
 
-/* Sets the processes on this host from the table of ranks. Keeps it if there are other hosts. */
+/* Sets the processes on this host from the table of ranks. Keeps a table with other hosts. */
 static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   int i;
   for (i = 0; i < table->size; i++)
@@ -15634,9 +15626,9 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   if (r == CDDP_OK) *job = cddp__hash64(0, rdv.net->token, 16);
   r = cddp__rendezvous_end(&rdv, *out, r);
   if (r != CDDP_OK) return r;
+  host->started_before = cddp__boot_ticks(); /* now all ranks have started */
   /* For cddp__wait_tick. If seccomp forbids pidfd_open, only the next rank's parent process can
-     know that it has ended. */
-  host->started_before = cddp__boot_ticks();
+     know how it has ended. */
   next = (host->index + 1) % host->size;
   if (next != host->index)
     host->ranks[next].pidfd =
@@ -15656,11 +15648,11 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r != CDDP_OK) return r;
   host->slots = NULL; /* only memory and models work in a group without other ranks */
-  cddp__fail(CDDP_UNSUPPORTED,
-             "rank %d has joined the job (CDDP_JOIN) and does not belong to the group of its "
-             "first ranks: use cddp_ddp_group, the group of the current ranks, and skip "
-             "cddp_load (the job sends its weights and states)",
-             config->rank);
+  cddp__fail(
+      CDDP_UNSUPPORTED,
+      "rank %d has joined the job (CDDP_JOIN) and does not belong to the group of its "
+      "first ranks: use cddp_ddp_group, the group of the current ranks, and skip "
+      "cddp_load (the job sends its weights and states)", config->rank);
   (void)cddp__break(*out, CDDP_UNSUPPORTED);
   if (table->job != 0)
     r = cddp__record_open(&host->record, table->job, config->rank, host->size,
@@ -15690,9 +15682,9 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK && host->one_process && host->job_info != NULL /* processes can join */)
     cddp__share_memory(host);
   if (r == CDDP_OK)
-    r = config.joins             ? cddp__join_job(&g, &config, host)
+    r = config.joins ? cddp__join_job(&g, &config, host)
         : config.world_size == 1 ? cddp__world_group(&g, host, &config)
-                                 : cddp__start_job(&g, &config, host, &job);
+        : cddp__start_job(&g, &config, host, &job);
   if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   cddp__close_fd(&config.listen_fd); /* of a job of one rank */
   cddp__host_release(host); /* the group has a reference */
@@ -15700,12 +15692,12 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
     cddp__store32(&g->block->cores, (uint32_t)host->cores);
     cddp__set_wait_policy(g);
-    r = cddp__record_open(&host->record, job, g->rank, g->size, 0);
+    r = cddp__record_open(&host->record, job, g->rank, g->size, 0 /* not joined */);
   }
 #ifdef CDDP_MPI
   if (r == CDDP_OK && !config.joins && strcmp(config.backend, "mpi") == 0) {
     if (g->size == 1) r = cddp__mpi_start(g); /* else started with the job */
-    if (r == CDDP_OK) r = cddp__mpi_split(NULL, g, 0, g->rank);
+    if (r == CDDP_OK) r = cddp__mpi_split(NULL /* all processes */, g, 0 /* color */, g->rank);
     if (r == CDDP_OK) g->carrier = &cddp__mpi_carrier;
   }
 #endif
@@ -22127,7 +22119,8 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
    count; peers' memory, for states that are partitioned over the ranks.
    Entry points: the public functions.
    Both calls begin with a list of the checkpoint's tensors (items), which the ranks compare:
-   parameters, the learning rate, the optimizer's states (with a `place`) and step counts.
+   parameters, the learning rate, and (param >= 0) the optimizer's states (place: its pointer to the
+   state) and step counts (place NULL).
    Saving:
      1. Rank 0 creates PATH.tmp and locks it. An old one is removed first, unless a process of this
         user holds its lock.
@@ -22138,7 +22131,8 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
      1. Rank 0 reads the header and broadcasts its text.
      2. Each rank parses the text and looks up its tensors, so that all ranks get the same result.
      3. Rank 0 reads the tensors and broadcasts them.
-   After each step cddp__consensus makes the first failure the result on all ranks. */
+   After each step cddp__consensus makes the first failure the result on all ranks. At the end
+   cddp__fail_on_file puts the path before the error text. */
 
 /* Keys of metadata that are numbers: the sampler's, then the cddp_ddp's. */
 static const char *const cddp__meta_keys[] = {
@@ -22162,29 +22156,29 @@ enum { /* sets of keys: bit i is key i */
 typedef struct cddp__ckpt {
   cddp_group *g; /* NULL: none */
   const cddp_allocator *allocator;
-  const char *path;         /* to desc: the caller's */
+  const char *path; /* to desc: the caller's */
   const cddp_param *params; /* [count] */
   int count;
   const cddp_checkpoint_desc *desc;
   cddp_checkpoint_desc none; /* the desc if the caller passed NULL */
-  bool first;                /* this is rank 0 */
-  bool device;               /* a tensor can be in device memory */
-  bool partitioned;          /* each rank has only its parts of the states */
+  bool root; /* this is rank 0 */
+  bool device; /* a tensor can be in device memory */
+  bool partitioned; /* each rank has only its parts of the states */
   cddp__st_item *items; /* the states' names follow the array */
   size_t item_count;
-  double lr;     /* the optimizer's learning rate; load: the file's */
-  char *whole;   /* partitioned: memory of the group for any one state, whole */
+  double lr; /* the optimizer's learning rate; load: the file's */
+  char *whole; /* partitioned: memory of the group for any one state, whole */
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   /* save: */
   cddp__buffer header;
   char temporary[4100]; /* PATH_MAX + ".tmp": see cddp__name_temporary */
-  mode_t old_mode;      /* st_mode of the file at path; 0: none exists */
-  int fd;               /* of the temporary file, locked; -1: none */
+  mode_t old_mode; /* st_mode of the file at path; 0: none exists */
+  int fd; /* of the temporary file, locked; -1: none */
   /* load: */
   cddp_safetensors *file; /* only rank 0's has a descriptor */
-  bool has_lr;            /* the file contains the learning rate, and so an optimizer */
+  bool has_lr; /* the file contains the learning rate, and so an optimizer */
   uint64_t numbers[CDDP__META_COUNT]; /* the file's */
-  unsigned found;                     /* set of keys that the file contains */
+  unsigned found; /* set of keys that the file contains */
 } cddp__ckpt;
 
 /* --- files --- */
@@ -22193,7 +22187,7 @@ static cddp_result cddp__fail_file(const char *call, const char *name) {
   return cddp__fail(CDDP_IO, "%s %s: %s", call, name, strerror(errno));
 }
 
-/* Opens a file and reads its JSON. The caller closes *out, also after a failure. */
+/* Opens a file and reads its JSON. The caller always closes *out. */
 static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *allocator,
                                  const char *path) {
   unsigned char first[8] = {0};
@@ -22205,12 +22199,9 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   do fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* does not block on a pipe */
   while (fd < 0 && errno == EINTR);
   if (fd < 0) return cddp__fail(CDDP_IO, "open: %s", strerror(errno));
-  if (fstat(fd, &st) != 0)
-    r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
-  else if (!S_ISREG(st.st_mode))
-    r = cddp__fail(CDDP_IO, "it is not a regular file");
-  else if (st.st_size >= 8)
-    r = cddp__file_io(fd, CDDP__FILE_READ, first, 8, 0);
+  if (fstat(fd, &st) != 0) r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
+  else if (!S_ISREG(st.st_mode)) r = cddp__fail(CDDP_IO, "it is not a regular file");
+  else if (st.st_size >= 8) r = cddp__file_io(fd, CDDP__FILE_READ, first, 8, 0);
   if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
   if (r == CDDP_OK && (*out = cddp__st_new(allocator, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (*out == NULL) {
@@ -22229,8 +22220,8 @@ static bool cddp__lock_temporary(int fd) {
   return true;
 }
 
-/* Removes a temporary file that a killed process or another user left. If a process of this user
-   has locked it, a checkpoint is being written. */
+/* Removes an old temporary file. Fails if it is this user's and locked: then another process writes
+   a checkpoint. Another user's lock prevents nothing. */
 static cddp_result cddp__remove_temporary(const char *name) {
   struct stat st;
   cddp_result r = CDDP_OK;
@@ -22242,13 +22233,13 @@ static cddp_result cddp__remove_temporary(const char *name) {
   if (fd >= 0 && !locked && errno != EWOULDBLOCK)
     r = cddp__fail_file("flock", name);
   else if (fd >= 0 && !locked && st.st_uid == geteuid())
-    r = cddp__fail(CDDP_IO,
-                   "another process is writing %s (with group NULL only one rank can save)", name);
-  else if ((fd < 0 || cddp__file_has_name(fd, name)) && unlink(name) != 0 && errno != ENOENT)
-    r = cddp__fail(CDDP_IO,
-                   "unlink %s, which belongs to uid %u: %s; remove it, or save in a directory that "
-                   "you own",
-                   name, (unsigned)st.st_uid, strerror(errno));
+    r = cddp__fail(
+        CDDP_IO, "another process is writing %s (with group NULL only one rank can save)", name);
+  else if ((fd < 0 /* no right to read it */ || cddp__file_has_name(fd, name)) &&
+           unlink(name) != 0 && errno != ENOENT)
+    r = cddp__fail(
+        CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a directory that "
+        "you own", name, (unsigned)st.st_uid, strerror(errno));
   cddp__close_fd(&fd); /* after unlink: closing ends the lock */
   return r;
 }
@@ -22275,24 +22266,19 @@ static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
   struct stat old;
   cddp_result r = CDDP_OK;
   int tries, fd, error;
-  if (lstat(ckpt->path, &old) == 0)
-    ckpt->old_mode = old.st_mode;
-  else if (errno != ENOENT)
-    return cddp__fail(CDDP_IO, "lstat: %s", strerror(errno));
+  if (lstat(ckpt->path, &old) == 0) ckpt->old_mode = old.st_mode;
+  else if (errno != ENOENT) return cddp__fail(CDDP_IO, "lstat: %s", strerror(errno));
   if (ckpt->old_mode != 0 && !S_ISREG(ckpt->old_mode))
     return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces only regular files",
-                      S_ISLNK(ckpt->old_mode)   ? "a symbolic link: pass the path of its target"
-                      : S_ISDIR(ckpt->old_mode) ? "a directory"
-                                                : "a device, a pipe or a socket");
+                      S_ISLNK(ckpt->old_mode) ? "a symbolic link: pass the path of its target"
+                      : S_ISDIR(ckpt->old_mode) ? "a directory" : "a device, a pipe or a socket");
   if (!cddp__name_temporary(ckpt)) return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
   for (tries = 0; r == CDDP_OK && tries < 100; tries++) {
     fd = cddp__above_stdio(open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
                                 ckpt->old_mode != 0 ? 0600 : 0666));
     if (fd < 0) {
-      if (errno == EEXIST)
-        r = cddp__remove_temporary(name);
-      else if (errno != EINTR)
-        r = cddp__fail_file("open", name);
+      if (errno == EEXIST) r = cddp__remove_temporary(name);
+      else if (errno != EINTR) r = cddp__fail_file("open", name);
       continue;
     }
     if (cddp__lock_temporary(fd) && cddp__file_has_name(fd, name)) {
@@ -22322,26 +22308,25 @@ static int cddp__sync_file(int fd) {
 static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
   char *slash = strrchr(ckpt->temporary, '/'), *folder = ckpt->temporary;
   int fd, error;
-  strcpy(slash != NULL ? slash + 1 : folder, ".");
+  strcpy(slash != NULL ? slash + 1 : folder, "."); /* instead of the file's name */
   fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
   error = fd >= 0 ? cddp__sync_file(fd) : errno;
   if (fd < 0 && ckpt->fd >= 0) /* no right to read it, or no descriptor: sync the file system */
     error = syscall(SYS_syncfs, ckpt->fd) == 0 ? 0 : errno;
   cddp__close_fd(&fd);
   if (error == 0 || error == ENOSYS) return CDDP_OK;
-  return cddp__fail(CDDP_IO,
-                    "fsync of %s: %s; the checkpoint was written, but a crash can still lose it",
-                    folder, strerror(error));
+  return cddp__fail(
+      CDDP_IO, "fsync of %s: %s; the checkpoint was written, but a crash can still lose it", folder,
+      strerror(error));
 }
 
 /* Gives the temporary file the mode of the file that it replaces, syncs it, and renames it. After a
    failure removes it. */
 static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
   const char *name = ckpt->temporary;
-  bool named, lost;
+  bool named = cddp__file_has_name(ckpt->fd, name);
+  bool lost = !named && errno == ENOENT; /* no file, or another one, has the name */
   int error = 0;
-  named = cddp__file_has_name(ckpt->fd, name);
-  lost = !named && errno == ENOENT;
   if (r == CDDP_OK && !named)
     r = lost ? cddp__fail(CDDP_IO, "another process removed %s while it was written", name)
              : cddp__fail_file("lstat", name);
@@ -22349,15 +22334,13 @@ static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
     fchmod(ckpt->fd, ckpt->old_mode & 0777); /* fails only on file systems without modes */
   if (r == CDDP_OK) error = cddp__sync_file(ckpt->fd);
   if (error != 0 && error != ENOSYS) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
-  if (r == CDDP_OK && (error != 0 || rename(name, ckpt->path) != 0)) {
+  if (r == CDDP_OK && (error != 0 /* ENOSYS */ || rename(name, ckpt->path) != 0)) {
     /* Without fsync only close reports a failed write. Some file systems (FUSE) cannot rename an
        open file. Closing ends the lock, so it is not done in other cases. */
     int fd = ckpt->fd;
     ckpt->fd = -1;
-    if (close(fd) != 0 && errno != EINTR)
-      r = cddp__fail_file("close", name);
-    else if (rename(name, ckpt->path) != 0)
-      r = cddp__fail_file("rename", name);
+    if (close(fd) != 0 && errno != EINTR) r = cddp__fail_file("close", name);
+    else if (rename(name, ckpt->path) != 0) r = cddp__fail_file("rename", name);
   }
   if (r != CDDP_OK && !lost) unlink(name);
   if (r == CDDP_OK) r = cddp__sync_directory(ckpt);
@@ -22369,12 +22352,11 @@ static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
 
 static cddp_result cddp__fail_on_file(const char *function, const char *path, cddp_result r) {
   if (r == CDDP_OK) return r;
-  return cddp__fail_in(r, "%s(\"%s\"): ", function,
-                       cddp__cut(path != NULL ? path : "NULL", 200).s);
+  return cddp__fail_in(r, "%s(\"%s\"): ", function, cddp__cut(path != NULL ? path : "NULL", 200).s);
 }
 
 /* Checks the caller's arguments. Sets device and partitioned. */
-static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
+static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   const cddp_optim *optim = desc->optim;
   const cddp_group *owners = NULL; /* the ranks that have the optimizer's states together */
@@ -22391,13 +22373,13 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
     const cddp_param *p = &ckpt->params[i];
     const cddp_shape *s = desc->shapes != NULL ? &desc->shapes[i] : NULL;
     if (p->count > 0 && cddp__on_device(ckpt->g, p->data)) ckpt->device = true;
-    if (s == NULL || s->dims == 0) continue;
+    if (s == NULL || s->dims == 0 /* none given */) continue;
     if (s->dims < -1 /* a scalar */ || s->dims > 8)
       return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, s->dims);
     if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64 /* bits */, &elements, &bytes) ||
         elements != p->count)
-      return CDDP__REFUSE("the shape of parameter \"%s\" does not match its count, %zu", p->name,
-                          p->count);
+      return CDDP__REFUSE(
+          "the shape of parameter \"%s\" does not match its count, %zu", p->name, p->count);
   }
   if (ckpt->device && ckpt->g != NULL && ckpt->g->size > 1 && !ckpt->g->backend->on_device)
     return CDDP__REFUSE("parameters are on a GPU, but the group has device \"cpu\"; pass a group "
@@ -22424,7 +22406,7 @@ static cddp_result cddp__check_checkpoint(cddp__ckpt *ckpt, bool saves) {
   return CDDP_OK;
 }
 
-/* Adds a tensor to the list. shape NULL: one dimension. */
+/* Adds a tensor to the list. shape NULL, or dims 0: one dimension. */
 static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dtype dtype,
                                      size_t count, const cddp_shape *shape, void *data) {
   cddp__st_item *item = &ckpt->items[ckpt->item_count++];
@@ -22447,18 +22429,18 @@ static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dt
   return item;
 }
 
-/* Name of an optimizer's state k, as in torch.optim; k = state_count: of its step count. */
+/* Name of an optimizer's state k, as in torch.optim. k = state_count: the step count's. */
 static const char *cddp__state_name(const cddp_optim *optim, int k) {
   if (k == optim->state_count) return "step";
   return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
-/* Lists the checkpoint's tensors. algorithm->counts: with a step count for each parameter. */
+/* Lists the checkpoint's tensors. algorithm->counts is 1 if it has a step count per parameter. */
 static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_shape *shapes = ckpt->desc->shapes;
   int i, k, states = optim != NULL ? optim->state_count + optim->algorithm->counts : 0;
-  size_t names = 0 /* bytes */, n = (size_t)ckpt->count + 1 /* learning rate */;
+  size_t names = 0 /* most bytes */, n = (size_t)ckpt->count + 1 /* learning rate */;
   char *name;
   for (i = 0; optim != NULL && i < optim->count; i++, n += (size_t)states)
     names += (size_t)states * (sizeof "optimizer.momentum_buffer." + strlen(optim->params[i].name));
@@ -22494,10 +22476,11 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   return CDDP_OK;
 }
 
-enum { CDDP__CKPT_LOADS, CDDP__CKPT_SAVES };
-static cddp_result cddp__checkpoint_begin(cddp__ckpt *ckpt, bool saves, cddp_group *g,
-                                          const char *path, const cddp_param *params, int count,
-                                          const cddp_checkpoint_desc *desc) {
+enum { CDDP__CKPT_LOADS, CDDP__CKPT_SAVES }; /* values of `bool saves` */
+/* Sets *ckpt. The caller always calls cddp__ckpt_end. */
+static cddp_result cddp__ckpt_begin(cddp__ckpt *ckpt, bool saves, cddp_group *g,
+                                    const char *path, const cddp_param *params, int count,
+                                    const cddp_checkpoint_desc *desc) {
   cddp_result r;
   memset(ckpt, 0, sizeof *ckpt);
   ckpt->g = g;
@@ -22507,14 +22490,14 @@ static cddp_result cddp__checkpoint_begin(cddp__ckpt *ckpt, bool saves, cddp_gro
   ckpt->params = params;
   ckpt->count = count;
   ckpt->desc = desc != NULL ? desc : &ckpt->none;
-  ckpt->first = g == NULL || g->rank == 0;
+  ckpt->root = g == NULL || g->rank == 0;
   if (g != NULL) cddp__engine_drain(g); /* it can write to params */
-  r = cddp__check_checkpoint(ckpt, saves);
+  r = cddp__ckpt_check(ckpt, saves);
   if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g);
   return r == CDDP_OK ? cddp__list_items(ckpt) : r;
 }
 
-/* Collective: allocates `whole`. */
+/* Collective: allocates `whole`, as large as the largest state. */
 static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
   size_t i, most = 0;
   cddp_result r = CDDP_OK;
@@ -22526,11 +22509,10 @@ static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
 
 /* Bytes that this rank keeps of a state: all, or its part. */
 static size_t cddp__kept_bytes(const cddp__ckpt *ckpt, const cddp__st_item *item) {
-  return ckpt->desc->optim->parts[item->param].count *
-         cddp__dtype_size(item->dtype);
+  return ckpt->desc->optim->parts[item->param].count * cddp__dtype_size(item->dtype);
 }
 
-static void cddp__checkpoint_end(cddp__ckpt *ckpt) {
+static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   size_t i;
   if (ckpt->whole != NULL) cddp_free(ckpt->g, ckpt->whole);
@@ -22575,7 +22557,7 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   uint64_t at = save ? ckpt->header.end + item->begin /* header: 8 bytes for N and the JSON */
                      : 8 + ckpt->file->text_size + item->from->begin;
   cddp_dtype dtype = item->dtype; /* in memory */
-  cddp_dtype filed = save ? dtype : (cddp_dtype)item->from->dtype;
+  cddp_dtype filed = save ? dtype : (cddp_dtype)item->from->dtype; /* in the file */
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(filed), done, n;
   bool device = cddp__on_device(ckpt->g, item->data), direct = !device && filed == dtype;
   size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size);
@@ -22587,8 +22569,7 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
     char *memory = (char *)item->data + done * size;
     char *raw = direct ? memory : ckpt->staging; /* the file's bytes */
     char *converted = filed == dtype ? raw /* in the item's dtype */
-                      : device       ? ckpt->staging + CDDP__FILE_STAGING
-                                     : memory;
+                      : device ? ckpt->staging + CDDP__FILE_STAGING : memory;
     n = cddp__min(item->count - done, most);
     if (save && device) r = cddp__transfer(ckpt->g, raw, memory, n * size);
     if (r == CDDP_OK) r = cddp__file_io(fd, save, raw, n * file_size, at + done * file_size);
@@ -22634,7 +22615,7 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
       item->data = *item->place;
       if (optim->shared_by != NULL && item->data == NULL)
         item->data = cddp__state_at(optim->shared_by, optim, optim->shared_states, item->state,
-                                    item->param, 0);
+                                    item->param, 0 /* element */);
       if (ckpt->partitioned) item->data = ckpt->whole; /* cddp__save_items gathers it */
       if (item->data == NULL) continue;
     }
@@ -22643,7 +22624,8 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
   ckpt->item_count = n;
 }
 
-/* Writes the header to ckpt->header. Parses it, to reject duplicate names and invalid UTF-8. */
+/* Selects the states, and writes the header to ckpt->header. Parses it, to reject duplicate names
+   and invalid UTF-8. */
 static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   char digits[CDDP__META_COUNT][24];
@@ -22655,7 +22637,7 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   size_t n;
   int i;
   all = m = (cddp_metadata *)cddp__calloc(
-      ckpt->allocator, (size_t)desc->metadata_count + CDDP__META_COUNT + 1, sizeof *m);
+      ckpt->allocator, (size_t)desc->metadata_count + CDDP__META_COUNT + 1 /* format */, sizeof *m);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->key = "format"; /* some of PyTorch's loaders require it */
   m++->value = "pt";
@@ -22666,27 +22648,24 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
     m++->value = digits[i];
   }
   for (i = 0; i < desc->metadata_count; i++) {
-    if (strcmp(desc->metadata[i].key, "format") == 0)
-      all[0].value = desc->metadata[i].value;
-    else
-      *m++ = desc->metadata[i];
+    if (strcmp(desc->metadata[i].key, "format") == 0) all[0].value = desc->metadata[i].value;
+    else *m++ = desc->metadata[i];
   }
   cddp__select_states(ckpt);
   data_bytes = cddp__st_write(ckpt->allocator, &ckpt->header, ckpt->items, ckpt->item_count, all,
                               (size_t)(m - all));
   cddp__free(ckpt->allocator, all);
   if (ckpt->header.failed) return CDDP_OUT_OF_MEMORY;
-  n = cddp__buffer_size(&ckpt->header) - 8;
+  n = cddp__buffer_size(&ckpt->header) - 8; /* bytes of JSON */
   if (n > CDDP__HEADER_MAX)
-    return CDDP__REFUSE("names and metadata make a header of %zu bytes; %u are allowed", n,
-                        CDDP__HEADER_MAX);
+    return CDDP__REFUSE(
+        "names and metadata make a header of %zu bytes; %u are allowed", n, CDDP__HEADER_MAX);
   if ((file = cddp__st_new(ckpt->allocator, n)) == NULL) return CDDP_OUT_OF_MEMORY;
   memcpy(file->text, ckpt->header.data + 8, n);
   file->data_bytes = data_bytes;
   r = cddp__st_parse(file);
   cddp_safetensors_close(file);
-  return r != CDDP_IO ? r
-                      : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
+  return r != CDDP_IO ? r : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
 
 /* Collective if states are partitioned: after an error of rank 0's file it gathers the rest
@@ -22701,7 +22680,7 @@ static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
       gathered = cddp__gather_state(ckpt->desc->optim, item->state, item->param, ckpt->whole);
       if (r == CDDP_OK) r = gathered;
     }
-    if (ckpt->first && r == CDDP_OK) r = cddp__copy_item(ckpt, item);
+    if (ckpt->root && r == CDDP_OK) r = cddp__copy_item(ckpt, item);
   }
   return r;
 }
@@ -22712,14 +22691,14 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   bool shares; /* rank 0 can read states in the other ranks' memory: an access (>>failure) */
   cddp_result r, mine;
   cddp__enter_call(__func__);
-  r = cddp__checkpoint_begin(&c, CDDP__CKPT_SAVES, g, path, params, count, desc);
+  r = cddp__ckpt_begin(&c, CDDP__CKPT_SAVES, g, path, params, count, desc);
   shares = g != NULL && g->size > 1 && !c.partitioned;
   r = cddp__compare_calls(&c, r);
   if (r == CDDP_OK && c.partitioned) r = cddp__alloc_whole(&c);
   if (r == CDDP_OK) {
-    if (c.first || c.partitioned) r = cddp__save_header(&c); /* selects the states, too */
+    if (c.root || c.partitioned) r = cddp__save_header(&c); /* all need the list of states */
     if (c.partitioned) r = cddp__agree(g, r);
-    if (r == CDDP_OK && c.first) {
+    if (r == CDDP_OK && c.root) {
       r = cddp__open_temporary(&c);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
       if (r == CDDP_OK) r = cddp__file_io(c.fd, CDDP__FILE_WRITE, c.header.data, c.header.end, 0);
@@ -22731,22 +22710,23 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
     }
     mine = r;
     r = cddp__agree(g, mine);
-    if (r == CDDP_TIMEOUT && !c.first)
+    if (r == CDDP_TIMEOUT && !c.root)
       r = cddp__fail_in(r, "rank 0 has not finished writing the file to the disk: ");
-    if (r != CDDP_OK && mine == CDDP_OK && c.first)
+    if (r != CDDP_OK && mine == CDDP_OK && c.root)
       r = cddp__fail_in(r, "the file is complete and in place, but the ranks have failed: ");
   }
-  cddp__checkpoint_end(&c);
+  cddp__ckpt_end(&c);
   return cddp__fail_on_file(__func__, path, r);
 }
 
 /* --- loading --- */
 
 static cddp_result cddp__fail_missing(const char *what, const char *name) {
-  return CDDP__REFUSE("the file has no %s \"%s\"; set partial to load only what it has", what,
-                      name);
+  return CDDP__REFUSE(
+      "the file has no %s \"%s\"; set partial to load only what it has", what, name);
 }
 
+/* Whether the file's tensor can be loaded into the item. States can have any shape. */
 static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tensor_info *tensor) {
   cddp_dtype dtype = item->dtype;
   bool converts = tensor->dtype >= 0 && cddp__dtype_trains((cddp_dtype)tensor->dtype) &&
@@ -22761,9 +22741,10 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
   if (item->param < 0 && !item->any_shape &&
       (item->shape.dims != tensor->dims ||
        memcmp(item->shape.size, tensor->shape, (size_t)tensor->dims * sizeof *tensor->shape) != 0))
-    return CDDP__REFUSE("\"%s\" has shape %s in the file, the parameter %s", name.s,
-                        cddp__describe_shape(tensor->shape, tensor->dims).s,
-                        cddp__describe_shape(item->shape.size, item->shape.dims).s);
+    return CDDP__REFUSE(
+        "\"%s\" has shape %s in the file, the parameter %s", name.s,
+        cddp__describe_shape(tensor->shape, tensor->dims).s,
+        cddp__describe_shape(item->shape.size, item->shape.dims).s);
   return CDDP_OK;
 }
 
@@ -22807,10 +22788,10 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   }
   for (i = 0; r == CDDP_OK && !partial && i < ckpt->file->count; i++)
     if (!taken[i] && (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
-      r = CDDP__REFUSE("the file has a tensor \"%s\", which is not among the parameters%s; set "
-                       "partial to ignore it",
-                       cddp__cut(ckpt->file->tensors[i].name, 60).s,
-                       optim != NULL ? " or this optimizer's states" : "");
+      r = CDDP__REFUSE(
+          "the file has a tensor \"%s\", which is not among the parameters%s; set "
+          "partial to ignore it", cddp__cut(ckpt->file->tensors[i].name, 60).s,
+          optim != NULL ? " or this optimizer's states" : "");
   cddp__free(ckpt->allocator, taken);
   return r;
 }
@@ -22823,7 +22804,7 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   int i;
   for (i = 0; i < CDDP__META_COUNT; i++) {
     const char *key = cddp__meta_keys[i], *text = cddp__st_value(ckpt->file, key);
-    bool mid_epoch =
+    bool mid_epoch = /* dataset_size, seed, shuffle */
         i > CDDP__META_SAMPLES && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0;
     char *rest = NULL;
     if ((asked & 1u << i) == 0 || (text == NULL && ckpt->desc->partial)) continue;
@@ -22853,14 +22834,14 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   uint64_t sizes[2] = {0, 0}; /* of the text and the data */
   size_t needed = 0;
   int i;
-  if (r == CDDP_OK && ckpt->first) r = cddp__st_open(&ckpt->file, ckpt->allocator, ckpt->path);
+  if (r == CDDP_OK && ckpt->root) r = cddp__st_open(&ckpt->file, ckpt->allocator, ckpt->path);
   if ((r = cddp__compare_calls(ckpt, r)) != CDDP_OK) return r;
-  if (ckpt->first) {
+  if (ckpt->root) {
     sizes[0] = ckpt->file->text_size;
     sizes[1] = ckpt->file->data_bytes;
   }
   if ((r = cddp__broadcast_bytes(ckpt, sizes, sizeof sizes)) != CDDP_OK) return r;
-  if (!ckpt->first) ckpt->file = cddp__st_new(ckpt->allocator, (size_t)sizes[0]);
+  if (!ckpt->root) ckpt->file = cddp__st_new(ckpt->allocator, (size_t)sizes[0]);
   r = cddp__agree(ckpt->g, ckpt->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY);
   if (r == CDDP_OK) r = cddp__broadcast_bytes(ckpt, ckpt->file->text, ckpt->file->text_size);
   if (r != CDDP_OK) return r;
@@ -22878,7 +22859,7 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   return cddp__agree(ckpt->g, r);
 }
 
-/* Broadcasts what rank 0 has read. A packet: small arrays together. */
+/* Broadcasts what rank 0 has read; in host memory small tensors together. */
 static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   cddp__packet p;
@@ -22888,11 +22869,9 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype = item->dtype;
     cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0);
-    if (item->from == NULL || (ckpt->partitioned && item->place != NULL)) continue;
-    if (ckpt->device)
-      r = (ckpt->g->backend->start)(ckpt->g, &call, NULL);
-    else
-      r = cddp__packet_add(&p, item->data, item->count, dtype);
+    if (item->from == NULL || (ckpt->partitioned && item->place != NULL)) continue; /* not read */
+    if (ckpt->device) r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
+    else r = cddp__packet_add(&p, item->data, item->count, dtype);
   }
   if (r != CDDP_OK) return r;
   /* the device can still run the broadcasts and rank 0's copies */
@@ -22914,9 +22893,9 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     void *part = item.data; /* of this rank */
     if (item.from == NULL || item.place == NULL) continue; /* not in the file, or no state */
     item.data = whole;
-    if (ckpt->first) r = cddp__copy_item(ckpt, &item);
+    if (ckpt->root) r = cddp__copy_item(ckpt, &item);
     if ((r = cddp__agree(g, r)) != CDDP_OK) break;
-    r = (g->backend->start)(g, &call, NULL);
+    r = (g->backend->start)(g, &call, NULL /* no handle */);
     if (r == CDDP_OK)
       r = (d->memory->copy)(part, whole + optim->parts[item.param].first * cddp__dtype_size(dtype),
                             cddp__kept_bytes(ckpt, &item), g->stream);
@@ -22948,8 +22927,8 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
 static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   size_t i;
-  if (ckpt->first) r = cddp__check_numbers(ckpt);
-  for (i = 0; r == CDDP_OK && ckpt->first && i < ckpt->item_count; i++) {
+  if (ckpt->root) r = cddp__check_numbers(ckpt);
+  for (i = 0; r == CDDP_OK && ckpt->root && i < ckpt->item_count; i++) {
     const cddp__st_item *item = &ckpt->items[i];
     if (item->from != NULL && (!ckpt->partitioned || item->place == NULL))
       r = cddp__copy_item(ckpt, item);
@@ -22976,7 +22955,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
       if (!found) *(float *)item->data = 0;
       continue;
     }
-    if (!optim->algorithm->counts) /* SGD: steps is 1 if any state of the parameter was found */
+    if (!optim->algorithm->counts) /* SGD: steps is 1 if a state, this or an earlier, was found */
       optim->steps[item->param] =
           found || (item[-1].param == item->param && optim->steps[item->param] > 0);
     if (cddp__is_master(optim, item->state)) optim->init_master[item->param] = !found;
@@ -22998,7 +22977,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   char *text;
   int i;
   cddp__enter_call(__func__);
-  r = cddp__checkpoint_begin(&c, CDDP__CKPT_LOADS, g, path, params, count, desc);
+  r = cddp__ckpt_begin(&c, CDDP__CKPT_LOADS, g, path, params, count, desc);
   r = cddp__load_header(&c, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
   desc = c.desc;
@@ -23021,7 +23000,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
     }
     if (desc->optim != NULL) r = (desc->optim->backend->copy)(desc->optim); /* to desc.copies */
   }
-  cddp__checkpoint_end(&c);
+  cddp__ckpt_end(&c);
   return cddp__fail_on_file(__func__, path, r);
 }
 
@@ -23068,7 +23047,7 @@ CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *file, int inde
               "data is NULL, or its size is %zu where the tensor's is %" PRIu64, bytes,
               tensor->bytes);
   return cddp__named(__func__, cddp__file_io(file->fd, CDDP__FILE_READ, data, bytes,
-                                             8 + file->text_size + tensor->begin));
+                                             8 /* N */ + file->text_size + tensor->begin));
 }
 
 CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, const char *key) {
@@ -23548,7 +23527,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
    Job: the public functions that are not in the room of their subject. Each checks its arguments,
    then calls the room that does the work. A function for which >>api-diagnostics defines a macro
    (call sites) has its name in parentheses here, so that the macro is not expanded.
-   cddp__make_call: root -1 is none; without a reduction op is CDDP_SUM, which is not used. */
+   cddp__make_call: root -1 is none; without a reduction op is CDDP_SUM, which is not used. work
+   NULL: the call waits. */
 
 /* --- results, dtypes, launchers --- */
 
@@ -23574,6 +23554,7 @@ CDDPDEF int cddp_launcher_rank(void) {
 
 /* --- groups --- */
 
+/* Whether device and backend are known, fit together, and are in this build. */
 static cddp_result cddp__check_device(const cddp_group_desc *desc) {
   const char *device = desc->device != NULL ? desc->device : "cpu";
   const char *backend = cddp__backend_name(desc) != NULL ? cddp__backend_name(desc) : "cpu";
@@ -23581,24 +23562,24 @@ static cddp_result cddp__check_device(const cddp_group_desc *desc) {
   bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
   const char *number = cuda && device[4] == ':' ? device + 5 : "0";
   size_t digits = strspn(number, "0123456789");
-  bool known = cuda ? digits > 0 && digits <= 4 && number[digits] == 0 &&
-                          (device[4] == 0 || device[4] == ':')
-                    : strcmp(device, "cpu") == 0;
+  bool known = cuda /* [:number] */
+                   ? digits > 0 && digits <= 4 && number[digits] == 0 &&
+                         (device[4] == 0 || device[4] == ':')
+                   : strcmp(device, "cpu") == 0;
   if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
     return CDDP__REFUSE(
         "device \"%s\" with backend \"%s\"%s: the device can be \"cpu\", \"cuda\" or one GPU, as "
         "in \"cuda:0\"; the backend \"cpu\" (PyTorch's gloo), \"mpi\" (with device \"cpu\") or "
-        "\"nccl\" (with \"cuda\")",
-        device, backend,
+        "\"nccl\" (with \"cuda\")", device, backend,
         desc->backend == NULL && cddp__backend_name(desc) != NULL ? " (CDDP_BACKEND)" : "");
   if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "this build has no %s%s; compile cddp's implementation with %s, or %s",
-                      cuda ? "CUDA" : "MPI",
-                      mpi && desc->backend == NULL ? ", which CDDP_BACKEND=mpi requires" : "",
-                      cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI",
-                      mpi && desc->backend == NULL ? "unset CDDP_BACKEND"
-                                                   : "use device \"cpu\" and backend \"cpu\"");
+    return cddp__fail( /* desc->backend NULL: backend is CDDP_BACKEND's */
+        CDDP_UNSUPPORTED, "this build has no %s%s; compile cddp's implementation with %s, or %s",
+        cuda ? "CUDA" : "MPI",
+        mpi && desc->backend == NULL ? ", which CDDP_BACKEND=mpi requires" : "",
+        cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI",
+        mpi && desc->backend == NULL ? "unset CDDP_BACKEND"
+                                     : "use device \"cpu\" and backend \"cpu\"");
   return CDDP_OK;
 }
 
@@ -23656,9 +23637,9 @@ CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count,
       key = i;
     }
   }
-  return cddp__split_group(g, color, key,
-                             cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks),
-                             out); /* ranks compare it */
+  return cddp__split_group(g, color, key, /* the list's hash must be the same on all ranks */
+                           cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks),
+                           out);
 }
 
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line) {
@@ -23686,9 +23667,9 @@ CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->local_r
 CDDPDEF int cddp_local_world_size(const cddp_group *g) { return g != NULL ? g->local_size : -1; }
 
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
-  if (g == NULL) CDDP__REFUSE("cddp_alloc: the group is NULL");
-  if (g == NULL) return NULL;
-  return (g->backend->alloc)(g, bytes);
+  if (g != NULL) return (g->backend->alloc)(g, bytes);
+  CDDP__REFUSE("cddp_alloc: the group is NULL");
+  return NULL;
 }
 
 CDDPDEF void cddp_free(cddp_group *g, void *p) {
@@ -23717,9 +23698,7 @@ CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
   g->stream = stream;
 }
 
-CDDPDEF void *cddp_stream(const cddp_group *g) {
-  return g != NULL ? g->stream : NULL;
-}
+CDDPDEF void *cddp_stream(const cddp_group *g) { return g != NULL ? g->stream : NULL; }
 
 CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
   CDDP__CHECK(g != NULL, "the group is NULL");
@@ -23728,8 +23707,8 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
 
 /* --- collectives --- */
 
-static cddp_result cddp__start_operation(const char *function, cddp_group *g, const cddp__call *c,
-                               cddp_work **work) {
+static cddp_result cddp__start_call(const char *function, cddp_group *g, const cddp__call *c,
+                                    cddp_work **work) {
   cddp_result r;
   cddp__enter_call(function);
   if (work != NULL) *work = NULL;
@@ -23740,65 +23719,58 @@ static cddp_result cddp__start_operation(const char *function, cddp_group *g, co
 CDDPDEF cddp_result (cddp_all_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                       cddp_op op, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op, -1);
-  return cddp__start_operation(__func__, g, &c, work);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                   cddp_op op, int root, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_REDUCE, buf, buf, count, dtype, op, root);
-  return cddp__start_operation(__func__, g, &c, work);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_broadcast)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                      int root, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, buf, buf, count, dtype, CDDP_SUM, root);
-  return cddp__start_operation(__func__, g, &c, work);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result (cddp_all_gather)(cddp_group *g, const void *send, void *recv,
-                                      size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
-  cddp__call c =
-      cddp__make_call(CDDP__KIND_ALL_GATHER, send, recv, count_per_rank, dtype, CDDP_SUM, -1);
-  return cddp__start_operation(__func__, g, &c, work);
+CDDPDEF cddp_result (cddp_all_gather)(cddp_group *g, const void *send, void *recv, size_t count,
+                                      cddp_dtype dtype, cddp_work **work) {
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER, send, recv, count, dtype, CDDP_SUM, -1);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result (cddp_gather)(cddp_group *g, const void *send, void *recv,
-                                  size_t count_per_rank, cddp_dtype dtype, int root,
-                                  cddp_work **work) {
-  cddp__call c =
-      cddp__make_call(CDDP__KIND_GATHER, send, recv, count_per_rank, dtype, CDDP_SUM, root);
-  return cddp__start_operation(__func__, g, &c, work);
+CDDPDEF cddp_result (cddp_gather)(cddp_group *g, const void *send, void *recv, size_t count,
+                                  cddp_dtype dtype, int root, cddp_work **work) {
+  cddp__call c = cddp__make_call(CDDP__KIND_GATHER, send, recv, count, dtype, CDDP_SUM, root);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result (cddp_scatter)(cddp_group *g, const void *send, void *recv,
-                                   size_t count_per_rank, cddp_dtype dtype, int root,
-                                   cddp_work **work) {
-  cddp__call c =
-      cddp__make_call(CDDP__KIND_SCATTER, send, recv, count_per_rank, dtype, CDDP_SUM, root);
-  return cddp__start_operation(__func__, g, &c, work);
+CDDPDEF cddp_result (cddp_scatter)(cddp_group *g, const void *send, void *recv, size_t count,
+                                   cddp_dtype dtype, int root, cddp_work **work) {
+  cddp__call c = cddp__make_call(CDDP__KIND_SCATTER, send, recv, count, dtype, CDDP_SUM, root);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result (cddp_reduce_scatter)(cddp_group *g, const void *send, void *recv,
-                                          size_t count_per_rank, cddp_dtype dtype, cddp_op op,
-                                          cddp_work **work) {
-  cddp__call c =
-      cddp__make_call(CDDP__KIND_REDUCE_SCATTER, send, recv, count_per_rank, dtype, op, -1);
-  return cddp__start_operation(__func__, g, &c, work);
+CDDPDEF cddp_result (cddp_reduce_scatter)(cddp_group *g, const void *send, void *recv, size_t count,
+                                          cddp_dtype dtype, cddp_op op, cddp_work **work) {
+  cddp__call c = cddp__make_call(CDDP__KIND_REDUCE_SCATTER, send, recv, count, dtype, op, -1);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *recv,
-                                      size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
-  cddp__call c =
-      cddp__make_call(CDDP__KIND_ALL_TO_ALL, send, recv, count_per_rank, dtype, CDDP_SUM, -1);
-  return cddp__start_operation(__func__, g, &c, work);
+CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *recv, size_t count,
+                                      cddp_dtype dtype, cddp_work **work) {
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL, send, recv, count, dtype, CDDP_SUM, -1);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
-/* send_counts NULL: this rank sends one share, of recv_counts[g->rank] elements, to all ranks. */
-static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, cddp__call *c,
+/* cddp__start_call with counts. send_counts NULL (all_gather_v): this rank sends one share, of
+   recv_counts[g->rank] elements, to all ranks. */
+static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp__call *c,
                                        const size_t *send_counts, const size_t *recv_counts,
                                        cddp_work **work) {
   bool scatters = cddp__shapes[c->kind].scatters;
-  size_t sent = 0, received = 0, most = SIZE_MAX / 2 / c->esize;
+  size_t sent = 0, received = 0, most = SIZE_MAX / 2 / c->esize; /* elements */
   cddp__counted_share *parts;
   cddp_result r;
   int p;
@@ -23825,13 +23797,11 @@ static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, 
   c->shares = g->size > 1 ? parts : NULL;
   r = p == g->size ? cddp__check_call(g, c)
                    : CDDP__REFUSE("the counts up to rank %d's exceed the address space", p);
-  if (r != CDDP_OK)
-    r = cddp__named(function, r);
+  if (r != CDDP_OK) r = cddp__named(function, r);
   else if (g->size == 1 && sent != received)
-    r = cddp__fail(CDDP_MISMATCH, "rank 0 sends itself %zu elements and expects %zu", sent,
-                   received);
-  else
-    r = (g->backend->start)(g, c, work);
+    r = cddp__fail(
+        CDDP_MISMATCH, "rank 0 sends itself %zu elements and expects %zu", sent, received);
+  else r = (g->backend->start)(g, c, work);
   cddp__free(&g->host->allocator, parts);
   return r;
 }
@@ -23839,26 +23809,25 @@ static cddp_result cddp__start_with_counts(const char *function, cddp_group *g, 
 CDDPDEF cddp_result (cddp_all_gather_v)(cddp_group *g, const void *send, void *recv,
                                         const size_t *counts, cddp_dtype dtype, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0, dtype, CDDP_SUM, -1);
-  return cddp__start_with_counts(__func__, g, &c, NULL, counts, work);
+  return cddp__start_counted(__func__, g, &c, NULL, counts, work);
 }
 
-CDDPDEF cddp_result (cddp_all_to_all_v)(cddp_group *g, const void *send,
-                                        const size_t *send_counts, void *recv,
-                                        const size_t *recv_counts, cddp_dtype dtype,
+CDDPDEF cddp_result (cddp_all_to_all_v)(cddp_group *g, const void *send, const size_t *send_counts,
+                                        void *recv, const size_t *recv_counts, cddp_dtype dtype,
                                         cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0, dtype, CDDP_SUM, -1);
-  return cddp__start_with_counts(__func__, g, &c, send_counts, recv_counts, work);
+  return cddp__start_counted(__func__, g, &c, send_counts, recv_counts, work);
 }
 
 CDDPDEF cddp_result (cddp_barrier)(cddp_group *g) {
   cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
-  return cddp__start_operation(__func__, g, &c, NULL);
+  return cddp__start_call(__func__, g, &c, NULL);
 }
 
 CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
   CDDP__CHECK(work != NULL, "work is NULL");
-  return cddp__start_operation(__func__, g, &c, work);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
 /* --- messages and handles --- */
@@ -23868,14 +23837,14 @@ CDDPDEF cddp_result (cddp_send)(cddp_group *g, const void *buf, size_t count, cd
   cddp__call c = cddp__make_call(CDDP__KIND_SEND, buf, NULL, count, dtype, CDDP_SUM, peer);
   memcpy(&c.recv, &buf, sizeof buf); /* drops const: a send does not write to recv */
   c.tag = tag;
-  return cddp__start_operation(__func__, g, &c, work);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_recv)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                                 int tag, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_RECV, buf, buf, count, dtype, CDDP_SUM, peer);
   c.tag = tag;
-  return cddp__start_operation(__func__, g, &c, work);
+  return cddp__start_call(__func__, g, &c, work);
 }
 
 CDDPDEF int cddp_source(void) { return cddp__last_source; }
@@ -23890,7 +23859,7 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *work, double timeout_s) {
   cddp__enter_without_site(__func__);
   CDDP__CHECK(work != NULL, "the work is NULL");
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it must be at least 0", timeout_s);
-  return cddp__work_wait(work, timeout_s < 1e9 ? timeout_s : 1e9);
+  return cddp__work_wait(work, timeout_s < 1e9 ? timeout_s : 1e9 /* INFINITY is no limit */);
 }
 
 CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
@@ -23928,8 +23897,9 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   cddp__engine_drain(g);
   joins = g->host->joined && desc->elastic;
   if (joins && g->host->job_info->table.lead.model.params == 0)
-    return cddp__fail(CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
-                                        "has one elastic model, and this one has destroyed it");
+    return cddp__fail(
+        CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
+        "has one elastic model, and this one has destroyed it");
   if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
   given = *desc;
   if (joins && given.shards == 0) given.shards = g->host->job_info->table.shards;
@@ -23955,12 +23925,12 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   while (d->shards.current >= 0 && i < d->count && d->tensors[i].ready) i++; /* all must be ready */
   if (d->no_sync)
     r = CDDP__REFUSE("cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
-                     "cddp_ddp_ready of a shard",
-                     d->group->rank);
+                     "cddp_ddp_ready of a shard", d->group->rank);
   else if (d->shards.current >= 0 && i < d->count)
-    r = CDDP__REFUSE("cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on "
-                     "rank %d; call cddp_ddp_ready for every parameter first",
-                     cddp__param_name(d->params, i).s, d->shards.current, d->group->rank);
+    r = CDDP__REFUSE(
+        "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on "
+        "rank %d; call cddp_ddp_ready for every parameter first", cddp__param_name(d->params, i).s,
+        d->shards.current, d->group->rank);
   else if ((r = (d->memory->use)(d->group)) == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_shard(d);
   if (r != CDDP_OK) (void)cddp__fail_model(d, r);
@@ -24039,8 +24009,9 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
 static cddp_result cddp__check_partitions(const cddp_ddp *d) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   if (!d->desc.elastic) return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED, "an elastic model has no partitions; call cddp_ddp_wait, and "
-                                      "step all weights on every rank");
+  return cddp__fail(
+      CDDP_UNSUPPORTED, "an elastic model has no partitions; call cddp_ddp_wait, and "
+      "step all weights on every rank");
 }
 
 CDDPDEF cddp_result (cddp_ddp_reduce_scatter)(cddp_ddp *d) {
@@ -24062,11 +24033,11 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
   int i;
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
-  CDDP__TRY(cddp__check_params(states, d->count, 0));
+  CDDP__TRY(cddp__check_params(states, d->count, 0 /* no rules */));
   for (i = 0; i < d->count; i++)
-    CDDP__CHECK(states[i].data == NULL || states[i].count == d->params[i].count,
-                "state %d has %zu elements, its parameter %zu", i, states[i].count,
-                d->params[i].count);
+    CDDP__CHECK(
+        states[i].data == NULL || states[i].count == d->params[i].count,
+        "state %d has %zu elements, its parameter %zu", i, states[i].count, d->params[i].count);
   CDDP__TRY(d->memory->use(d->group));
   return cddp__broadcast_arrays(d, states, d->count, CDDP__ROOT_OWNERS); /* each sends its part */
 }
@@ -24102,9 +24073,9 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__TRY(cddp__check_cause(&d->failure));
   if (d->desc.elastic)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "cddp_ddp_sync_buffers does not support elastic models; broadcast the "
-                      "buffers in cddp_ddp_group");
+    return cddp__fail(
+        CDDP_UNSUPPORTED, "cddp_ddp_sync_buffers does not support elastic models; broadcast the "
+        "buffers in cddp_ddp_group");
   CDDP__TRY(d->memory->use(d->group));
   if (d->meets) /* else no rank can be absent */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, NULL, &missing));
@@ -24115,9 +24086,7 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {
   return d != NULL && param >= 0 && param < d->count && d->step.used[param] != 0;
 }
 
-CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d) {
-  return d != NULL ? d->plan.count : -1;
-}
+CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d) { return d != NULL ? d->plan.count : -1; }
 
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity) {
   int n, i;
@@ -24149,12 +24118,13 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 /* --- optimizers --- */
 
+/* state_count: of the algorithm, without masters. */
 static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
                                       int state_count, cddp_param *params, int count,
                                       const cddp__optim_desc *desc) {
   cddp_result r = cddp__optim_new(out, algorithm, state_count, params, count, desc);
   if (r != CDDP_OK) return r;
-  r = cddp__check_own_memory(params, count, desc->copies, NULL);
+  r = cddp__check_own_memory(params, count, desc->copies, NULL /* malloc */);
   if (desc->ddp != NULL) cddp__partition_states(desc->ddp, *out);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
   if (r == CDDP_OK) r = cddp__elastic_pair(*out);
@@ -24165,20 +24135,20 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   return r;
 }
 
-#define CDDP__COPY_SETTINGS(to, desc) \
+#define CDDP__COPY_SETTINGS(d, desc) \
   do { \
-    memset(to, 0, sizeof *(to)); \
-    (to)->lr = (desc)->lr; \
-    (to)->maximize = (desc)->maximize; \
-    (to)->master_weights = (desc)->master_weights; \
-    (to)->sharded_states = (desc)->sharded_states; \
-    (to)->lr_scales = (desc)->lr_scales; \
-    (to)->weight_decays = (desc)->weight_decays; \
-    (to)->weight_decay = (desc)->weight_decay; \
-    (to)->ddp = (desc)->ddp; \
-    (to)->stream = (desc)->stream; \
-    (to)->copies = (desc)->copies; \
-    (to)->copy_dtype = (desc)->copy_dtype; \
+    memset(&d, 0, sizeof d); \
+    d.lr = desc->lr; \
+    d.maximize = desc->maximize; \
+    d.master_weights = desc->master_weights; \
+    d.sharded_states = desc->sharded_states; \
+    d.lr_scales = desc->lr_scales; \
+    d.weight_decays = desc->weight_decays; \
+    d.weight_decay = desc->weight_decay; \
+    d.ddp = desc->ddp; \
+    d.stream = desc->stream; \
+    d.copies = desc->copies; \
+    d.copy_dtype = desc->copy_dtype; \
   } while (0)
 
 CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
@@ -24187,7 +24157,7 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int co
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
-  CDDP__COPY_SETTINGS(&d, desc);
+  CDDP__COPY_SETTINGS(d, desc);
   d.momentum = desc->momentum;
   d.dampening = desc->dampening;
   d.nesterov = desc->nesterov;
@@ -24201,7 +24171,7 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
-  CDDP__COPY_SETTINGS(&d, desc);
+  CDDP__COPY_SETTINGS(d, desc);
   d.beta1 = desc->beta1 == 0 ? 0.9 : desc->beta1;
   d.beta2 = desc->beta2 == 0 ? 0.999 : desc->beta2;
   d.eps = desc->eps == 0 ? 1e-8 : desc->eps;
@@ -24213,14 +24183,13 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 
 /* --- the store --- */
 
-/* answer: a pointer that must not be NULL; &q: the command needs none. */
+/* answer: the caller's pointer for the answer, not NULL; &q: the command has none. */
 static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
                                        const void *answer) {
-  const char *null = store == NULL                                 ? "the store is NULL"
+  const char *null = store == NULL ? "the store is NULL"
                      : request->keys == NULL && request->count > 0 ? "keys is NULL"
                      : answer == NULL ? "a pointer for the answer is NULL"
-                     : request->out == NULL && request->capacity > 0 ? "value is NULL"
-                                                                     : NULL;
+                     : request->out == NULL && request->capacity > 0 ? "value is NULL" : NULL;
   int i;
   if (null != NULL) return CDDP__REFUSE("%s", null);
   if (request->count < 0 || (unsigned)request->count > CDDP__KEYS_MAX)
@@ -24231,7 +24200,7 @@ static cddp_result cddp__check_request(const cddp_store *store, const cddp__requ
       return CDDP__REFUSE("the key '%s...' has more than %u bytes",
                           cddp__cut(request->keys[i], 32).s, CDDP__KEY_MAX - 1u);
   }
-  for (i = 0; i < 2; i++)
+  for (i = 0; i < 2; i++) /* unused ones have size 0 */
     if (request->values[i].size > (request->values[i].data != NULL ? CDDP__VALUE_MAX : 0))
       return CDDP__REFUSE("a value is NULL, or its size of %zu exceeds %u", request->values[i].size,
                           CDDP__VALUE_MAX);
@@ -24242,7 +24211,7 @@ static cddp_result cddp__store_command(const char *function, cddp_store *store,
                                        cddp__request *request, const void *answer) {
   cddp_result r = cddp__check_request(store, request, answer);
   if (r == CDDP_OK && request->code == CDDP__STORE_GET)
-    r = cddp__store_wait(store, request->keys, 1, 0);
+    r = cddp__store_wait(store, request->keys, 1, 0 /* the store's timeout */);
   if (r == CDDP_OK) r = cddp__store_run(store, request, 0);
   return cddp__named(function, r);
 }
@@ -24352,17 +24321,13 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
 #undef CDDP__DEVICE_ROOMS
 #else
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
-  (void)g, (void)desc;
-  return cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
+  return (void)g, (void)desc, cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
 }
 static void cddp__follow_stream(cddp_group *g, void *stream) { (void)g, (void)stream; }
-static bool cddp__on_device(const cddp_group *g, const void *p) {
-  return (void)g, (void)p, false;
-}
+static bool cddp__on_device(const cddp_group *g, const void *p) { return (void)g, (void)p, false; }
 static cddp_result cddp__await_device(cddp_group *g) { return (void)g, CDDP_OK; }
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
-  (void)g, memcpy(to, from, bytes);
-  return CDDP_OK;
+  return (void)g, memcpy(to, from, bytes), CDDP_OK;
 }
 static cddp_result cddp__attach_optim(cddp_optim *optim) { return (void)optim, CDDP_OK; }
 static void cddp__await_watchers(void) {}
@@ -24379,32 +24344,34 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 #else
 #define CDDP__SITE(T) cddp_at(NULL, __FILE__, __LINE__) ? (T *)NULL :
 #endif
-#define cddp_all_reduce(...) cddp_all_reduce(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_reduce(...) cddp_reduce(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_broadcast(...) cddp_broadcast(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_all_gather(...) cddp_all_gather(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_gather(...) cddp_gather(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_scatter(...) cddp_scatter(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_reduce_scatter(...) cddp_reduce_scatter(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_all_to_all(...) cddp_all_to_all(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_all_gather_v(...) cddp_all_gather_v(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_all_to_all_v(...) cddp_all_to_all_v(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_barrier(...) cddp_barrier(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_barrier_async(...) cddp_barrier_async(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_send(...) cddp_send(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_recv(...) cddp_recv(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_group_split(...) cddp_group_split(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_group_new(...) cddp_group_new(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define CDDP__SITE_G CDDP__SITE(cddp_group)
+#define CDDP__SITE_D CDDP__SITE(cddp_ddp)
+#define cddp_all_reduce(...) cddp_all_reduce(CDDP__SITE_G __VA_ARGS__)
+#define cddp_reduce(...) cddp_reduce(CDDP__SITE_G __VA_ARGS__)
+#define cddp_broadcast(...) cddp_broadcast(CDDP__SITE_G __VA_ARGS__)
+#define cddp_all_gather(...) cddp_all_gather(CDDP__SITE_G __VA_ARGS__)
+#define cddp_gather(...) cddp_gather(CDDP__SITE_G __VA_ARGS__)
+#define cddp_scatter(...) cddp_scatter(CDDP__SITE_G __VA_ARGS__)
+#define cddp_reduce_scatter(...) cddp_reduce_scatter(CDDP__SITE_G __VA_ARGS__)
+#define cddp_all_to_all(...) cddp_all_to_all(CDDP__SITE_G __VA_ARGS__)
+#define cddp_all_gather_v(...) cddp_all_gather_v(CDDP__SITE_G __VA_ARGS__)
+#define cddp_all_to_all_v(...) cddp_all_to_all_v(CDDP__SITE_G __VA_ARGS__)
+#define cddp_barrier(...) cddp_barrier(CDDP__SITE_G __VA_ARGS__)
+#define cddp_barrier_async(...) cddp_barrier_async(CDDP__SITE_G __VA_ARGS__)
+#define cddp_send(...) cddp_send(CDDP__SITE_G __VA_ARGS__)
+#define cddp_recv(...) cddp_recv(CDDP__SITE_G __VA_ARGS__)
+#define cddp_group_split(...) cddp_group_split(CDDP__SITE_G __VA_ARGS__)
+#define cddp_group_new(...) cddp_group_new(CDDP__SITE_G __VA_ARGS__)
 #define cddp_ddp_create(...) cddp_ddp_create(CDDP__SITE(cddp_ddp *) __VA_ARGS__)
-#define cddp_ddp_wait(...) cddp_ddp_wait(CDDP__SITE(cddp_ddp) __VA_ARGS__)
-#define cddp_ddp_step(...) cddp_ddp_step(CDDP__SITE(cddp_ddp) __VA_ARGS__)
-#define cddp_ddp_reduce_scatter(...) cddp_ddp_reduce_scatter(CDDP__SITE(cddp_ddp) __VA_ARGS__)
-#define cddp_ddp_all_gather(...) cddp_ddp_all_gather(CDDP__SITE(cddp_ddp) __VA_ARGS__)
-#define cddp_ddp_gather_states(...) cddp_ddp_gather_states(CDDP__SITE(cddp_ddp) __VA_ARGS__)
-#define cddp_ddp_sync_buffers(...) cddp_ddp_sync_buffers(CDDP__SITE(cddp_ddp) __VA_ARGS__)
-#define cddp_save(...) cddp_save(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_load(...) cddp_load(CDDP__SITE(cddp_group) __VA_ARGS__)
-#define cddp_ddp_join(...) cddp_ddp_join(CDDP__SITE(cddp_ddp) __VA_ARGS__)
+#define cddp_ddp_wait(...) cddp_ddp_wait(CDDP__SITE_D __VA_ARGS__)
+#define cddp_ddp_step(...) cddp_ddp_step(CDDP__SITE_D __VA_ARGS__)
+#define cddp_ddp_reduce_scatter(...) cddp_ddp_reduce_scatter(CDDP__SITE_D __VA_ARGS__)
+#define cddp_ddp_all_gather(...) cddp_ddp_all_gather(CDDP__SITE_D __VA_ARGS__)
+#define cddp_ddp_gather_states(...) cddp_ddp_gather_states(CDDP__SITE_D __VA_ARGS__)
+#define cddp_ddp_sync_buffers(...) cddp_ddp_sync_buffers(CDDP__SITE_D __VA_ARGS__)
+#define cddp_save(...) cddp_save(CDDP__SITE_G __VA_ARGS__)
+#define cddp_load(...) cddp_load(CDDP__SITE_G __VA_ARGS__)
+#define cddp_ddp_join(...) cddp_ddp_join(CDDP__SITE_D __VA_ARGS__)
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
