@@ -760,8 +760,8 @@ static void on_two_hosts(ranks_fn fn) {
   unsetenv("TEST_HOSTS");
 }
 
-/* Rank 1 of three hosts leaves without the messages that rank 0 has sent to it, more than may wait in
-   copies. They delay neither a message to rank 2 nor the end of rank 0's group. */
+/* Rank 1 of three hosts leaves without the messages that rank 0 has sent to it, more than may wait
+   in copies. They delay neither a message to rank 2 nor the end of rank 0's group. */
 static int unwanted_rank(int rank, void *arg) {
   volatile int *stage = (volatile int *)arg; /* 1: rank 0 has sent, 2: rank 1 has left */
   int before = test_failures, i;
