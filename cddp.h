@@ -16989,7 +16989,7 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 static cddp_result cddp__run_collective(cddp_ddp *d, const cddp__call *c) {
   cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
   g->stream = d->group->stream; /* cddp_set_stream */
-  return (g->backend->start)(g, c, NULL);
+  return (g->backend->start)(g, c, NULL /* no handle */);
 }
 
 static cddp_result cddp__host_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
@@ -17075,7 +17075,7 @@ static char *cddp__slot_at(const cddp_ddp *d, int rank, int slot, size_t at) {
          cddp__wide_bytes(d, 0, at);
 }
 
-/* The same; slot -1: in the rank's gradient of parameter i instead. */
+/* The same; slot -1: in the rank's gradient of parameter i. */
 static char *cddp__node_at(const cddp_ddp *d, int rank, int slot, int i, size_t at) {
   return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__slot_at(d, rank, slot, at);
 }
@@ -17146,7 +17146,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int *slot = &merge.node.slot, at = 0; /* at: the shard's place, whose slot is -1 */
   bool cleared = false;
   cddp_result r = CDDP_OK;
-  if (more || merge.count > 1 || cddp__gathers(d)) /* else it stays in the gradients */
+  if (more || merge.count > 1 || cddp__gathers(d))
     *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
   while (merge.slots[at] >= 0) at++;
   if (at < merge.count - 1 && *slot != free_slot) {
@@ -17654,7 +17654,7 @@ static cddp_result cddp__copy_shared(cddp_optim *optim) {
       d, optim, optim->shared_states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
 }
 
-/* Gives memory to this rank's part of the states: whole huge pages of a large model. */
+/* Commits this rank's part of the states: whole huge pages of a large model. */
 static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, char *states) {
   size_t stride = d->layout.state_stride, from, to,
          unit = stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
@@ -17671,7 +17671,8 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   return r;
 }
 
-/* Collective, at an optimizer's first fused step. A host's first rank owns the host's states. */
+/* Collective, at optim's first fused step. A host's first rank owns the states (LAZY: each rank
+   commits its part). */
 static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   cddp_group *g = d->control;
   size_t bytes = (size_t)optim->state_count * d->layout.state_stride, begin, end;
@@ -18697,7 +18698,7 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
   d->step.scatters = cddp__scatters_next(d, kind, optim);
   if (r != CDDP_OK) return cddp__end_access(d->control, cddp__fail_model(d, r));
   if (!d->step.scattered) r = cddp__complete(d, optim != NULL);
-  return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+  return r == CDDP_OK ? r : cddp__ddp_fail(d, r); /* d->control is broken */
 }
 
 /* Refuses an optimizer that cannot step d. Checks its rows only once. */
