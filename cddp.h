@@ -4508,9 +4508,10 @@ static cddp__frame_head cddp__frame_head_of(int type, uint32_t number, int dtype
 }
 
 /* Appends a frame to `out`. CDDP_OUT_OF_MEMORY ends the connection. */
-static cddp_result cddp__connection_post(cddp__connection *c, int type, uint32_t number,
-                                         const void *body, size_t size) {
-  cddp__frame_head head = cddp__frame_head_of(type, number, CDDP_U8, size, size);
+static cddp_result cddp__connection_post(cddp__connection *c, uint32_t number, const void *body,
+                                         size_t size) {
+  cddp__frame_head head =
+      cddp__frame_head_of(CDDP__FRAME_MESSAGE, number, CDDP_U8, size, size);
   if (!cddp__buffer_reserve(&c->out, sizeof head + size)) {
     cddp__connection_end(c, ENOMEM);
     return CDDP_OUT_OF_MEMORY;
@@ -4523,8 +4524,7 @@ static cddp_result cddp__connection_post(cddp__connection *c, int type, uint32_t
 /* A failure as a message: its number is FAILED + the result, its body the text. */
 #define CDDP__FAILED 256u
 static cddp_result cddp__post_failure(cddp__connection *c, cddp_result r, const char *text) {
-  return cddp__connection_post(c, CDDP__FRAME_MESSAGE, CDDP__FAILED + (uint32_t)r, text,
-                               strlen(text));
+  return cddp__connection_post(c, CDDP__FAILED + (uint32_t)r, text, strlen(text));
 }
 
 /* If the message is a failure, sets its text and returns its result; else returns CDDP_OK. */
@@ -10436,7 +10436,7 @@ static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const 
                                       size_t size, const int *fds, double deadline) {
   cddp_result r;
   if (fds != NULL) memcpy(c->send_fds, fds, sizeof c->send_fds);
-  r = cddp__connection_post(c, CDDP__FRAME_MESSAGE, kind, body, size);
+  r = cddp__connection_post(c, kind, body, size);
   return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* no answer */, deadline) : r;
 }
 
@@ -11489,7 +11489,7 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
     if (!child->awaited) continue;
     CDDP__POINT("welcome");
     memcpy(c->send_fds, fds, sizeof fds); /* sent with the next bytes */
-    r = cddp__connection_post(c, CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE, net->token,
+    r = cddp__connection_post(c, CDDP__RENDEZVOUS_TABLE, net->token,
                               cddp__table_bytes(net->size, net->host_count));
     (void)cddp__connection_progress(c);
     if (r == CDDP_OK && c->state == CDDP__CONNECTION_ENDED)
@@ -11707,7 +11707,7 @@ static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   table->local_size = host->size;
   c->send_fds[0] = host->arena.fd;
   c->peer = 0; /* answered */
-  (void)cddp__connection_post(c, CDDP__FRAME_MESSAGE, CDDP__RENDEZVOUS_TABLE, table, sizeof *table);
+  (void)cddp__connection_post(c, CDDP__RENDEZVOUS_TABLE, table, sizeof *table);
   (void)cddp__connection_progress(c);
   CDDP__POINT("elastic told");
 }
@@ -19677,7 +19677,7 @@ static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const voi
   cddp_result r =
       cddp__link_connect(m->net, member, CDDP__LINK_FRAMES, m->members[member].life, link);
   if (r != CDDP_OK) return r;
-  return cddp__connection_post(*link, CDDP__FRAME_MESSAGE, CDDP_OK, data, size);
+  return cddp__connection_post(*link, CDDP_OK, data, size);
 }
 
 /* Fails with a member's answer to a call: it answers only if it continues without this rank. */
@@ -19803,7 +19803,7 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
   }
   for (p = 0; p < m->capacity && r == CDDP_OK; p++) {
     if (links[p] == NULL || reports[p] == NULL) continue; /* this rank; lost ones */
-    r = cddp__connection_post(links[p], CDDP__FRAME_MESSAGE, CDDP_OK, all + 1, all->head.size);
+    r = cddp__connection_post(links[p], CDDP_OK, all + 1, all->head.size);
     CDDP__POINT("elastic answer");
     (void)cddp__link_progress(net, links[p]);
   }
@@ -20049,8 +20049,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
       all = false;
   for (p = 0; r == CDDP_OK && p < m->capacity; p++) { /* a member's only link: to the leader */
     if (m->links[p] == NULL) continue;
-    r = cddp__connection_post(m->links[p], CDDP__FRAME_MESSAGE,
-                              (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
+    r = cddp__connection_post(m->links[p], (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
     CDDP__POINT("elastic go");
     (void)cddp__link_progress(m->net, m->links[p]);
   }
@@ -24401,6 +24400,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Too little memory for a group, a step or a collective is an error, not SIGBUS.
               A rank that had failed alone, or was stopped, wrote to freed memory of the others.
               cddp_group_split on another thread crashed when a rank was lost meanwhile (SIGSEGV).
+              A joined rank had no shard, so no gradients, in a model that was not elastic.
+              A host whose loopback interface is down: the creation fails, not the first loss.
      Mended, start-up
               A damaged rank table crashed the rank that received it (SIGSEGV).
               One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.
@@ -24470,21 +24471,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               CDDP_SECRET between hosts: first messages of many senders could get lost.
 
    0.3 (2026-11)
-     New      Shards: the same bits on any number of ranks, on CPUs and GPUs.
-              Elastic models: ranks die and others join, on several hosts and GPUs too.
-              cddp_spawn_elastic, cddprun --elastic.
-              Uneven inputs and sparse gradients on GPUs.
-              AdamW, parameter groups, clipping in cddp_ddp_step, master_weights, partitions.
-              cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async, cddp_wait_for, cddp_cancel.
-              CDDP_BAND, CDDP_BOR, CDDP_BXOR; CDDP_ANY, cddp_source; CDDP_CHECKED.
-     Removed  cddp_launch: use examples/cddprun.c. cddp_sgd_desc.separate_mul_add.
-              PyTorch 1.x's store dialect, CDDP_STORE_PROTO, queues, barriers and lists of keys.
-     Changed  Secrets are proven by keyed BLAKE2s.
-              Ranks that disagree over a cddp_ddp break it, not its group.
-              file:// ends with its first process, honours the secret, trusts no links.
-     Mended   A rank's first message to another host could get lost.
-              A stopped rank that was continued wrote into buffers of others.
-              An all_gather between hosts could give wrong bytes if its neighbour had left. */
+     New      Shards, elastic models (cddp_spawn_elastic, cddprun --elastic), uneven inputs and
+              sparse gradients on GPUs, AdamW, parameter groups, clipping, partitions. */
 
 /* >>license ---------------------------------------------------------------------------------------
 

@@ -1202,7 +1202,7 @@ static void test_connection(void) {
   memset(body, 'b', sizeof body);
   for (tiny = 0; tiny < 2; tiny++) { /* a frame that is posted first follows the proof */
     two_ends(c, same);
-    CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 7, body, sizeof body));
+    CHECK_OK(cddp__connection_post(&c[0], 7, body, sizeof body));
     set_fault(tiny ? FAULT_TINY : FAULT_NONE, 0, 0);
     m = frame_of(c, sizeof body);
     set_fault(FAULT_NONE, 0, 0);
@@ -1221,7 +1221,7 @@ static void test_connection(void) {
   close_ends(c);
   two_ends(c, same); /* descriptors wait for the proof */
   c[0].send_fds[0] = file = open("/dev/null", O_RDONLY);
-  CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, body, 1));
+  CHECK_OK(cddp__connection_post(&c[0], 0, body, 1));
   CHECK(!cddp__connection_progress(&c[0]) && !cddp__connection_progress(&c[1]));
   CHECK(c[1].fds[0] < 0 && c[0].send_fds[0] == file);
   m = frame_of(c, 1);
@@ -1236,19 +1236,19 @@ static void test_connection(void) {
   CHECK(cddp__receive_message(&c[1], 100) == NULL);
   close_ends(c);
   two_ends(c, NULL); /* unread bytes do not end the deadline of a send */
-  CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, large, sizeof large));
+  CHECK_OK(cddp__connection_post(&c[0], 0, large, sizeof large));
   CHECK_EQ(send(c[1].fd, body, 1, 0), 1);
   CHECK_IS(cddp__connection_exchange(&c[0], 0, cddp__now() + 0.2), CDDP_TIMEOUT);
   close_ends(c);
   two_ends(c, NULL); /* a frame beyond the limit ends the connection before memory is allocated */
-  CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, body, 100));
+  CHECK_OK(cddp__connection_post(&c[0], 0, body, 100));
   CHECK(frame_of(c, 99) == NULL && c[1].error == EPROTO && c[1].message == NULL);
   close_ends(c);
   two_ends(c, NULL); /* descriptors, poll, and a peer that ends in the middle of a frame */
   c[0].send_fds[0] = file = open("/dev/null", O_RDONLY);
   CHECK_OK(cddp__connections_poll(NULL, list, 3, NULL, 0, cddp__now()));
   CHECK(!c[1].ready);
-  CHECK_OK(cddp__connection_post(&c[0], CDDP__FRAME_MESSAGE, 0, body, 1));
+  CHECK_OK(cddp__connection_post(&c[0], 0, body, 1));
   (void)cddp__connection_progress(&c[0]);
   CHECK_OK(cddp__connections_poll(NULL, list, 3, NULL, 0, cddp__now() + 10));
   CHECK(c[1].ready);
