@@ -9226,8 +9226,8 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
      3. There are two sets of headers and staging buffers, used alternately. A rank writes those of
         round s + 2 only after every rank has announced s + 1, that is, has finished reading s.
         Round numbers can wrap around.
-     4. A waiting process stores how the next one of its host, a ring, has ended: slot.ended. The
-        system keeps that only until the parent reads it.
+     4. The processes of a host form a ring. One that waits stores how the next has ended, since the
+        system keeps that only until the parent reads it: slot.ended.
    How ranks wait:
      1. With one core per rank, ranks poll the headers, then yield, then sleep on the seq of a
         header that is missing.
