@@ -13440,11 +13440,10 @@ static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work)
 static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint32_t dtype) {
   const cddp__call *call = &work->call;
   if (count == call->count && dtype == call->dtype) return true;
-  cddp__fail(CDDP_MISMATCH,
-             "ranks disagree: rank %d sent count %" PRIu64
-             " %s with tag %d, rank %d receives count %zu %s",
-             work->from, count, cddp__dtype_name(dtype), call->tag, g->rank, call->count,
-             cddp__dtype_name(call->dtype));
+  cddp__fail(
+      CDDP_MISMATCH, "ranks disagree: rank %d sent count %" PRIu64
+      " %s with tag %d, rank %d receives count %zu %s", work->from, count,
+      cddp__dtype_name(dtype), call->tag, g->rank, call->count, cddp__dtype_name(call->dtype));
   work->result = cddp__break(g, CDDP_MISMATCH);
   work->done = true;
   return false;
@@ -14134,7 +14133,7 @@ static const cddp__carrier cddp__mpi_carrier = {
      1. A collective with a handle goes into its group's queue. If no other is in flight, it is held
         outside (engine.own, OWN_HELD), which needs no lock. OWN_LENT: it is queued, or done.
      2. A thread that waits for a collective that has not started runs the queue up to it, or the
-        held one, at the cost of a call without a handle.
+        held one.
      3. Operations that no thread waits for are run by the engine, a thread that the first operation
         starts. It polls the queue and runs operations that are due: those that were there at the
         previous poll. After CDDP__ENGINE_IDLE_POLLS without a new one it sleeps.
@@ -15704,9 +15703,9 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r != CDDP_OK && g != NULL) cddp__group_leave(g);
   if (r != CDDP_OK) return r;
   if (!config.joins)
-    cddp__log(&d->logger, CDDP__LOG_INFO, "rank %d of %d is ready (pid %d, %d cores%s)", g->rank,
-              g->size, (int)getpid(), g->host->cores,
-              g->oversubscribed ? ", shared by more ranks" : "");
+    cddp__log(
+        &d->logger, CDDP__LOG_INFO, "rank %d of %d is ready (pid %d, %d cores%s)", g->rank, g->size,
+        (int)getpid(), g->host->cores, g->oversubscribed ? ", shared by more ranks" : "");
   *out = g;
   return CDDP_OK;
 }
@@ -22131,8 +22130,8 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
      1. Rank 0 reads the header and broadcasts its text.
      2. Each rank parses the text and looks up its tensors, so that all ranks get the same result.
      3. Rank 0 reads the tensors and broadcasts them.
-   After each step cddp__consensus makes the first failure the result on all ranks. At the end
-   cddp__fail_on_file puts the path before the error text. */
+   After each step cddp__consensus makes the first failure the result on all ranks; a parameter r is
+   this rank's result so far. At the end cddp__fail_on_file puts the path before the error text. */
 
 /* Keys of metadata that are numbers: the sampler's, then the cddp_ddp's. */
 static const char *const cddp__meta_keys[] = {
@@ -22141,9 +22140,7 @@ static const char *const cddp__meta_keys[] = {
 enum { /* indices of cddp__meta_keys */
   CDDP__META_EPOCH,
   CDDP__META_SAMPLES, /* of the epoch, used by all ranks together */
-  CDDP__META_DATASET_SIZE,
-  CDDP__META_SEED,
-  CDDP__META_SHUFFLE,
+  CDDP__META_DATASET_SIZE, CDDP__META_SEED, CDDP__META_SHUFFLE,
   CDDP__META_STEPS,
   CDDP__META_SHARDS, /* 0: one for each rank */
   CDDP__META_COUNT
@@ -22382,16 +22379,18 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
           "the shape of parameter \"%s\" does not match its count, %zu", p->name, p->count);
   }
   if (ckpt->device && ckpt->g != NULL && ckpt->g->size > 1 && !ckpt->g->backend->on_device)
-    return CDDP__REFUSE("parameters are on a GPU, but the group has device \"cpu\"; pass a group "
-                        "with device \"cuda\", or NULL");
+    return CDDP__REFUSE(
+        "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
+        "with device \"cuda\", or NULL");
   if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
   if (r != CDDP_OK) return r;
   if (optim != NULL && optim->shared_by != NULL && optim->shared_by->group->size > 1)
     owners = optim->shared_by->group;
   if (ckpt->partitioned) owners = optim->desc.ddp->group;
   if (owners != NULL && owners != ckpt->g)
-    return CDDP__REFUSE("the ranks of the cddp_ddp's group have parts of the optimizer's states: "
-                        "pass that group, on all of its ranks");
+    return CDDP__REFUSE(
+        "the ranks of the cddp_ddp's group have parts of the optimizer's states: "
+        "pass that group, on all of its ranks");
   if (desc->sampler != NULL && desc->sampler->desc.world_size <= 0)
     return CDDP__REFUSE("the sampler is not initialized; call cddp_sampler_init");
   if (desc->metadata_count < 0 || (desc->metadata_count > 0 && desc->metadata == NULL))
@@ -22702,7 +22701,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
       r = cddp__open_temporary(&c);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
       if (r == CDDP_OK) r = cddp__file_io(c.fd, CDDP__FILE_WRITE, c.header.data, c.header.end, 0);
-      if (r == CDDP_OK || c.partitioned) r = cddp__save_items(&c, r);
+      if (r == CDDP_OK || c.partitioned /* collective */) r = cddp__save_items(&c, r);
       if (shares) (void)cddp__end_access(g, CDDP_OK); /* no wait: only rank 0 accesses */
       if (c.fd >= 0) r = cddp__close_temporary(&c, r);
     } else if (r == CDDP_OK && c.partitioned) {
@@ -22736,8 +22735,8 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
     return CDDP__REFUSE("\"%s\" has %" PRIu64 " elements in the file, the parameter has %zu",
                         name.s, tensor->count, item->count);
   if (tensor->dtype != (int)dtype && !converts)
-    return CDDP__REFUSE("\"%s\" is %s in the file, the parameter is %s", name.s,
-                        tensor->type, cddp__dtype_name(dtype));
+    return CDDP__REFUSE("\"%s\" is %s in the file, the parameter is %s", name.s, tensor->type,
+                        cddp__dtype_name(dtype));
   if (item->param < 0 && !item->any_shape &&
       (item->shape.dims != tensor->dims ||
        memcmp(item->shape.size, tensor->shape, (size_t)tensor->dims * sizeof *tensor->shape) != 0))
@@ -22859,7 +22858,8 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   return cddp__agree(ckpt->g, r);
 }
 
-/* Broadcasts what rank 0 has read; in host memory small tensors together. */
+/* Broadcasts what rank 0 has read, small tensors in host memory together. cddp__load_states has
+   sent partitioned states. */
 static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   cddp__packet p;
@@ -22869,7 +22869,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype = item->dtype;
     cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0);
-    if (item->from == NULL || (ckpt->partitioned && item->place != NULL)) continue; /* not read */
+    if (item->from == NULL || (ckpt->partitioned && item->place != NULL)) continue;
     if (ckpt->device) r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
     else r = cddp__packet_add(&p, item->data, item->count, dtype);
   }
@@ -23524,9 +23524,9 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 }
 
 /* >>public ---------------------------------------------------------------------------------------
-   Job: the public functions that are not in the room of their subject. Each checks its arguments,
-   then calls the room that does the work. A function for which >>api-diagnostics defines a macro
-   (call sites) has its name in parentheses here, so that the macro is not expanded.
+   Job: the public functions that are not in the room of their subject: they check their arguments,
+   and call other rooms. A function for which >>api-diagnostics defines a macro (call sites) has its
+   name in parentheses here, so that the macro is not expanded.
    cddp__make_call: root -1 is none; without a reduction op is CDDP_SUM, which is not used. work
    NULL: the call waits. */
 
@@ -23597,9 +23597,10 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   *out = NULL;
   memcpy(before.s, cddp__error_text, sizeof before.s);
   CDDP__TRY(cddp__check_device(d));
-  CDDP__CHECK(d->world_size >= 0 && d->world_size <= CDDP__MAX_RANKS,
-              "world_size is %d; it must be from 1 to %d, or 0 for the environment's",
-              d->world_size, CDDP__MAX_RANKS);
+  CDDP__CHECK(
+      d->world_size >= 0 && d->world_size <= CDDP__MAX_RANKS,
+      "world_size is %d; it must be from 1 to %d, or 0 for the environment's", d->world_size,
+      CDDP__MAX_RANKS);
   CDDP__CHECK(d->timeout_s >= 0, "timeout_s is %g; it must be at least 0", d->timeout_s);
   CDDP__TRY(cddp__check_allocator(&d->allocator));
   CDDP__TRY(cddp__init(out, d));
@@ -23873,7 +23874,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
 CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                       const cddp_ddp_desc *desc) {
   static cddp_ddp_desc defaults;
-  cddp_ddp_desc given;
+  cddp_ddp_desc given; /* shards as the job set them, if this process joins */
   bool joins;
   cddp_ddp *d;
   cddp_result r;
@@ -24138,17 +24139,11 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
 #define CDDP__COPY_SETTINGS(d, desc) \
   do { \
     memset(&d, 0, sizeof d); \
-    d.lr = desc->lr; \
-    d.maximize = desc->maximize; \
-    d.master_weights = desc->master_weights; \
-    d.sharded_states = desc->sharded_states; \
-    d.lr_scales = desc->lr_scales; \
-    d.weight_decays = desc->weight_decays; \
-    d.weight_decay = desc->weight_decay; \
-    d.ddp = desc->ddp; \
-    d.stream = desc->stream; \
-    d.copies = desc->copies; \
-    d.copy_dtype = desc->copy_dtype; \
+    d.lr = desc->lr, d.maximize = desc->maximize; \
+    d.master_weights = desc->master_weights, d.sharded_states = desc->sharded_states; \
+    d.lr_scales = desc->lr_scales, d.weight_decays = desc->weight_decays; \
+    d.weight_decay = desc->weight_decay, d.ddp = desc->ddp, d.stream = desc->stream; \
+    d.copies = desc->copies, d.copy_dtype = desc->copy_dtype; \
   } while (0)
 
 CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
