@@ -390,7 +390,7 @@ static void test_frames(void) {
                cut == n ? CDDP__PARSE_COMPLETE : CDDP__PARSE_PARTIAL);
       CHECK_EQ(cddp__parser_scan(&slow, exact, cut),
                cut == n ? CDDP__PARSE_COMPLETE : CDDP__PARSE_PARTIAL);
-      if (cut == n) CHECK(f.scanned == n && slow.scanned == n);
+      if (cut == n) CHECK(f.end == n && slow.end == n);
       free(exact);
     }
   }
@@ -408,7 +408,7 @@ static void test_frames(void) {
     exact = (unsigned char *)malloc(n + 1);
     for (cut = 0; cut < n; cut++)
       exact[cut] = (unsigned char)(rand_r(&seed) % 4 ? 0 : rand_r(&seed) % 20);
-    if (cddp__parser_scan(&f, exact, n) == CDDP__PARSE_COMPLETE) CHECK(f.scanned <= n);
+    if (cddp__parser_scan(&f, exact, n) == CDDP__PARSE_COMPLETE) CHECK(f.end <= n);
     free(exact);
   }
 }
