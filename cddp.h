@@ -18313,8 +18313,9 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   cddp__record_finish(
       g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* dtype, op, root */), CDDP_OK);
   if (noted) return CDDP_OK;
-  if ((r = d->memory->use(d->group)) != CDDP_OK) return r;
-  if ((r = cddp__copy_gradient(d, param)) != CDDP_OK) return r;
+  r = d->memory->use(d->group);
+  if (r == CDDP_OK) r = cddp__copy_gradient(d, param);
+  if (r != CDDP_OK) return cddp__fail_model(d, r);
   pthread_mutex_lock(&d->lock);
   CDDP_ASSERT(d->plan.buckets[tensor->bucket].remaining > 0);
   d->plan.buckets[tensor->bucket].remaining--;
