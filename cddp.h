@@ -13357,6 +13357,7 @@ static cddp__text cddp__describe_message(const cddp_work *work, const char *peer
                      work->call.root == CDDP_ANY ? "any rank" : peer, work->call.tag);
 }
 
+/* Breaks the group if the peer is lost. */
 static cddp_result cddp__check_peer(const cddp_work *work) {
   int gone = cddp__lost_peer(work);
   if (gone < 0) return CDDP_OK;
@@ -13460,7 +13461,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     work->result = CDDP_OK;
     work->done = true;
     /* The sender never withdraws such a message, so this store needs no barrier. (A sender that
-       misses the notice, in a wait for a free request, looks again within 20 ms.) */
+       misses the notice looks again within 20 ms.) */
     cddp__store32(&p->state, CDDP__SEND_DONE);
     cddp__notify(g, work->from);
     return;
@@ -13549,7 +13550,7 @@ static bool cddp__recv_directly(cddp_work *work) {
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false;
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
-    bool found = cddp__scan_peer(g, work, 1) != NULL;
+    bool found = cddp__scan_peer(g, work, 1 /* block */) != NULL;
     if (found || i == 0 /* sets alone */ || /* or sends are in blocks that this scan left out */
         cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
       pthread_mutex_lock(&g->p2p.lock);
@@ -13853,7 +13854,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     if (cddp__now() < w.next_check) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* cddp__check_peers skips other hosts' ranks */
-      if (g->members[p] < 0 && cddp__rank_gone(g, p)) r = cddp__report_lost(g, p, NULL);
+      if (g->members[p] < 0 && cddp__rank_gone(g, p)) r = cddp__report_lost(g, p, NULL /* round */);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* no frame */);
   }
   g->round--;
@@ -13994,7 +13995,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
   size_t sent, received;
   cddp_result r;
   cddp__buffer_bytes(g, call, &sent, &received);
-  r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0);
+  r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0 /* no payload */);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK && !cddp__in_one_buffer(call) && send != NULL && recv != NULL &&
       send < recv + received && recv < send + sent) { /* MPI does not allow overlap */
@@ -14005,7 +14006,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
   }
   if (r == CDDP_OK) r = cddp__mpi_data(g, &mpi_call, NULL);
   if (r == CDDP_OK) {
-    r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0);
+    r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0 /* no payload */);
     cddp__free(&g->host->allocator, copy);
   }
   return cddp__end_access(g, r);
@@ -14017,7 +14018,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
    sent stays valid, and a rank that waits for more fails. */
 static void cddp__mpi_abandon(cddp_group *g) {
   cddp__connection *link;
-  size_t left = 1;
+  size_t unsent = 1; /* bytes; 1: not known yet */
   cddp__wait w;
   if (cddp__is_broken(g)) return;
   if (g->hosts != NULL) {
@@ -14027,11 +14028,11 @@ static void cddp__mpi_abandon(cddp_group *g) {
     cddp__wait_begin(&w, 1 /* s */);
     do {
       if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue;
-      left = cddp__flush_links(g);
-      for (link = g->hosts->links; left == 0 && link != NULL; link = link->next)
+      unsent = cddp__flush_links(g);
+      for (link = g->hosts->links; unsent == 0 && link != NULL; link = link->next)
         shutdown(link->fd, SHUT_WR);
       pthread_mutex_unlock(&g->p2p.lock);
-    } while (left > 0 && cddp__wait_pause(&w));
+    } while (unsent > 0 && cddp__wait_pause(&w));
   }
   cddp__swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN, CDDP__SLOT_DEAD);
   cddp__wake_all(g);
@@ -14347,7 +14348,7 @@ static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   if (!engine->started) return; /* written only by the thread that calls this group's collectives */
   if (pthread_equal(engine->thread, pthread_self())) return; /* it would wait for itself */
-  cddp__engine_wait(engine, NULL, INFINITY);
+  cddp__engine_wait(engine, NULL /* all */, INFINITY);
 }
 
 /* Ends the engine's thread. Operations in flight fail, and with them the group. */
@@ -15406,7 +15407,7 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
       memset(ref, 0, sizeof *ref);
     }
   }
-  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0, ref, sizeof *ref);
+  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0 /* count */, ref, sizeof *ref);
   if (r != CDDP_OK || n == 0) return r;
   *ref = cddp__op_header_of(g, members[first], g->round)->u.ref;
   if (ref->kind != CDDP__REF_NONE && (*mine = cddp__map_ref(g->host, ref, &p)) == CDDP_OK)
@@ -15524,7 +15525,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   (void)cddp__end_access(g, CDDP_OK);
   r = cddp__agree(g, built);
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts connect */
-    r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
+    r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0 /* no payload */);
   if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank);
   if (*out != NULL && r != CDDP_OK) {
     cddp__group_leave(*out);
@@ -15573,11 +15574,11 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   block = cddp__map_memory(fd, 0, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
   if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP);
-  r = cddp__group_build(out, host, config->rank, size, NULL, block, config->timeout_s);
+  r = cddp__group_build(out, host, config->rank, size, NULL /* all */, block, config->timeout_s);
   if (r != CDDP_OK) munmap(block, bytes);
   if (r != CDDP_OK || host->joined) return r;
   cddp__count_cores(host, (*out)->block->processors); /* adds this rank's */
-  return cddp__hosts_attach(*out, host->net, NULL);
+  return cddp__hosts_attach(*out, host->net, NULL /* all ranks */);
 }
 
 /* Sets the processes on this host from the table of ranks. Keeps a table with other hosts. */
@@ -22208,7 +22209,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   }
   (*out)->fd = fd;
   (*out)->data_bytes = (uint64_t)st.st_size - 8 - size;
-  return cddp__file_io(fd, CDDP__FILE_READ, (*out)->text, size, 8);
+  return cddp__file_io(fd, CDDP__FILE_READ, (*out)->text, size, 8 /* behind N */);
 }
 
 /* Locks the temporary file. On a file system without locks it succeeds too. */
@@ -22243,7 +22244,7 @@ static cddp_result cddp__remove_temporary(const char *name) {
 }
 
 /* PATH.tmp. If that name has more than NAME_MAX bytes, its end is replaced by a hash. Returns false
-   if the path is too long for a file system. */
+   if the path is too long. */
 static bool cddp__name_temporary(cddp__ckpt *ckpt) {
   const char *slash = strrchr(ckpt->path, '/'), *name = slash != NULL ? slash + 1 : ckpt->path;
   size_t folder = (size_t)(name - ckpt->path), n = strlen(name);
@@ -22478,9 +22479,9 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
 
 enum { CDDP__CKPT_LOADS, CDDP__CKPT_SAVES }; /* values of `bool saves` */
 /* Sets *ckpt. The caller always calls cddp__ckpt_end. */
-static cddp_result cddp__ckpt_begin(cddp__ckpt *ckpt, bool saves, cddp_group *g,
-                                    const char *path, const cddp_param *params, int count,
-                                    const cddp_checkpoint_desc *desc) {
+static cddp_result cddp__ckpt_begin(
+    cddp__ckpt *ckpt, bool saves, cddp_group *g, const char *path, const cddp_param *params,
+    int count, const cddp_checkpoint_desc *desc) {
   cddp_result r;
   memset(ckpt, 0, sizeof *ckpt);
   ckpt->g = g;
@@ -22518,7 +22519,7 @@ static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   if (ckpt->whole != NULL) cddp_free(ckpt->g, ckpt->whole);
   for (i = 0; i < ckpt->item_count; i++) /* states that a failed load did not commit */
     if (ckpt->items[i].from != NULL && ckpt->items[i].place != NULL && !optim->backend->on_device)
-      cddp__free(NULL, ckpt->items[i].data);
+      cddp__free(NULL /* malloc */, ckpt->items[i].data);
   cddp__free(ckpt->allocator, ckpt->items);
   cddp__free(ckpt->allocator, ckpt->staging);
   cddp__buffer_clear(&ckpt->header, 0);
@@ -22781,7 +22782,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     if (r == CDDP_OK && item->place != NULL) {
       item->data = *item->place;
       if (!optim->backend->on_device)
-        item->data = cddp__calloc(NULL, 1, cddp__kept_bytes(ckpt, item));
+        item->data = cddp__calloc(NULL /* malloc */, 1, cddp__kept_bytes(ckpt, item));
       if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
     }
     item->from = tensor;
@@ -22804,7 +22805,7 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   int i;
   for (i = 0; i < CDDP__META_COUNT; i++) {
     const char *key = cddp__meta_keys[i], *text = cddp__st_value(ckpt->file, key);
-    bool mid_epoch = /* dataset_size, seed, shuffle */
+    bool mid_epoch =
         i > CDDP__META_SAMPLES && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0;
     char *rest = NULL;
     if ((asked & 1u << i) == 0 || (text == NULL && ckpt->desc->partial)) continue;
@@ -22824,7 +22825,7 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
 }
 
 static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, size_t bytes) {
-  return ckpt->g != NULL ? cddp__broadcast(ckpt->g, data, bytes, 0) : CDDP_OK;
+  return ckpt->g != NULL ? cddp__broadcast(ckpt->g, data, bytes, 0 /* root */) : CDDP_OK;
 }
 
 /* Reads the header on rank 0, broadcasts it, and checks on each rank that it contains what the
@@ -22865,11 +22866,11 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   cddp__packet p;
   size_t i;
-  cddp__packet_begin(&p, ckpt->g, 0);
+  cddp__packet_begin(&p, ckpt->g, 0 /* root */);
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype = item->dtype;
-    cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0);
+    cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0 /* root */);
     if (item->from == NULL || (ckpt->partitioned && item->place != NULL)) continue;
     if (ckpt->device) r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
     else r = cddp__packet_add(&p, item->data, item->count, dtype);
@@ -22890,7 +22891,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item item = ckpt->items[i];
     cddp_dtype dtype = item.dtype;
-    cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0);
+    cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0 /* root */);
     void *part = item.data; /* of this rank */
     if (item.from == NULL || item.place == NULL) continue; /* not in the file, or no state */
     item.data = whole;
@@ -22938,7 +22939,7 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   if (r == CDDP_OK && ckpt->partitioned) r = cddp__load_states(ckpt);
   if (r != CDDP_OK) return r;
   if (ckpt->g != NULL) return cddp__broadcast_tensors(ckpt);
-  return ckpt->device ? cddp__await_device(NULL) : CDDP_OK;
+  return ckpt->device ? cddp__await_device(NULL /* no group */) : CDDP_OK;
 }
 
 /* Gives the loaded states to the optimizer; states that the file lacks begin anew. Cannot fail in
@@ -22961,7 +22962,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
           found || (item[-1].param == item->param && optim->steps[item->param] > 0);
     if (cddp__is_master(optim, item->state)) optim->init_master[item->param] = !found;
     if (!optim->backend->on_device) {
-      cddp__free(NULL, *item->place);
+      cddp__free(NULL /* malloc */, *item->place);
       *item->place = item->data;
       item->data = NULL;
     } else if (!found) {
@@ -23012,7 +23013,7 @@ CDDPDEF cddp_result cddp_safetensors_open(cddp_safetensors **out, const char *pa
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(path != NULL, "path is NULL");
-  r = cddp__st_open(out, NULL, path);
+  r = cddp__st_open(out, NULL /* malloc */, path);
   if (r == CDDP_OK && (r = cddp__st_parse(*out)) == CDDP_OK) return r;
   cddp_safetensors_close(*out);
   *out = NULL;
@@ -23709,6 +23710,7 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
 
 /* --- collectives --- */
 
+/* Checks a call and runs it, or (work not NULL) starts it. */
 static cddp_result cddp__start_call(const char *function, cddp_group *g, const cddp__call *c,
                                     cddp_work **work) {
   cddp_result r;
@@ -23768,9 +23770,9 @@ CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *rec
 
 /* cddp__start_call with counts. send_counts NULL (all_gather_v): this rank sends one share, of
    recv_counts[g->rank] elements, to all ranks. */
-static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp__call *c,
-                                       const size_t *send_counts, const size_t *recv_counts,
-                                       cddp_work **work) {
+static cddp_result cddp__start_counted(
+    const char *function, cddp_group *g, cddp__call *c, const size_t *send_counts,
+    const size_t *recv_counts, cddp_work **work) {
   bool scatters = cddp__shapes[c->kind].scatters;
   size_t sent = 0, received = 0, most = SIZE_MAX / 2 / c->esize; /* elements */
   cddp__counted_share *parts;
@@ -23795,7 +23797,7 @@ static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp
   }
   if (sent == 0) c->send = g; /* not read; NULL + 0 would be undefined */
   if (received == 0) c->recv = g;
-  c->count = g->size > 1 ? CDDP__COUNTED /* see shares */ : received;
+  c->count = g->size > 1 ? CDDP__COUNTED : received;
   c->shares = g->size > 1 ? parts : NULL;
   r = p == g->size ? cddp__check_call(g, c)
                    : CDDP__REFUSE("the counts up to rank %d's exceed the address space", p);
@@ -23811,19 +23813,19 @@ static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp
 CDDPDEF cddp_result (cddp_all_gather_v)(cddp_group *g, const void *send, void *recv,
                                         const size_t *counts, cddp_dtype dtype, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0, dtype, CDDP_SUM, -1);
-  return cddp__start_counted(__func__, g, &c, NULL, counts, work);
+  return cddp__start_counted(__func__, g, &c, NULL /* send_counts */, counts, work);
 }
 
-CDDPDEF cddp_result (cddp_all_to_all_v)(cddp_group *g, const void *send, const size_t *send_counts,
-                                        void *recv, const size_t *recv_counts, cddp_dtype dtype,
-                                        cddp_work **work) {
+CDDPDEF cddp_result (cddp_all_to_all_v)(
+    cddp_group *g, const void *send, const size_t *send_counts, void *recv,
+    const size_t *recv_counts, cddp_dtype dtype, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0, dtype, CDDP_SUM, -1);
   return cddp__start_counted(__func__, g, &c, send_counts, recv_counts, work);
 }
 
 CDDPDEF cddp_result (cddp_barrier)(cddp_group *g) {
   cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
-  return cddp__start_call(__func__, g, &c, NULL);
+  return cddp__start_call(__func__, g, &c, NULL /* waits */);
 }
 
 CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
@@ -23895,7 +23897,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__CHECK(desc->shards >= 0 && desc->shards <= CDDP__MAX_RANKS,
               "shards is %d; it must be from 0 to %d", desc->shards, CDDP__MAX_RANKS);
   CDDP__CHECK(desc->max_grad_norm >= 0, "max_grad_norm must be at least 0");
-  CDDP__TRY(cddp__check_own_memory(params, count, NULL, &g->host->allocator));
+  CDDP__TRY(cddp__check_own_memory(params, count, NULL /* copies */, &g->host->allocator));
   cddp__engine_drain(g);
   joins = g->host->joined && desc->elastic;
   if (joins && g->host->job_info->table.lead.model.params == 0)
@@ -23993,7 +23995,7 @@ static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, c
 CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  return cddp__run_step(__func__, d, CDDP__KIND_DDP_WAIT, NULL);
+  return cddp__run_step(__func__, d, CDDP__KIND_DDP_WAIT, NULL /* no optim */);
 }
 
 CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *optim) {
@@ -24020,7 +24022,7 @@ CDDPDEF cddp_result (cddp_ddp_reduce_scatter)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
   CDDP__CHECK(!d->no_sync, "no_sync is on; turn it off before the step's last backward pass");
-  return cddp__run_step(__func__, d, CDDP__KIND_DDP_SCATTER, NULL);
+  return cddp__run_step(__func__, d, CDDP__KIND_DDP_SCATTER, NULL /* no optim */);
 }
 
 CDDPDEF cddp_result (cddp_ddp_all_gather)(cddp_ddp *d) {
@@ -24080,7 +24082,7 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
         "buffers in cddp_ddp_group");
   CDDP__TRY(d->memory->use(d->group));
   if (d->meets) /* else no rank can be absent */
-    CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, NULL, &missing));
+    CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, NULL /* no optim */, &missing));
   return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, d->step.active[0]);
 }
 
@@ -24121,9 +24123,9 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 /* --- optimizers --- */
 
 /* state_count: of the algorithm, without masters. */
-static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
-                                      int state_count, cddp_param *params, int count,
-                                      const cddp__optim_desc *desc) {
+static cddp_result cddp__optim_create(
+    cddp_optim **out, const cddp__algorithm *algorithm, int state_count, cddp_param *params,
+    int count, const cddp__optim_desc *desc) {
   cddp_result r = cddp__optim_new(out, algorithm, state_count, params, count, desc);
   if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, desc->copies, NULL /* malloc */);
@@ -24263,10 +24265,10 @@ CDDPDEF cddp_result cddp_store_add(cddp_store *store, const char *key, int64_t a
   return r;
 }
 
-CDDPDEF cddp_result cddp_store_compare_set(cddp_store *store, const char *key, const void *expected,
-                                           size_t expected_size, const void *desired,
-                                           size_t desired_size, void *value, size_t capacity,
-                                           size_t *size, bool *swapped) {
+CDDPDEF cddp_result cddp_store_compare_set(
+    cddp_store *store, const char *key, const void *expected, size_t expected_size,
+    const void *desired, size_t desired_size, void *value, size_t capacity, size_t *size,
+    bool *swapped) {
   cddp__request q = cddp__request_of(CDDP__STORE_COMPARE_SET, &key, 1);
   cddp_result r;
   q.values[0] = cddp__span_of(expected, expected_size);
