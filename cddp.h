@@ -13817,7 +13817,7 @@ struct cddp__mpi {
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
-static pid_t cddp__mpi_finalizer; /* the process whose exit finalizes MPI; its forks' do not */
+static pid_t cddp__mpi_finalizer; /* the process that finalizes MPI at exit; its forks do not */
 static cddp__atomic_u32 cddp__mpi_stuck; /* an operation did not finish: MPI_Finalize would block */
 static struct cddp__mpi *cddp__mpi_groups; /* those of this process that live */
 static int cddp__mpi_attribute = MPI_KEYVAL_INVALID; /* its deletion calls cddp__mpi_at_finalize */
