@@ -40,8 +40,8 @@
    main calls train in each process of a launcher, or cddp_spawn(train, NULL, 2): >>api-launch.
 
    All ranks end with the same weights, bit for bit. Give each rank its own data, and its own seed
-   for dropout and augmentation, such as seed + cddp_rank(g) (with shards: of seed, step and shard).
-   Read examples/toy.c first, then digits.c.
+   for dropout and augmentation, such as seed + cddp_rank(g) (with shards: one from seed, step and
+   shard). Read examples/toy.c first, then digits.c.
 
    Options are structs named cddp_..._desc. Zero one ({0} in C, {} in C++), then set what differs
    from the defaults. A call that fails returns a cddp_result other than CDDP_OK (0), and
@@ -284,7 +284,7 @@ typedef struct cddp_logger {
 
 typedef struct cddp_group_desc {
   const char *init_method;  /* see cddp_init; NULL = "env://" */
-  const char *backend;      /* "cpu", "mpi", "nccl". NULL = CDDP_BACKEND, else cpu; on GPUs nccl */
+  const char *backend;      /* "cpu", "mpi", "nccl". NULL = CDDP_BACKEND, else cpu (on GPUs nccl) */
   const char *device;       /* NULL = "cpu"; "cuda:3"; "cuda" = cuda:LOCAL_RANK, or the only GPU */
   int rank, world_size;     /* at most 4,096 ranks; world_size 0: both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S, else 600 */
@@ -319,8 +319,9 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it. Local; NULL is fine. Ranks that still wait for this one get
-   CDDP_PEER_LOST. Wait for your handles first. Unless the group is broken, the call first sends the
-   waiting messages to other hosts; it gives up if the network accepts no data for a second. */
+   CDDP_PEER_LOST. Wait for your handles first. After a collective, a step or a save no barrier is
+   needed before it. Unless the group is broken, the call first sends the waiting messages to other
+   hosts; it gives up if the network accepts no data for a second. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* joining process: its RANK; NULL: -1 */
@@ -450,9 +451,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Buckets are reduced during the backward pass. In three cases cddp_ddp_step or _wait reduces all:
-   in elastic models; with more shards than ranks; on one host without GPUs, in a loop with
-   cddp_ddp_step.
+   Buckets are reduced during the backward pass. In three cases all are reduced after it: in elastic
+   models; with more shards than ranks; on one host without GPUs, in a loop with cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -491,13 +491,13 @@ typedef struct cddp_bucket {
   size_t count;
   cddp_dtype dtype;
   cddp_group *group; /* for the hook's collectives: it has the ranks of the model's group */
-  const int *params; /* the parameters in the bucket, in order */
+  const int *params; /* the parameters with gradients in data, in order */
   int param_count;
 } cddp_bucket;
 
-/* Called on a thread of cddp, one bucket at a time. With NCCL cddp_ddp_ready, _wait or _step call
-   it: data is device memory, and the hook enqueues its work on cddp_stream(bucket->group). Like
-   DDP's register_comm_hook. Example: examples/powersgd.c. */
+/* Called on a thread of cddp, one bucket at a time. With NCCL it is called by cddp_ddp_ready, _wait
+   or _step, data is device memory, and the hook enqueues its work on cddp_stream(bucket->group).
+   Like DDP's register_comm_hook. Example: examples/powersgd.c. */
 typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
 
 /* Hooks that send f32 and f64 gradients as bf16 or fp16, and round the mean to that type. */
@@ -508,8 +508,8 @@ typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
-                                  parameter that is ready on no rank is not updated (for
-                                  cddp_optim_step set the optimizer's desc.ddp) */
+                                  parameter that is ready on no rank is not updated if the
+                                  optimizer's desc.ddp is set, else by its gradient as it is */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -539,7 +539,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer whose desc.ddp is NULL can then step another model that has the same
-   params array. If d was broken, the optimizer then starts with states of zero. */
+   params array. If d was broken, destroy the
+   optimizer too: ranks can have stepped it differently. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
@@ -557,8 +558,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
    of d. Without sharded_states the ranks of a host share one set of states on CPUs, and each rank
-   updates a part of the weights; weights in memory of cddp_alloc are updated in place, others are
-   copied. In elastic models, and on GPUs, each rank then has all states and updates all weights. */
+   updates a part of the weights (in elastic models, and on GPUs: each rank has all states and
+   updates all weights). Weights in memory of cddp_alloc are updated in place, others are copied. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
@@ -603,13 +604,16 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had data. */
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 
-/* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an
-   embedding: adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width =
-   count / sparse_rows. Each step begins without rows. Rows can repeat, and n can differ between
-   ranks. The values are copied. cddp_ddp_ready follows as for other parameters. Only these rows are
-   sent; the mean has the bits that a whole gradient would give. grad stays NULL. Any thread, but
-   one at a time for a parameter. cddp's only optimizer for it is SGD without weight_decay. rows is
-   in host memory, values in host or device memory. Like nn.Embedding(sparse=True). */
+/* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an embedding:
+   adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width = count /
+   sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
+   cddp_ddp_ready follows as for other parameters. A step begins without rows, except of a parameter
+   that was ready on no rank.
+
+   Only these rows are sent; the mean has the bits that a whole gradient would give. grad stays
+   NULL. Any thread, but one at a time for a parameter. cddp's only optimizer for it is SGD without
+   weight_decay. rows is in host memory, values in host or device memory. Like
+   nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
@@ -733,8 +737,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. If a cddp_ddp_step has left states shared by the ranks of the
-   host, the cddp_ddp_wait of a later step copies them to each rank. */
+/* Updates all data by grad. Local. If an earlier cddp_ddp_step left states that the ranks of the
+   host share, the cddp_ddp_wait of this step has copied them to each rank. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -842,7 +846,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
      cddp_sampler_desc o = {0};
      o.dataset_size = 60000, o.shuffle = true, o.world_size = 8; // 8: the shards
-     TRY(cddp_sampler_init(&sampler, &o));             // do not save it: t is its position
+     TRY(cddp_sampler_init(&sampler, &o));             // it is not saved: t is its position
 
      uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32;
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
@@ -861,15 +865,16 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    process dies, the other ranks compute its shards and finish the step. The weights are the same,
    bit for bit, as in a run without failures. The data of a step and the learning rate must depend
    on t and the shard alone. Set the rate before the first cddp_ddp_next_shard of a step. A
-   suspended process (SIGSTOP) does not count as lost: the others wait for it until timeout_s.
+   suspended process (SIGSTOP) does not count as lost: the others wait for it until timeout_s, and
+   then end with CDDP_TIMEOUT.
 
    If a host does not answer, more than half of the ranks must remain (fine print: elastic
    training).
 
    JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
-   CDDP_JOIN=1. Its RANK is any number that no living rank has. It receives the weights, the states
-   of cddp's optimizer, the buffers and the step count between two steps. cddprun --elastic and
-   cddp_spawn_elastic do this automatically.
+   CDDP_JOIN=1. Its RANK is any number below 4,096 that no living rank has. It receives the weights,
+   the states of cddp's optimizer, the buffers and the step count between two steps. cddprun
+   --elastic and cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
    started the job. If shards is 0, that is also the number of shards. The process uses g for
@@ -892,9 +897,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
    models: there it has the model's present ranks, belongs to d, and changes when ranks are lost or
-   join. Ask for it anew in each step that uses it, at the same place on all ranks. Its rank 0 can
-   be any process. If one of its ranks is lost, its calls return CDDP_PEER_LOST, and training
-   continues. NULL, with a cddp_error, if the model has failed. */
+   join. Ask for it anew in each step that uses it, at the same place on all ranks, and wait for its
+   handles before the next cddp_ddp_next_shard. Its rank 0 can be any process. If one of its ranks
+   is lost, its calls return CDDP_PEER_LOST, and training continues. NULL, with a cddp_error, if the
+   model has failed. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -1113,7 +1119,7 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the key's value after the call (expected, if the key is absent). *swapped:
+   and *size receive the key's value after the call (if the key is absent: `expected`). *swapped:
    whether that value equals desired, even if another process stored it; so in an election no two
    processes may pass the same desired. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but
    the call has been made, and *swapped and *size are set. */
@@ -1162,8 +1168,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MASTER_ADDR:MASTER_PORT until all have connected, and keeps the port while the group lives.
    MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host resolves
    the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses (not for
-   "localhost"). The other ranks retry an unknown name for a minute. Ranks on one host need no
-   network (those of an elastic model the loopback interface).
+   "localhost"). The other ranks retry an unknown name for a minute. Ranks on one host connect in
+   another way, and need no network (those of an elastic model the loopback interface).
 
    LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
    of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
@@ -1184,10 +1190,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    into it: processes that cannot read the file cannot connect. Rank 0 removes the file when all
    ranks have connected. A file that a crashed job left is reused.
 
-   SEVERAL HOSTS. Ranks are on one host if CDDP_HOST_ID, or else the machine, is the same. Hosts
-   connect by TCP over the interface on the route to rank 0. They learn of a dead process within 0.5
-   s, and declare a host that does not answer lost after 20 s. Ranks in different process or time
-   namespaces (containers) count as ranks of different hosts.
+   SEVERAL HOSTS. Ranks are on one host if they run on one machine. CDDP_HOST_ID can only divide a
+   host: ranks with different values count as ranks of different hosts. So do ranks in different
+   process or time namespaces (containers). Hosts connect by TCP over the interface on the route to
+   rank 0. They learn of a dead process within 0.5 s, and declare a host that does not answer lost
+   after 20 s.
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host;
    with elastic models on every host) and at the other ports that ranks listen on.
@@ -1218,21 +1225,21 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    it differs between ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately: if there is too little it returns
-   NULL, also with vm.overcommit_memory=2. With too little memory also groups, models and the first
-   collective that needs a group's buffers (up to 512 KiB a rank) fail with CDDP_OUT_OF_MEMORY, not
-   by SIGBUS. A cgroup's limit still kills the process. Elastic models free a lost rank's memory a
-   step later: memory must suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
+   NULL, also with vm.overcommit_memory=2. Groups, models and the first collective that needs a
+   group's buffers (up to 512 KiB a rank) then fail with CDDP_OUT_OF_MEMORY, not by SIGBUS. A
+   cgroup's limit still kills the process. Elastic models free a lost rank's memory a step later:
+   memory must suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
    transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
    no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
 
-   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
-   without a handle blocks while 128 messages, or 256 MiB of copies, of this rank in this group are
-   not yet received on its host. Receives for one tag, also with CDDP_ANY, are served in the order
-   of their calls. What the network to other hosts does not accept at once is sent in the rank's
-   later calls of cddp: long computation delays it.
+   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send to
+   a rank of this host, without a handle, blocks while 128 messages, or 256 MiB of copies, that this
+   rank has sent there in this group are not received. Receives for one tag, also with CDDP_ANY, are
+   served in the order of their calls. What the network to other hosts does not accept at once is
+   sent in the rank's later calls of cddp: long computation delays it.
 
    If ranks on several hosts only send and receive, call cddp_barrier before cddp_destroy. Otherwise
    a cddp_recv can return CDDP_PEER_LOST because its sender has ended, or (with CDDP_SECRET, if the
@@ -1271,10 +1278,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
-   as by a firewall. Then, and if a host's last rank dies while another loss is handled, the other
-   ranks continue only if they are more than half of all ranks; during a join, of the old ranks, and
-   of old and new ones together. Otherwise they end with CDDP_ABORTED. So a job never continues in
-   two halves.
+   as by a firewall. Then the other ranks continue only if they are more than half of all ranks
+   (during a join: more than half of the old ones, and more than half of old and new ones together).
+   Otherwise they end with CDDP_ABORTED. The same holds if a host's last rank dies while another
+   loss is handled. So a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
@@ -2516,7 +2523,8 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
    lost. _pair makes `optim` the optimizer of the elastic model with its parameters, if there is
    one. */
 static void cddp__elastic_close(cddp_ddp *d);
-static cddp_result cddp__elastic_pair(cddp_optim *optim);
+enum cddp__pairing { CDDP__PAIR_NEW, CDDP__PAIR_STEPS };
+static cddp_result cddp__elastic_pair(cddp_optim *optim, enum cddp__pairing when);
 
 /* cddp_kernels.cuh; without CDDP_CUDA the end of >>public. _give_device, collective: creates the
    device context of a group that has none. _follow_stream makes a stream wait for the group's.
@@ -2526,7 +2534,8 @@ static cddp_result cddp__elastic_pair(cddp_optim *optim);
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc);
 static void cddp__follow_stream(cddp_group *g, void *stream);
 static bool cddp__on_device(const cddp_group *g, const void *p);
-static cddp_result cddp__await_device(cddp_group *g);
+enum cddp__await { CDDP__AWAIT_GROUP, CDDP__AWAIT_STREAM /* elastic: g can have lost ranks */ };
+static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what);
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes);
 static cddp_result cddp__attach_optim(cddp_optim *optim);
 static void cddp__await_watchers(void);
@@ -4014,6 +4023,8 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
   ports = last - first + 1;
   tries = first > 0 ? 3 * ports : 32 /* ports of the system */;
   do {
+    if (error != 0 && address[0].sa.ss_family == AF_UNIX && count == 1)
+      cddp__sleep(0.005); /* a former coordinator's copy can still be open */
     if (error != 0 && first > 0 && tries % ports == 0) /* each port was tried once more */
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
     port = first > 0 ? first + turn++ % ports : 0;
@@ -5500,7 +5511,7 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
   }
   if (r != CDDP_TIMEOUT) return r;
   q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
-  r = cddp__store_run(store, &q, cddp__now() + 5 /* s */);
+  r = cddp__store_run(store, &q, cddp__earlier_deadline(store->timeout_s, cddp__now() + 5 /* s */));
   return cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
                     store->name, cddp__cut(keys[i - 1], 128).s, i, count,
                     r == CDDP_OK ? "which no client has set" : "and the server no longer answers");
@@ -6341,6 +6352,9 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
     return CDDP__REFUSE("rank is %d but world_size is %d; ranks go from 0 to %d", desc->rank,
                         desc->world_size, desc->world_size - 1);
   if (r == CDDP_OK && !given) r = cddp__env_ranks(config);
+  if (r == CDDP_OK && config->joins && config->rank >= CDDP__MAX_RANKS)
+    return CDDP__REFUSE("CDDP_JOIN: the rank is %d; it must be below %d", config->rank,
+                        CDDP__MAX_RANKS);
   if (r == CDDP_OK && config->joins && !given && !config->launched)
     return CDDP__REFUSE("CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
                         "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
@@ -6351,7 +6365,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
                         "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
                         name, name);
   }
-  for (k = 3; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* 3: that size's other name */
+  for (k = 3; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK && !given; k--) /* 3: its other name */
     r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
                       &config->local_world_size);
   if (r != CDDP_OK) return r;
@@ -8775,7 +8789,8 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
     if (cddp__load32(&peer->lost) == 0) return CDDP__IS_ALIVE;
     end = cddp__link_end(peer->error);
     brief = end == CDDP__HAS_LEFT || g->hosts->nodes[peer->host].size == 1;
-    if ((!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause) &&
+    if (peer->error != ENOMEM /* this rank's own failure: it sends the notice */ &&
+        (!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause) &&
         cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
       return CDDP__IS_ALIVE;
     return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED /* its connection has */ : end;
@@ -9699,7 +9714,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   *out = c;
   if (fd < 0) return cddp__fail_errno("socket");
   if (c == NULL) {
-    close(fd);
+    cddp__close_fd(&fd);
     return CDDP_OUT_OF_MEMORY;
   }
   cddp__link_begin(c, fd, CDDP__END_CALLER, CDDP__UNANSWERED_S);
@@ -10300,16 +10315,17 @@ static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, ui
           : "an init_method");
 }
 
-/* node_hash of this process's last rendezvous. Survivors of a group can form a new one, with new
+/* node_hash of this process's last 16 rendezvous. Survivors of a group can form a new one, with new
    ranks, while other survivors still hold the sockets of their old ranks. */
-static cddp__atomic_u32 cddp__last_node_hash;
+static cddp__atomic_u32 cddp__node_hashes[16]; /* a ring */
+static cddp__atomic_u32 cddp__node_hash_count;
 
 /* Binds this rank's socket on the host. Fails if a living process holds the name, so that a running
    job is not disturbed. A holder that is still in its rendezvous sees the connection, and fails
    too: cddp__find_second_claim. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   cddp__job_info *job = rdv->job;
-  int rank = rdv->config->rank, tries, status;
+  int rank = rdv->config->rank, tries, status, known;
   const char *name = rdv->host->name;
   cddp__address a = cddp__rank_socket(job, "", rank);
   char answer;
@@ -10320,7 +10336,9 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     if (error == 0) return CDDP_OK;
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(rdv, error, "bind of an abstract Unix socket");
-    if (cddp__load32(&cddp__last_node_hash) == job->node_hash)
+    for (known = 0; known < 16; known++)
+      if (cddp__load32(&cddp__node_hashes[known]) == job->node_hash) break;
+    if (known < 16)
       return CDDP_OK; /* a rank of the previous group still holds it */
     error = cddp__connect_address(&a, rdv->deadline, &fd);
     if (error == 0) (void)cddp__peer_process(fd, peer);
@@ -11190,7 +11208,7 @@ static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
     if (is_rank_0) shutdown(*fd, SHUT_RDWR);
     if (is_rank_0 && keep && has_address && a.sa.ss_family != AF_UNIX)
       (void)!bind(*fd, &a.any, a.size); /* again: shutdown(2) frees a port chosen by the system */
-    if (is_rank_0 && keep && root->fd_count == 0)
+    if (is_rank_0 && keep && root->fd_count == 0 && has_address && a.sa.ss_family != AF_UNIX)
       rdv->job->port_fd = *fd;
     else
       cddp__close_fd(fd);
@@ -11625,7 +11643,8 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
   size_t i;
   if (rdv->config->rank != 0) cddp__close_port(rdv, false /* keep */); /* for a restarted rank 0 */
   cddp__report_failure(rdv, g, r);
-  if (r == CDDP_OK) cddp__store32(&cddp__last_node_hash, rdv->job->node_hash);
+  if (r == CDDP_OK) cddp__store32(&cddp__node_hashes[cddp__add32(&cddp__node_hash_count, 1) % 16],
+                                   rdv->job->node_hash);
   while (rdv->child_count > 0) cddp__remove_child(rdv, rdv->child_count - 1);
   for (i = 0; i < rdv->registered_count; i++) cddp__close_fd(&rdv->registered[i].link_fd);
   cddp__connection_close(&rdv->parent.connection);
@@ -13235,6 +13254,8 @@ static void cddp__hosts_leave(cddp_group *g) {
      5. A receive without a handle polls the requests itself before it is put into the list. */
 
 #define CDDP__EAGER_MAX ((size_t)64 << 10) /* messages up to here are always copied, bytes */
+/* Of a wait: its own limit has passed, and the operation continues. The group is not late. */
+#define CDDP__CONTINUES CDDP__RESULT_COUNT
 enum { CDDP__NO_LIMIT = -1 }; /* of a wait: until the group's deadline */
 #define CDDP__SPIN_MESSAGE 4 /* a scan for a message takes as long as 4 polls of a header */
 
@@ -13301,9 +13322,9 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
       p->stage = NULL;
       p->stage_size = 0;
     }
-    if (!is_free) {
+    if (cddp__send_open(p)) {
       g->p2p.sends_open++;
-    } else if (best < 0 || better) {
+    } else if (is_free && (best < 0 || better)) {
       best = i;
       best_size = p->stage_size;
     }
@@ -13646,7 +13667,7 @@ static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp__text what = cddp__describe_message(work, peer.s);
   if (limit >= 0)
     return cddp__fail(
-        CDDP_TIMEOUT, "cddp_wait_for: %s, on rank %d has not finished after %g s; it continues",
+        CDDP__CONTINUES, "cddp_wait_for: %s, on rank %d has not finished after %g s; it continues",
         what.s, g->rank, limit);
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s, on rank %d: no matching %s%s", g->timeout_s,
              what.s, g->rank, work->call.kind == CDDP__KIND_RECV ? "send" : "recv",
@@ -13664,6 +13685,22 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   if (slot == NULL || cddp__load32(&slot->multithreaded) != 0) return false;
   where = cddp__describe_message(work, cddp__textf("rank %d", peer).s);
   return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
+}
+
+/* For calls that do not wait: whether the operation cannot succeed. A connection to a remote peer
+   shows its end. */
+static bool cddp__peer_is_lost(cddp_work *work) {
+  cddp_group *g = work->group;
+  int p, peer = work->call.root;
+  cddp__connection *link;
+  if (g->hosts != NULL) {
+    pthread_mutex_lock(&g->p2p.lock);
+    for (p = 0; p < g->size; p++)
+      if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__ensure_link(g, p);
+    for (link = g->hosts->links; link != NULL; link = link->next) cddp__link_end_if_silent(link);
+    pthread_mutex_unlock(&g->p2p.lock);
+  }
+  return cddp__lost_peer(work) >= 0 && !cddp__message_ready(work);
 }
 
 /* Waits until cddp__message_ready, at most `limit` seconds (0: one look), or CDDP__NO_LIMIT. Checks
@@ -13692,6 +13729,8 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if (r == CDDP_OK && w.due && work->call.kind == CDDP__KIND_SEND && work->send < 0 &&
         g->members[work->call.root] >= 0) /* waits until fewer messages are in flight */
       r = cddp__check_receivers(g);
+    if (r == CDDP_OK && w.late && limit >= 0 && cddp__peer_is_lost(work))
+      r = cddp__check_peer(work);
     if (r == CDDP_OK && w.late) r = cddp__message_timeout(work, limit);
     if (r != CDDP_OK) break;
     if (w.due && !shown) shown = cddp__show_message_wait(work);
@@ -13739,7 +13778,7 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   if (work->send < 0) return CDDP_OK; /* a copy */
   p = cddp__send_at(g, work->send);
   r = cddp__message_wait(work, limit);
-  if (r == CDDP_TIMEOUT && limit >= 0) return r;
+  if (r == CDDP__CONTINUES) return r;
   if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
   if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
   if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
@@ -13784,7 +13823,7 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_work **at = &g->p2p.recvs;
   cddp_result r = cddp__message_wait(work, limit);
-  if (r == CDDP_TIMEOUT && limit >= 0) return r;
+  if (r == CDDP__CONTINUES) return r;
   pthread_mutex_lock(&g->p2p.lock);
   while (*at != work) at = &(*at)->next;
   *at = work->next;
@@ -14370,7 +14409,7 @@ static void cddp__engine_stop(cddp_group *g) {
 
 static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
   return cddp__fail(
-      CDDP_TIMEOUT, "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
+      CDDP__CONTINUES, "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
       cddp__shapes[work->call.kind].name, work->group->rank, limit);
 }
 
@@ -14390,10 +14429,10 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp_result r;
   cddp__note_thread(g->host);
   r = (g->backend->wait)(work, limit);
-  if (r == CDDP_TIMEOUT && limit >= 0) return r;
+  if (r == CDDP__CONTINUES) return CDDP_TIMEOUT;
   if (work->run == NULL) cddp__record_finish(g, work->record, r); /* else `run` has */
   cddp__work_free(work);
-  return r;
+  return r == CDDP_TIMEOUT && limit >= 0 ? CDDP_ABORTED : r; /* TIMEOUT: for CONTINUES only */
 }
 
 /* Sends or receives. work not NULL: only posts the message, and sets *work. */
@@ -14451,9 +14490,13 @@ static bool cddp__cpu_done(cddp_work *work) {
   if (work->run == NULL) { /* a message */
     if (work->on_stream || cddp__is_broken(g)) return true;
     if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true; /* a copy */
-    if (cddp__message_ready(work)) return true;
+    if (cddp__message_ready(work)) {
+      if (work->call.kind == CDDP__KIND_RECV && work->result == CDDP_OK)
+        cddp__last_source = work->from;
+      return true;
+    }
     cddp__serve_idle(NULL /* no group */);
-    return false;
+    return cddp__peer_is_lost(work);
   }
   pthread_mutex_lock(&g->engine.lock);
   done = work->done;
@@ -15512,6 +15555,8 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   }
   if (block != NULL)
     built = cddp__group_build(out, g->host, rank, n, members + g->size, block, g->timeout_s);
+  if (block != NULL && *out == NULL) /* this rank will not leave: the owner must not wait for it */
+    cddp__add32(&((cddp__control_block *)(void *)block)->left, 1);
   if (*out != NULL) {
     (*out)->block_ref = ref;
     id[0] = g->id; /* a hash of these: ranks on other hosts identify a group by its id */
@@ -16443,9 +16488,20 @@ static void cddp__cpu_leave(cddp_optim *optim) {
 static const cddp__optim_backend cddp__cpu_optim = {
     false /* not on_device */, cddp__cpu_step, cddp__cpu_copies, cddp__cpu_zero, cddp__cpu_leave};
 
+/* Whether the parameters are as long as at the optimizer's creation, as its states are. */
+static cddp_result cddp__check_counts(const cddp_optim *optim) {
+  int i;
+  for (i = 0; i < optim->count && !optim->partitioned; i++)
+    if (optim->params[i].count != optim->parts[i].count)
+      return CDDP__REFUSE("parameter \"%s\" now has %zu elements, at cddp_optim's creation %zu",
+                          cddp__param_name(optim->params, i).s, optim->params[i].count,
+                          optim->parts[i].count);
+  return CDDP_OK;
+}
+
 /* Checks and allocates before the step, so that a failed step changes nothing. */
 static cddp_result cddp__optim_prepare(cddp_optim *optim) {
-  cddp_result r = CDDP_OK;
+  cddp_result r = cddp__check_counts(optim);
   int i;
   if (optim->desc.sharded_states != 0)
     return CDDP__REFUSE("with sharded_states each rank has states of its part only; call "
@@ -16469,9 +16525,6 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
     if (!cddp__dtype_trains(p->dtype))
       return CDDP__REFUSE("parameter \"%s\" now has dtype %d", cddp__param_name(optim->params, i).s,
                           (int)p->dtype);
-    if (p->count != optim->parts[i].count) /* its states have that many elements */
-      return CDDP__REFUSE("parameter \"%s\" now has %zu elements, at cddp_optim's creation %zu",
-                          cddp__param_name(optim->params, i).s, p->count, optim->parts[i].count);
     r = cddp__need_states(optim, i);
   }
   return r;
@@ -16481,7 +16534,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   /* It can be older than an elastic model: pairs with it now. */
-  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim));
+  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim, CDDP__PAIR_STEPS));
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
   for (i = 0; i < optim->count; i++)
@@ -16521,7 +16574,7 @@ CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
   /* Pairing gives a joining process the job's rate. This one replaces it. */
-  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim));
+  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim, CDDP__PAIR_NEW));
   cddp__set_lr(optim, lr);
   return CDDP_OK;
 }
@@ -17512,7 +17565,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__range range;
   bool packed;
   cddp_result r = CDDP_OK;
-  int i = 0;
+  int i = 0, k, *used;
   if (bytes == 0) return CDDP_OK; /* no rank used any of its parameters */
   (void)cddp__next_range(d, b->sorted, b->count, &i, &range); /* bytes > 0: there is one */
   memset(&bucket, 0, sizeof bucket);
@@ -17521,8 +17574,12 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.dtype = d->params[b->sorted[0]].dtype;
   bucket.count = bytes / cddp__dtype_size(bucket.dtype);
   bucket.group = d->hooks;
-  bucket.params = b->sorted;
-  bucket.param_count = b->count;
+  bucket.params = used =
+      (int *)cddp__malloc(&d->group->host->allocator, (size_t)b->count * sizeof *used);
+  if (used == NULL) return CDDP_OUT_OF_MEMORY;
+  for (k = 0; k < b->count; k++) /* those with elements in data */
+    if (d->tensors[b->sorted[k]].used && cddp__dense_count(d, b->sorted[k]) > 0)
+      used[bucket.param_count++] = b->sorted[k];
   bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
   packed = range.end - range.begin != bytes; /* several ranges */
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
@@ -17535,6 +17592,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
     if (cddp__error_text[0] == 0) cddp__error_text[0] = first;
   }
   if (r == CDDP_OK && packed) r = cddp__copy_bucket(d, b, bucket.data, CDDP__BUCKET_UNPACK);
+  cddp__free(&d->group->host->allocator, used);
   if (r == CDDP_OK) return r;
   return cddp__fail_in(
       r, "communication hook on bucket %d of rank %d: ", bucket.index, d->group->rank);
@@ -17684,7 +17742,9 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   if (g->local_rank == 0) mine = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY);
   if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
   states = mine;
-  r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref, sizeof ref);
+  r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK,
+                  cddp__hash64(0, optim->steps, (size_t)d->count * sizeof *optim->steps), &ref,
+                  sizeof ref); /* ranks compare their states' steps */
   if (r == CDDP_OK) {
     while (g->members[k] < 0) k++; /* the first rank on this host */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
@@ -17760,7 +17820,7 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
         whole + first * size, (end - begin) / esize, cddp__state_type(optim, i), p);
     r = cddp__run_collective(d, &c);
   }
-  if (r == CDDP_OK && device) r = cddp__await_device(d->group);
+  if (r == CDDP_OK && device) r = cddp__await_device(d->group, CDDP__AWAIT_GROUP);
   if (r == CDDP_OK) return r;
   r = cddp__fail_in(r, "rank %d: ", d->group->rank);
   return cddp__break(device ? d->comm : d->control, r); /* the other ranks wait for this one */
@@ -18295,6 +18355,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   host = d->group->host;
   CDDP__POINT("ready");
   cddp__note_thread(host);
+  if (!d->no_sync && (r = d->memory->use(d->group)) != CDDP_OK) return r; /* nothing is marked */
   pthread_mutex_lock(&d->lock);
   noted = d->no_sync; /* it counts in a later step only */
   twice = !noted && tensor->ready;
@@ -18314,9 +18375,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   cddp__record_finish(
       g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* dtype, op, root */), CDDP_OK);
   if (noted) return CDDP_OK;
-  r = d->memory->use(d->group);
-  if (r == CDDP_OK) r = cddp__copy_gradient(d, param);
-  if (r != CDDP_OK) return cddp__fail_model(d, r);
+  if ((r = cddp__copy_gradient(d, param)) != CDDP_OK) return cddp__fail_model(d, r);
   pthread_mutex_lock(&d->lock);
   CDDP_ASSERT(d->plan.buckets[tensor->bucket].remaining > 0);
   d->plan.buckets[tensor->bucket].remaining--;
@@ -18488,6 +18547,8 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
       r, "gradients were not marked ready: %s; %s", list,
       any_noted ? "turn no_sync off before the last micro-batch's backward pass: cddp_ddp_ready "
                   "does not count before"
+            : d->desc.shards > 0
+                ? "call cddp_ddp_ready for every parameter, in each shard"
                 : "call cddp_ddp_ready for every parameter, or set find_unused_parameters");
 }
 
@@ -18716,6 +18777,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *optim) {
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
   if (wrong != NULL) return CDDP__REFUSE("%s", wrong);
+  if (optim->paired != d->id && (r = cddp__check_counts(optim)) != CDDP_OK) return r;
   for (i = 0; i < d->count && optim->paired != d->id; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
   optim->paired = d->id;
@@ -18841,6 +18903,8 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
                 "parameter \"%s\" is ready; end the step that it belongs to first",
                 cddp__param_name(d->params, i).s);
   CDDP__TRY(cddp__check_cause(&d->failure));
+  d->shards.taken = 0; /* cddp_ddp_next_shard can have begun one, for which no data was left */
+  d->shards.current = -1;
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   r = d->memory->use(d->group);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, CDDP__NOT_CLEARED);
@@ -18885,10 +18949,10 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
       cddp__hash64((uint64_t)desc->buffer_count, &desc->max_grad_norm, sizeof desc->max_grad_norm);
   for (i = 0; i < desc->buffer_count; i++) {
     bytes = (uint64_t)desc->buffers[i].count * cddp__dtype_size(desc->buffers[i].dtype);
-    out->hash = cddp__hash64(out->hash, &bytes, sizeof bytes);
+    out->hash = cddp__hash64(out->hash + (uint64_t)desc->buffers[i].dtype, &bytes, sizeof bytes);
     if (desc->elastic) { /* joining processes receive the buffers, in this order */
       name = desc->buffers[i].name != NULL ? desc->buffers[i].name : "";
-      out->hash = cddp__hash64(out->hash + (uint64_t)desc->buffers[i].dtype, name, strlen(name));
+      out->hash = cddp__hash64(out->hash, name, strlen(name));
     }
     all += bytes;
   }
@@ -18900,7 +18964,8 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
     cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->plan.limits[0],
                  d->plan.limits[1]);
   if (desc->buffer_count > 0)
-    cddp__append(out->text, sizeof out->text, ", buffers of %" PRIu64 " bytes", all);
+    cddp__append(out->text, sizeof out->text, ", %d buffers of %" PRIu64 " bytes (types: %04x)",
+                 desc->buffer_count, all, (unsigned)out->hash & 0xffffu);
   out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
   cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", desc->max_grad_norm);
 }
@@ -18991,7 +19056,8 @@ static void cddp__ddp_free(cddp_ddp *d) {
   if (d->optim != NULL) d->optim->model_link = NULL;
   while ((o = d->sharing) != NULL) { /* the optimizer can be used again: its states become whole */
     /* a failed model can have states that are stepped in part: start again */
-    if (cddp__has_cause(&d->failure) || cddp__copy_shared(o) != CDDP_OK) {
+    if (cddp__has_cause(&d->failure) || cddp__is_broken(d->control) ||
+        cddp__copy_shared(o) != CDDP_OK) {
       memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
       cddp__renew_masters(o);
     }
@@ -20135,6 +20201,7 @@ struct cddp__elastic {
   bool holds_shard; /* the gradients hold the sum of a shard that has ended */
   bool in_parts; /* each rank of its group has a part of the mean; false: this rank has all */
   bool has_mean; /* false: this rank has joined, and has no mean yet */
+  bool gave_states; /* an optimizer has received the job's states, and has not stepped yet */
   bool repeats; /* the ranks with the last mean are lost: the group makes it again */
   bool ahead; /* repeats, and this rank, which joined, does not need the mean */
   int mean_parts; /* of the last mean; 1 if not in_parts */
@@ -20274,10 +20341,12 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
   cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list;
-  list = (cddp__lost_block *)cddp__grow_array(
-      &d->group->host->allocator, elastic->lost_blocks, &elastic->lost_capacity,
-      elastic->lost_count + 1, sizeof *list);
-  if (list != NULL && g->block_ref.kind == CDDP__REF_EXTENT) { /* else the block is never freed */
+  list = g->block_ref.kind != CDDP__REF_EXTENT
+             ? NULL /* between threads: the block is never freed */
+             : (cddp__lost_block *)cddp__grow_array(
+                   &d->group->host->allocator, elastic->lost_blocks, &elastic->lost_capacity,
+                   elastic->lost_count + 1, sizeof *list);
+  if (list != NULL) {
     elastic->lost_blocks = list;
     list[elastic->lost_count++] = lost;
   }
@@ -20328,14 +20397,17 @@ static bool cddp__keep_block(cddp_group *g) {
 
 /* Whether this process can still access a lost process's memory: a call uses it, or another model's
    optimizer can have states there. Control blocks of the program's groups there become private. */
-static bool cddp__window_in_use(cddp__host *host, int window) {
+static bool cddp__window_in_use(const cddp_ddp *d, int window) {
+  cddp__host *host = d->group->host;
   cddp_group *g;
-  bool in_use = host->models > 1;
+  bool in_use = false, other_models;
   int k;
   pthread_mutex_lock(&host->lock);
+  other_models = host->models > 1;
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     for (k = 0; k < g->size && !in_use; k++)
-      in_use = g->members[k] == window && cddp__group_in_use(g);
+      in_use = g->members[k] == window &&
+               (cddp__group_in_use(g) || (other_models && g != d->group));
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     in_use = g->block_ref.kind == CDDP__REF_EXTENT &&
              cddp__window_of(host, g->block_ref.base) == window && !cddp__keep_block(g);
@@ -20389,7 +20461,7 @@ static void cddp__free_lost(cddp_ddp *d) {
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
     if (p->lost == 0 || p->lost > elastic->step /* lost in it */ || host->arena.fd < 0) continue;
-    if (p->use_locked && cddp__window_in_use(host, p->window)) continue;
+    if (p->use_locked && cddp__window_in_use(d, p->window)) continue;
     if (p->use_locked) cddp__unmap_window(host, p);
     if (cddp__process_gone(host, p->window)) cddp__free_window(host, p);
   }
@@ -21160,6 +21232,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   }
   d->elastic->holds_shard = false;
   CDDP__POINT("elastic updated");
+  if (r == CDDP_OK) d->elastic->gave_states = false;
   if (r == CDDP_OK) d->elastic->step++;
   return r;
 }
@@ -21188,7 +21261,8 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   cddp_result r = CDDP_OK;
   int i;
   if (from->known && (r = cddp__compare_settings(d, &mine)) != CDDP_OK) return r;
-  if (d->optim != NULL && d->optim != optim && d->group->host->joined && optim->state_count > 0)
+  if ((d->optim != NULL ? d->optim != optim : elastic->gave_states) && d->group->host->joined &&
+      optim->state_count > 0)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "CDDP_JOIN: the job sends the states of one optimizer, and this is a second "
                       "one for the elastic model's parameters");
@@ -21208,9 +21282,10 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
     r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
   from->stepped = false;
   if (r == CDDP_OK && d->group->backend->on_device) /* ignores losses: the next step finds them */
-    r = cddp__await_device(d->group);
+    r = cddp__await_device(d->group, CDDP__AWAIT_STREAM);
   (d->group->backend->free)(d->group, elastic->states);
   elastic->states = NULL;
+  elastic->gave_states = true;
   return r;
 }
 
@@ -21263,7 +21338,7 @@ static bool cddp__has_any_param_of(const cddp_optim *optim, const cddp_ddp *d) {
 }
 
 /* Makes optim the optimizer of the elastic model with its parameters, if any. */
-static cddp_result cddp__elastic_pair(cddp_optim *optim) {
+static cddp_result cddp__elastic_pair(cddp_optim *optim, enum cddp__pairing when) {
   cddp_ddp *d, *model = NULL;
   bool partial = false; /* in a joined process: optim has only some parameters of a model */
   if (__atomic_load_n(&cddp__elastic_models, __ATOMIC_ACQUIRE) == NULL) return CDDP_OK;
@@ -21273,6 +21348,9 @@ static cddp_result cddp__elastic_pair(cddp_optim *optim) {
     else partial |= d->group->host->joined && optim->state_count > 0 &&
                     cddp__has_any_param_of(optim, d);
   pthread_mutex_unlock(&cddp__models_lock);
+  if (model != NULL && when == CDDP__PAIR_NEW && model->optim != NULL &&
+      !model->group->host->joined)
+    return CDDP_OK; /* joining processes get the states of the one that steps */
   if (model != NULL) return cddp__elastic_restore(model, optim);
   if (!partial) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -21332,7 +21410,8 @@ static void cddp__elastic_free(cddp_ddp *d) {
   if (elastic->meeting.net != NULL) cddp__elastic_close(d);
   cddp__free(&host->allocator, elastic->lost_blocks);
   host->elastic = false;
-  if (host->joined) host->job_info->table.lead.model.params = 0; /* a process joins only once */
+  if (host->joined && !elastic->meeting.joining)
+    host->job_info->table.lead.model.params = 0; /* a process joins only once */
   (void)d->memory->use(d->group);
   (backend->free)(d->group, elastic->mean);
   (backend->free)(d->group, elastic->slot_area);
@@ -21429,8 +21508,13 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
     CDDP__REFUSE("cddp_ddp_group: the group of the cddp_ddp was destroyed");
   else if (!d->desc.elastic)
     return d->group;
-  else if (cddp__check_cause(&d->failure) == CDDP_OK)
-    return d->elastic->broken_comm != NULL ? d->elastic->broken_comm : d->comm;
+  else if (cddp__check_cause(&d->failure) == CDDP_OK && d->elastic->broken_comm != NULL)
+    return d->elastic->broken_comm;
+  else if (cddp__check_cause(&d->failure) == CDDP_OK) {
+    if (d->comm->stream != d->group->stream) /* the program has set another one */
+      cddp_set_stream(d->comm, d->group->stream);
+    return d->comm;
+  }
   return NULL;
 }
 /* >>sampler ------------------------------------------------------------------------------------
@@ -22385,6 +22469,7 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
         "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
         "with device \"cuda\", or NULL");
   if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
+  if (r == CDDP_OK && optim != NULL) r = cddp__check_counts(optim);
   if (r != CDDP_OK) return r;
   if (optim != NULL && optim->shared_by != NULL && optim->shared_by->group->size > 1)
     owners = optim->shared_by->group;
@@ -22494,7 +22579,7 @@ static cddp_result cddp__ckpt_begin(
   ckpt->root = g == NULL || g->rank == 0;
   if (g != NULL) cddp__engine_drain(g); /* it can write to params */
   r = cddp__ckpt_check(ckpt, saves);
-  if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g);
+  if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
   return r == CDDP_OK ? cddp__list_items(ckpt) : r;
 }
 
@@ -22805,8 +22890,7 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   int i;
   for (i = 0; i < CDDP__META_COUNT; i++) {
     const char *key = cddp__meta_keys[i], *text = cddp__st_value(ckpt->file, key);
-    bool mid_epoch =
-        i > CDDP__META_SAMPLES && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0;
+    bool mid_epoch;
     char *rest = NULL;
     if ((asked & 1u << i) == 0 || (text == NULL && ckpt->desc->partial)) continue;
     if (text == NULL) return cddp__fail_missing("metadata", key);
@@ -22814,6 +22898,8 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
     v[i] = strtoull(text, &rest, 10);
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
+    mid_epoch = i >= CDDP__META_DATASET_SIZE && i <= CDDP__META_SHUFFLE &&
+                v[CDDP__META_SAMPLES] != 0 && v[CDDP__META_SAMPLES] < v[CDDP__META_DATASET_SIZE];
     if (v[i] != own[i] && (mid_epoch || (i == CDDP__META_SHARDS && v[i] != 0 && own[i] != 0)))
       return CDDP__REFUSE("%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i],
                           mid_epoch
@@ -22877,7 +22963,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   }
   if (r != CDDP_OK) return r;
   /* the device can still run the broadcasts and rank 0's copies */
-  return ckpt->device ? cddp__await_device(ckpt->g) : cddp__packet_send(&p);
+  return ckpt->device ? cddp__await_device(ckpt->g, CDDP__AWAIT_GROUP) : cddp__packet_send(&p);
 }
 
 /* Collective: rank 0 broadcasts each state in `whole`, of which each rank keeps its part. */
@@ -22901,7 +22987,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     if (r == CDDP_OK)
       r = (d->memory->copy)(part, whole + optim->parts[item.param].first * cddp__dtype_size(dtype),
                             cddp__kept_bytes(ckpt, &item), g->stream);
-    if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g);
+    if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
     r = cddp__agree(g, r);
   }
   return r;
@@ -22939,7 +23025,7 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   if (r == CDDP_OK && ckpt->partitioned) r = cddp__load_states(ckpt);
   if (r != CDDP_OK) return r;
   if (ckpt->g != NULL) return cddp__broadcast_tensors(ckpt);
-  return ckpt->device ? cddp__await_device(NULL /* no group */) : CDDP_OK;
+  return ckpt->device ? cddp__await_device(NULL /* no group */, CDDP__AWAIT_STREAM) : CDDP_OK;
 }
 
 /* Gives the loaded states to the optimizer; states that the file lacks begin anew. Cannot fail in
@@ -22948,6 +23034,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   cddp_optim *optim = ckpt->desc->optim;
   cddp_result r = CDDP_OK;
   size_t i;
+  int k;
   if (optim->shared_by != NULL) optim->unshare(optim); /* the next step shares the states again */
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
@@ -22969,6 +23056,8 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
       r = (optim->backend->zero)(optim, *item->place, cddp__kept_bytes(ckpt, item), CDDP__WAIT);
     }
   }
+  for (k = 0; r == CDDP_OK && k < optim->count && !optim->backend->on_device; k++)
+    if (optim->steps[k] > 0) r = cddp__need_states(optim, k); /* partial: zero */
   return r == CDDP_OK ? cddp_optim_set_lr(optim, ckpt->lr) : r;
 }
 
@@ -23446,19 +23535,17 @@ typedef struct cddp__thread_rank {
    waits. */
 static void cddp__thread_rank_end(void *p) {
   cddp__thread_rank *thread = (cddp__thread_rank *)p;
-  const cddp_group *g;
+  bool failed = !thread->returned || thread->code != 0, in_group = false;
+  cddp_group *g;
   snprintf(thread->text, sizeof thread->text, "%s", cddp__error_text);
-  pthread_mutex_lock(&thread->host->lock);
-  for (g = thread->host->groups; g != NULL && g != thread->group; g = g->next) {}
-  pthread_mutex_unlock(&thread->host->lock);
-  if (!thread->returned || thread->code != 0)
-    cddp__swap32(thread->first, 0, (uint32_t)thread->host->index + 1);
-  if (g == NULL) return; /* fn has destroyed it */
-  if (!thread->returned || thread->code != 0) {
-    cddp__exchange32(&cddp__slot_of(thread->group, thread->group->rank)->state, CDDP__SLOT_DEAD);
-    cddp__wake_all(thread->group);
+  if (failed) cddp__swap32(thread->first, 0, (uint32_t)thread->host->index + 1);
+  for (g = thread->host->groups; g != NULL; g = g->next) { /* models' and split ones, too */
+    cddp__swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN,
+                 failed ? CDDP__SLOT_DEAD : CDDP__SLOT_LEFT);
+    cddp__wake_all(g);
+    in_group = in_group || g == thread->group;
   }
-  cddp__group_leave(thread->group);
+  if (in_group) cddp__group_leave(thread->group); /* else fn has destroyed it */
 }
 
 static void *cddp__thread_rank_main(void *p) {
@@ -23519,7 +23606,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
                    failed->text[0] ? "; its last error: " : "", failed->text);
   }
   for (i = 0; thread != NULL && i < n; i++) cddp__host_release(thread[i].host);
-  if (block != NULL) munmap(block, cddp__block_bytes(n, n));
+  if (block != NULL && (n > 1 || thread == NULL || thread[0].group == NULL))
+    munmap(block, cddp__block_bytes(n, n)); /* else its group has unmapped it */
   free(thread);
   cddp__await_watchers();
   return r;
@@ -23966,7 +24054,8 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
                 cddp__param_name(d->params, param).s, sparse->rows - 1);
   CDDP__CHECK(n <= SIZE_MAX / 4 / (sparse->bytes + 64), "n exceeds the address space");
   if (n > 0 && cddp__on_device(d->group, values)) {
-    if ((r = cddp__await_device(d->group)) != CDDP_OK) return r;
+    CDDP__TRY(cddp__await_device(d->group,
+                                 d->desc.elastic ? CDDP__AWAIT_STREAM : CDDP__AWAIT_GROUP));
     copy = cddp__malloc(&d->group->host->allocator, n * sparse->bytes);
     if (copy == NULL) return CDDP_OUT_OF_MEMORY;
     r = cddp__transfer(d->group, copy, values, n * sparse->bytes);
@@ -24131,7 +24220,7 @@ static cddp_result cddp__optim_create(
   r = cddp__check_own_memory(params, count, desc->copies, NULL /* malloc */);
   if (desc->ddp != NULL) cddp__partition_states(desc->ddp, *out);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
-  if (r == CDDP_OK) r = cddp__elastic_pair(*out);
+  if (r == CDDP_OK) r = cddp__elastic_pair(*out, CDDP__PAIR_NEW);
   if (r == CDDP_OK) r = ((*out)->backend->copy)(*out);
   if (r == CDDP_OK) return r;
   cddp_optim_destroy(*out);
@@ -24323,7 +24412,9 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
 }
 static void cddp__follow_stream(cddp_group *g, void *stream) { (void)g, (void)stream; }
 static bool cddp__on_device(const cddp_group *g, const void *p) { return (void)g, (void)p, false; }
-static cddp_result cddp__await_device(cddp_group *g) { return (void)g, CDDP_OK; }
+static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what) {
+  return (void)g, (void)what, CDDP_OK;
+}
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   return (void)g, memcpy(to, from, bytes), CDDP_OK;
 }
@@ -24399,8 +24490,13 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A rank that had failed alone, or was stopped, wrote to freed memory of the others.
               cddp_group_split on another thread crashed when a rank was lost meanwhile (SIGSEGV).
               A joined rank had no shard, so no gradients, in a model that was not elastic.
-              A host whose loopback interface is down: the creation fails, not the first loss.
+              Without a loopback interface the model's creation fails, not the first loss.
+              A joining process got no states if another optimizer was created in that step.
+              A second model kept the memory of each lost process. RANK of a joining process is
+              below 4,096.
      Mended, start-up
+              A second cddp_init under mpirun or srun on one host failed if both groups lived.
+              LOCAL_WORLD_SIZE counted although the desc gave another size.
               A damaged rank table crashed the rank that received it (SIGSEGV).
               One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.
               A peer that sent without a pause held a rank beyond its time-out, and used its memory.
@@ -24417,6 +24513,16 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Backend MPI: a rank that called exit() or returned from main cost timeout_s.
               RANK=0 WORLD_SIZE=1 exported under mpirun or srun: each process was a job of its own.
               cddprun --elastic, cddp_spawn_elastic: a rank that died before the model existed.
+     Mended, groups and models
+              cddp_test of a message of a lost peer never became true; cddp_wait_for now
+              returns CDDP_ABORTED if the group itself times out.
+              cddp_run_threads with one thread could unmap memory of the program. A thread that
+              returned left the others waiting in groups that it had not destroyed.
+              130 finished sends with handles held up the next send.
+              A model created anew after a failure on one rank: states differed without an error.
+              An optimizer kept while a parameter's count changed wrote beyond its states.
+              cddp_save after a partial cddp_load crashed, or left out states.
+              cddp_bucket.params lists only parameters with gradients in data.
      Mended, texts and tools
               Misaligned buffers are refused. GPUs refuse an optimizer that has no kernel there.
               TRY of README and examples is do-while: an else behind it is the caller's.

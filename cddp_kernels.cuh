@@ -2700,7 +2700,7 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
   cddp_result r;
   if (!work->on_stream) {
     r = cddp__cpu_wait(work, limit);
-    if (work->stage == NULL || (r == CDDP_TIMEOUT && limit >= 0)) return r;
+    if (work->stage == NULL || r == CDDP__CONTINUES) return r;
     return cddp__unstage(work, r);
   }
   cddp__wait_begin(&w, limit);
@@ -3147,8 +3147,25 @@ static cddp_result cddp__device_step_copies(cddp_optim *optim) {
   return r == CDDP_OK ? cddp__device_copies(optim, NULL) : r;
 }
 
+/* Masters that wait for the next step begin now: a CUDA graph of a step would begin them again. */
 static cddp_result cddp__device_write_copies(const cddp_optim *optim) {
-  return cddp__device_copies(optim, NULL);
+  int master = optim->state_count - 1, i;
+  cddp_result r = CDDP_OK;
+  for (i = 0; r == CDDP_OK && i < optim->count && optim->desc.master_weights != 0; i++) {
+    const cddp_partition *part = &optim->parts[i];
+    const cddp_param *p = &optim->params[i];
+    if (!optim->init_master[i] || optim->steps[i] == 0 || part->count == 0 ||
+        !cddp__has_state(optim, master, i))
+      continue;
+    r = cddp__cuda_result(
+        cddp__registered_kernels->convert(
+            optim->state[master * optim->count + i], CDDP_F32,
+            (char *)p->data + part->first * cddp__dtype_size(p->dtype), p->dtype, part->count,
+            (void *)cddp__optim_stream(optim, NULL)),
+        "the kernel that begins masters");
+    if (r == CDDP_OK) optim->init_master[i] = false;
+  }
+  return r == CDDP_OK ? cddp__device_copies(optim, NULL) : r;
 }
 
 static cddp_result cddp__device_clear(const cddp_optim *optim, void *p, size_t bytes, bool waits) {
@@ -3375,7 +3392,8 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   cddp_result r =
       cddp__refuse_capture(cddp__main_stream(d->group), CDDP_INVALID_ARGUMENT,
                            "a norm (not one asked of cddp_ddp_grad_norm later) is waited for");
-  if (r == CDDP_OK) r = cddp__await_device(d->group);
+  if (r == CDDP_OK)
+    r = cddp__await_device(d->group, d->desc.elastic ? CDDP__AWAIT_STREAM : CDDP__AWAIT_GROUP);
   if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->gpu->clip, sizeof sum);
   *norm = (sqrt)(sum);
   return r;
@@ -3399,7 +3417,7 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
   (void)averaged, (void)wrote;
   if (most > 0)
     r = cddp__gpu_clip_by(d, most, CDDP__LIST_ALL, s == NULL ? CDDP__LIST_PART : CDDP__LIST_NONE);
-  if (r != CDDP_OK || s == NULL) return r;
+  if (r != CDDP_OK || s == NULL || !s->backend->on_device /* no elements */) return r;
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++)
     factors[dtype] = cddp__mean_factor(d, (cddp_dtype)dtype);
   r = cddp__device_step(s, d, factors);
@@ -3544,10 +3562,11 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
                       "it forked (cddp_spawn must come first); device \"cpu\" needs no GPU",
                       cudaGetErrorString(e), version / 1000, version % 1000 / 10);
   }
-  if (!g->host->one_process || g->size == 1) /* else LOCAL_RANK is the process's, not a thread's */
+  if (!g->host->one_process || g->host->size == 1) /* else LOCAL_RANK is of all threads */
     r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &local);
   if (r != CDDP_OK) return r;
-  device = certain ? atoi(desc->device + 5) : local >= 0 ? local : g->local_rank;
+  device = certain ? atoi(desc->device + 5) : local >= 0 ? local
+           : g->host->one_process ? g->host->index : g->local_rank;
   if (!certain && (!nccl || count == 1)) device %= count; /* count 1: only its own is visible */
   if (device >= count)
     return CDDP__REFUSE("rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
@@ -3574,7 +3593,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   const char *backend = cddp__backend_name(desc);
   bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
-  bool kernels = true, joins = g->host->joined; /* a joining rank is alone: no exchange */
+  bool kernels = true, joins = g->host->joined && g->id == 0; /* it is alone: no exchange */
   int n = joins ? 1 : g->size, i, k;
   cddp_result r;
   all = (cddp__device_report *)cddp__malloc(allocator, (size_t)g->size * sizeof *all);
@@ -3628,13 +3647,13 @@ static bool cddp__on_device(const cddp_group *g, const void *p) {
 
 /* Waits for the work on the group's stream. Without a group on a device: for all work on the
    current device. */
-static cddp_result cddp__await_device(cddp_group *g) {
+static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what) {
   cddp_result r;
   if (g == NULL || !g->backend->on_device)
     return cddp__cuda_result((int)cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   r = cddp__refuse_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
                            "a checkpoint waits on the host");
-  if (r == CDDP_OK && g->host->elastic) /* its first group may have lost ranks */
+  if (r == CDDP_OK && what == CDDP__AWAIT_STREAM)
     return CDDP__CUDA(cudaStreamSynchronize, cddp__main_stream(g));
   return r == CDDP_OK ? cddp__device_synchronize(g) : r;
 }

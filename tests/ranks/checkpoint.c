@@ -961,8 +961,18 @@ static void test_sampler_even(void) {
     cddp_sampler_destroy(&part);
     cddp_sampler_destroy(&whole);
   }
-  o.seed = 1; /* another order: not in the middle of an epoch */
+  o.seed = 1; /* another order: at the end of an epoch, but not in the middle */
   CHECK_OK(cddp_sampler_init(&part, &o));
+  d.sampler = &part;
+  CHECK_OK(cddp_load(NULL, path, NULL, 0, &d));
+  CHECK_EQ(cddp_sampler_size(&part), 0);
+  o.seed = 0;
+  CHECK_OK(cddp_sampler_init(&whole, &o));
+  CHECK(cddp_sampler_next(&whole, &b));
+  d.sampler = &whole;
+  CHECK_OK(cddp_save(NULL, path, NULL, 0, &d));
+  cddp_sampler_destroy(&whole);
+  d.sampler = &part;
   CHECK_IS(cddp_load(NULL, path, NULL, 0, &d), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "cddp.sampler.seed is 0 in the file, 1 here") != NULL);
   cddp_sampler_destroy(&part);

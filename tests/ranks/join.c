@@ -442,6 +442,9 @@ static void test_comes(void) {
   late.rank = 1;
   refuse(&late);
   CHECK(shared->result != CDDP_OK); /* full, and the rank is there */
+  late.rank = 4096; /* nobody would find it */
+  refuse(&late);
+  CHECK_IS(shared->result, CDDP_INVALID_ARGUMENT);
   kill(pids[0], SIGKILL);
   waitpid(pids[0], &status, 0);
   late.rank = 1;

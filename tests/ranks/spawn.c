@@ -957,6 +957,43 @@ static void test_no_network(void) {
   else CHECK_EQ(WEXITSTATUS(status), 0);
 }
 
+/* One thread: its group's memory is unmapped once, so what fn allocates afterwards stays. */
+static int destroys_and_allocates(cddp_group *g, void *arg) {
+  size_t n = 400000, i;
+  char **out = (char **)arg;
+  cddp_destroy(g);
+  *out = (char *)malloc(n);
+  if (*out == NULL) return 1;
+  for (i = 0; i < n; i++) (*out)[i] = (char)i;
+  return 0;
+}
+
+/* Rank 0 returns and leaves a group of cddp_group_split: rank 1, which waits there, hears of it. */
+static int leaves_a_split_group(cddp_group *g, void *arg) {
+  cddp_group *both = NULL;
+  (void)arg;
+  CHECK_OK(cddp_group_split(g, 0, cddp_rank(g), &both));
+  if (cddp_rank(g) == 0) return 0;
+  CHECK_IS(cddp_barrier(both), CDDP_PEER_LOST);
+  cddp_destroy(both);
+  return 0;
+}
+
+static void test_thread_leftovers(void) {
+  char *out = NULL;
+  double t = test_now();
+  size_t i;
+  int k;
+  for (k = 0; k < 3; k++) {
+    CHECK_OK(cddp_run_threads(destroys_and_allocates, &out, 1));
+    for (i = 0; i < 400000 && out[i] == (char)i;) i++;
+    CHECK_EQ(i, 400000);
+    free(out);
+  }
+  CHECK_OK(cddp_run_threads(leaves_a_split_group, NULL, 2));
+  CHECK(test_now() - t < RANKS_WITHIN(5.0));
+}
+
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   RUN(test_success);
@@ -983,6 +1020,7 @@ int main(void) {
   RUN(test_no_getsockname);
   RUN(test_threads);
   RUN(test_thread_exit);
+  RUN(test_thread_leftovers);
   RUN(test_thread_destroys);
   RUN(test_both);
   RUN(test_stubborn);
