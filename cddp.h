@@ -65,7 +65,7 @@
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
      bucket       gradients that are reduced together; a hook is your function that reduces one
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    elements of one parameter that one rank updates (>>api-ddp)
+     partition    elements of one parameter that one rank (on CPUs one of each host) updates
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -184,12 +184,12 @@ extern "C" {
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
    made the call, and no rank was lost or timed out. If cddp_ddp_ready, _next_shard, _wait, _step,
    _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls fail on
-   all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, or a _step that no_sync refuses,
+   all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, or a _step while no_sync is on,
    leaves it usable.) With NCCL, or if a rank was lost, the group is broken too. Groups of elastic
    jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
-   has died, number the ranks anew: rank and world_size in cddp_group_desc. */
+   has died, set new numbers, from 0, in cddp_group_desc: rank and world_size. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -319,9 +319,9 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it. Local; NULL is fine. Ranks that still wait for this one get
-   CDDP_PEER_LOST. Wait for your handles first. After a collective, a step or a save no barrier is
-   needed before it. Unless the group is broken, the call first sends the waiting messages to other
-   hosts; it gives up if the network accepts no data for a second. */
+   CDDP_PEER_LOST. Wait for your handles first. It needs no barrier after a collective, a step or a
+   save. Unless the group is broken, the call first sends the waiting messages to other hosts; it
+   gives up if the network accepts no data for a second. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* joining process: its RANK; NULL: -1 */
@@ -451,8 +451,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Buckets are reduced during the backward pass. In three cases all are reduced after it: in elastic
-   models; with more shards than ranks; on one host without GPUs, in a loop with cddp_ddp_step.
+   Buckets are reduced during the backward pass. All are reduced after it in elastic models, with
+   more shards than ranks, and, in a loop that calls cddp_ddp_step, on one host without GPUs.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -508,8 +508,8 @@ typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
-                                  parameter that is ready on no rank is not updated if the
-                                  optimizer's desc.ddp is set, else by its gradient as it is */
+                                  parameter that is ready on no rank is skipped if the
+                                  optimizer's desc.ddp is set, else updated by its own gradient */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -607,8 +607,8 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 /* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an embedding:
    adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width = count /
    sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
-   cddp_ddp_ready follows as for other parameters. A step begins without rows, except of a parameter
-   that was ready on no rank.
+   cddp_ddp_ready follows as for other parameters. Each step begins without rows; but a parameter
+   that was ready on no rank keeps its rows.
 
    Only these rows are sent; the mean has the bits that a whole gradient would give. grad stays
    NULL. Any thread, but one at a time for a parameter. cddp's only optimizer for it is SGD without
@@ -646,7 +646,7 @@ typedef struct cddp_partition {
   size_t count; /* elements, at least 1 */
   void *data;   /* this rank's weights */
   void *grad;   /* their mean gradient, valid between cddp_ddp_reduce_scatter and _all_gather. If
-                   params[param].grad is copied, the mean is only here. Fine print: gradients in
+                   cddp copies your gradient, the mean is only here. Fine print: gradients in
                    memory */
 } cddp_partition;
 
@@ -737,8 +737,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. If an earlier cddp_ddp_step left states that the ranks of the
-   host share, the cddp_ddp_wait of this step has copied them to each rank. */
+/* Updates all data by grad. Local. It can follow steps by cddp_ddp_step: states that those shared
+   on the host were copied to each rank by this step's cddp_ddp_wait. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -834,10 +834,10 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* frees an epoch left early
 
 /* *shard = the next shard of this rank in this step. Returns false when none is left: then call
    cddp_ddp_wait or _step. Call it after cddp_ddp_ready has returned for every parameter of the
-   current shard; a missing call (without find_unused_parameters) or no_sync breaks the model. After
-   a failure it returns false, and cddp_ddp_wait or _step returns the error. Local, except in
-   elastic models: there it waits for the other ranks, and returns false only when the mean of all
-   shards exists. */
+   current shard; a missing cddp_ddp_ready (without find_unused_parameters) or no_sync breaks the
+   model. After a failure it returns false, and cddp_ddp_wait or _step returns the error. Local,
+   except in elastic models: there it waits for the other ranks, and without a failure returns false
+   only when the mean of all shards exists. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* >>api-elastic -----------------------------------------------------------------------------------
@@ -943,8 +943,8 @@ typedef struct cddp_checkpoint_desc {
   char *text;               /* load: memory for the values, which point into it */
   size_t text_size;         /* bytes */
   bool partial; /* load: params that the file lacks keep their values; other tensors are ignored */
-  cddp_ddp *ddp; /* its cddp_ddp_steps are saved, loaded; NULL = none. cddp_load refuses a file
-                    of other shards, unless the file's or the model's are 0 */
+  cddp_ddp *ddp; /* its cddp_ddp_steps are saved, loaded; NULL = none. cddp_load refuses a
+                    file with another desc.shards, unless one of the two is 0 */
 } cddp_checkpoint_desc;
 
 /* Rank 0 writes its params (any dtype, each with a name), and what desc names, to a temporary file,
@@ -1119,7 +1119,7 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size receive the key's value after the call (if the key is absent: `expected`). *swapped:
+   and *size hold, after the call, the key's value, or `expected` if the key is absent. *swapped:
    whether that value equals desired, even if another process stored it; so in an election no two
    processes may pass the same desired. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but
    the call has been made, and *swapped and *size are set. */
@@ -1150,9 +1150,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    handler, or change the environment during cddp_init.
 
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
-   on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s after
-   the failure, it can, when it continues, write to the call's gradients and cddp_alloc memory.
-   Free such memory (cddp does not reuse it), and create anew the models that used it.
+   on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s after the
+   failure, it can later write to the call's gradients and cddp_alloc memory. Free such memory (cddp
+   does not reuse it), and create anew the models that used it.
 
    STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or as its only machine is
    suspended). If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine
@@ -1168,8 +1168,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MASTER_ADDR:MASTER_PORT until all have connected, and keeps the port while the group lives.
    MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host resolves
    the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses (not for
-   "localhost"). The other ranks retry an unknown name for a minute. Ranks on one host connect in
-   another way, and need no network (those of an elastic model the loopback interface).
+   "localhost"). The other ranks retry an unknown name for a minute. Ranks on rank 0's host do not
+   use the port. A job on one host needs no network (an elastic one the loopback interface).
 
    LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
    of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
@@ -1235,9 +1235,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
    no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
 
-   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send to
-   a rank of this host, without a handle, blocks while 128 messages, or 256 MiB of copies, that this
-   rank has sent there in this group are not received. Receives for one tag, also with CDDP_ANY, are
+   MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
+   without a handle to a rank of this host blocks while that rank has yet to receive 128 messages,
+   or 256 MiB of copies, from this one in this group. Receives for one tag, also with CDDP_ANY, are
    served in the order of their calls. What the network to other hosts does not accept at once is
    sent in the rank's later calls of cddp: long computation delays it.
 
@@ -1280,8 +1280,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks
    (during a join: more than half of the old ones, and more than half of old and new ones together).
-   Otherwise they end with CDDP_ABORTED. The same holds if a host's last rank dies while another
-   loss is handled. So a job never continues in two halves.
+   Otherwise they end with CDDP_ABORTED. This majority rule also holds if a host's last rank dies
+   while another loss is handled. So a job never continues in two halves.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
@@ -1292,8 +1292,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    store listens at MASTER_PORT, join only on a host with a rank. If a job began on one host, only
    processes of that host can join it.
 
-   Groups: use cddp_ddp_group. Calls on any other group with a lost rank, also on cddp_init's, fail:
-   on its host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
+   Groups: use cddp_ddp_group. Calls on any other group with a lost rank, even cddp_init's, fail: on
+   that rank's host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain until the next save. If
    it was the last save of the run, each rank can still save alone, with g NULL and a path of its

@@ -130,7 +130,7 @@ static cddp_result backward(network *net, cddp_ddp *ddp, float *dw1, float *dw2,
   int inputs = net->inputs, hidden = net->hidden;
   cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, CLASSES, hidden, n, 1, net->y, CLASSES,
               net->h, hidden, 1, dw2, hidden); /* dw2 += y^T h */
-  cddp_result result = cddp_ddp_ready(ddp, 1); /* complete; if large, averaged while ... */
+  cddp_result result = cddp_ddp_ready(ddp, 1); /* complete; between hosts averaged while ... */
   if (result != CDDP_OK) return result;
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, hidden, CLASSES, 1, net->y, CLASSES,
               net->w2, hidden, 0, net->dh, hidden); /* dh = y w2 */
