@@ -430,9 +430,10 @@ CDDPDEF int cddp_source(void);
    for in any order, by one thread each. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
 /* Like cddp_wait, for at most timeout_s seconds; 0 does not block. The calling thread waits, on a
-   GPU too. CDDP_TIMEOUT, and CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w:
-   the operation continues, its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must
-   follow. Like work.wait(timeout). */
+   GPU too. If the group itself times out meanwhile: CDDP_ABORTED, and w is freed. CDDP_TIMEOUT, and
+   CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w: the operation continues,
+   its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must follow. Like
+   work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Ends a cddp_recv before its message arrives, and frees w. A later recv gets the message. Never
    blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective
@@ -495,9 +496,10 @@ typedef struct cddp_bucket {
   int param_count;
 } cddp_bucket;
 
-/* Called on a thread of cddp, one bucket at a time. With NCCL it is called by cddp_ddp_ready, _wait
-   or _step, data is device memory, and the hook enqueues its work on cddp_stream(bucket->group).
-   Like DDP's register_comm_hook. Example: examples/powersgd.c. */
+/* Called on a thread of cddp, one bucket at a time; the bucket is valid during the call. With NCCL
+   it is called by cddp_ddp_ready, _wait or _step, data is device memory, and the hook enqueues its
+   work on cddp_stream(bucket->group). Like DDP's register_comm_hook. Example:
+   examples/powersgd.c. */
 typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
 
 /* Hooks that send f32 and f64 gradients as bf16 or fp16, and round the mean to that type. */
@@ -539,8 +541,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer whose desc.ddp is NULL can then step another model that has the same
-   params array. If d was broken, destroy the
-   optimizer too: ranks can have stepped it differently. */
+   params array. If d was broken, destroy the optimizer too: ranks can have stepped it
+   differently. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
@@ -2044,6 +2046,7 @@ struct cddp_work {
   int send; /* send: index of its request, which has the buffer's address; -1: none has it */
   int from; /* receive: the message's sender; with CDDP_ANY a candidate until done */
   bool filling; /* receive: the message is being read */
+  double next_look; /* when cddp_test, by the thread that has the handle, checks the peer again */
 
   /* Device memory. */
   bool on_stream; /* it runs on a stream of the device, and ends with `event` */
@@ -6334,7 +6337,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   bool given = desc->world_size > 0; /* by the caller; else by the environment */
   bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0;
   uint64_t key;
-  int k, first, last;
+  const char *size;
+  int k = 3, first, last;
   cddp_result r;
   memset(config, 0, sizeof *config);
   config->listen_fd = config->local_world_size = -1;
@@ -6365,7 +6369,9 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
                         "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
                         name, name);
   }
-  for (k = 3; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK && !given; k--) /* 3: its other name */
+  size = cddp__env(cddp__launchers[config->launcher].variables[CDDP__VAR_SIZE]);
+  if (given && (size == NULL || atoi(size) != desc->world_size)) k = 0; /* another job's */
+  for (; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* 3: that size's other name */
     r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
                       &config->local_world_size);
   if (r != CDDP_OK) return r;
@@ -8797,7 +8803,7 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   }
   if (state == CDDP__SLOT_LEFT) return CDDP__HAS_LEFT;
   gone = state == CDDP__SLOT_DEAD;
-  if (!gone && g->host->one_process) /* a thread that ends marks its slot in the first group only */
+  if (!gone && g->host->one_process) /* the first group's slot is that of the whole thread */
     gone = g->host->slots != NULL &&
            cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
   else if (!gone)
@@ -11208,7 +11214,7 @@ static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
     if (is_rank_0) shutdown(*fd, SHUT_RDWR);
     if (is_rank_0 && keep && has_address && a.sa.ss_family != AF_UNIX)
       (void)!bind(*fd, &a.any, a.size); /* again: shutdown(2) frees a port chosen by the system */
-    if (is_rank_0 && keep && root->fd_count == 0 && has_address && a.sa.ss_family != AF_UNIX)
+    if (is_rank_0 && keep && root->fd_count == 0 && (!has_address || a.sa.ss_family != AF_UNIX))
       rdv->job->port_fd = *fd;
     else
       cddp__close_fd(fd);
@@ -13692,7 +13698,11 @@ static bool cddp__show_message_wait(const cddp_work *work) {
 static bool cddp__peer_is_lost(cddp_work *work) {
   cddp_group *g = work->group;
   int p, peer = work->call.root;
+  char text[CDDP__ERROR_MAX];
   cddp__connection *link;
+  if (cddp__now() < work->next_look) return false;
+  work->next_look = cddp__now() + 1e-3;
+  memcpy(text, cddp__error_text, sizeof text);
   if (g->hosts != NULL) {
     pthread_mutex_lock(&g->p2p.lock);
     for (p = 0; p < g->size; p++)
@@ -13700,6 +13710,7 @@ static bool cddp__peer_is_lost(cddp_work *work) {
     for (link = g->hosts->links; link != NULL; link = link->next) cddp__link_end_if_silent(link);
     pthread_mutex_unlock(&g->p2p.lock);
   }
+  memcpy(cddp__error_text, text, sizeof text);
   return cddp__lost_peer(work) >= 0 && !cddp__message_ready(work);
 }
 
@@ -13767,7 +13778,7 @@ static cddp_result cddp__start_send(cddp_work *work, bool waits) {
   return cddp__message_wait(work, CDDP__NO_LIMIT);
 }
 
-/* Waits until a posted send is taken. limit: see cddp__message_wait; CDDP_TIMEOUT then changes
+/* Waits until a posted send is taken. limit: see cddp__message_wait; CDDP__CONTINUES changes
    nothing. After another failure the send is withdrawn, so that the caller can reuse the buffer. A
    receiver that has begun to copy finishes first, unless it dies. */
 static cddp_result cddp__finish_send(cddp_work *work, double limit) {
@@ -16574,7 +16585,9 @@ CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
   /* Pairing gives a joining process the job's rate. This one replaces it. */
-  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim, CDDP__PAIR_NEW));
+  if (optim->model_link == NULL) /* with steps: from cddp_load */
+    CDDP__TRY(cddp__elastic_pair(
+        optim, cddp__most_steps(optim) > 0 ? CDDP__PAIR_STEPS : CDDP__PAIR_NEW));
   cddp__set_lr(optim, lr);
   return CDDP_OK;
 }
@@ -18943,13 +18956,13 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
       : desc->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
                                                    : ", a comm_hook";
   const char *name;
-  uint64_t bytes, all = 0;
+  uint64_t bytes, all = 0, types = 0;
   int i;
   out->hash =
       cddp__hash64((uint64_t)desc->buffer_count, &desc->max_grad_norm, sizeof desc->max_grad_norm);
   for (i = 0; i < desc->buffer_count; i++) {
     bytes = (uint64_t)desc->buffers[i].count * cddp__dtype_size(desc->buffers[i].dtype);
-    out->hash = cddp__hash64(out->hash + (uint64_t)desc->buffers[i].dtype, &bytes, sizeof bytes);
+    types = cddp__hash64(types + (uint64_t)desc->buffers[i].dtype, &bytes, sizeof bytes);
     if (desc->elastic) { /* joining processes receive the buffers, in this order */
       name = desc->buffers[i].name != NULL ? desc->buffers[i].name : "";
       out->hash = cddp__hash64(out->hash, name, strlen(name));
@@ -18965,8 +18978,8 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
                  d->plan.limits[1]);
   if (desc->buffer_count > 0)
     cddp__append(out->text, sizeof out->text, ", %d buffers of %" PRIu64 " bytes (types: %04x)",
-                 desc->buffer_count, all, (unsigned)out->hash & 0xffffu);
-  out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
+                 desc->buffer_count, all, (unsigned)types & 0xffffu);
+  out->hash = cddp__hash64(out->hash + types, out->text, strlen(out->text));
   cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", desc->max_grad_norm);
 }
 
@@ -23076,11 +23089,13 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
     cddp__renew_masters(desc->optim);
   if (r == CDDP_OK && c.has_lr) r = cddp__commit_states(&c);
   if (r == CDDP_OK) {
+    uint64_t start = c.numbers[CDDP__META_SAMPLES];
     if ((c.found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
       desc->ddp->steps = c.numbers[CDDP__META_STEPS];
+    if (start > 0 && start >= c.numbers[CDDP__META_DATASET_SIZE])
+      start = UINT64_MAX; /* the epoch had ended: also with a larger dataset */
     if ((c.found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
-      cddp__sampler_begin(desc->sampler, c.numbers[CDDP__META_EPOCH],
-                          c.numbers[CDDP__META_SAMPLES], CDDP__EPOCH_RESUMED);
+      cddp__sampler_begin(desc->sampler, c.numbers[CDDP__META_EPOCH], start, CDDP__EPOCH_RESUMED);
     text = desc->text;
     for (i = 0; i < desc->metadata_count; i++) {
       const char *value = cddp__st_value(c.file, desc->metadata[i].key);
@@ -23539,12 +23554,15 @@ static void cddp__thread_rank_end(void *p) {
   cddp_group *g;
   snprintf(thread->text, sizeof thread->text, "%s", cddp__error_text);
   if (failed) cddp__swap32(thread->first, 0, (uint32_t)thread->host->index + 1);
+  pthread_mutex_lock(&thread->host->lock);
   for (g = thread->host->groups; g != NULL; g = g->next) { /* models' and split ones, too */
+    in_group = in_group || g == thread->group;
+    if (!failed && (g == thread->group || g->backend->on_device)) continue;
     cddp__swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN,
                  failed ? CDDP__SLOT_DEAD : CDDP__SLOT_LEFT);
     cddp__wake_all(g);
-    in_group = in_group || g == thread->group;
   }
+  pthread_mutex_unlock(&thread->host->lock);
   if (in_group) cddp__group_leave(thread->group); /* else fn has destroyed it */
 }
 

@@ -201,7 +201,7 @@ class CddpWork : public Work {
     for (cddp_work *&w : handles) {
       if (w == nullptr) continue;
       cddp_result r = limited ? cddp_wait_for(w, (double)timeout.count() / 1e3) : cddp_wait(w);
-      if (limited && r == CDDP_TIMEOUT) { /* of this call, or the operation's own? */
+      if (limited && r == CDDP_TIMEOUT) { /* the limit of this call; it can have finished since */
         if (cddp_test(w, &done) != CDDP_OK || !done) check(r);
         r = cddp_wait(w);
       }

@@ -966,12 +966,19 @@ static void test_sampler_even(void) {
   d.sampler = &part;
   CHECK_OK(cddp_load(NULL, path, NULL, 0, &d));
   CHECK_EQ(cddp_sampler_size(&part), 0);
+  o.dataset_size = 20; /* nor does the rest of a larger dataset belong to that epoch */
+  CHECK_OK(cddp_sampler_init(&part, &o));
+  CHECK_OK(cddp_load(NULL, path, NULL, 0, &d));
+  CHECK_EQ(cddp_sampler_size(&part), 0);
+  o.dataset_size = 10;
   o.seed = 0;
   CHECK_OK(cddp_sampler_init(&whole, &o));
   CHECK(cddp_sampler_next(&whole, &b));
   d.sampler = &whole;
   CHECK_OK(cddp_save(NULL, path, NULL, 0, &d));
   cddp_sampler_destroy(&whole);
+  o.seed = 1;
+  CHECK_OK(cddp_sampler_init(&part, &o));
   d.sampler = &part;
   CHECK_IS(cddp_load(NULL, path, NULL, 0, &d), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "cddp.sampler.seed is 0 in the file, 1 here") != NULL);
