@@ -2164,6 +2164,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   /* Life. host.lock. */
   struct cddp_group *next; /* in host.groups */
   int models; /* cddp_ddps that use the group's memory */
+  bool of_model; /* private to a cddp_ddp, which leaves it */
   cddp__atomic_u32 left; /* 1: this rank has left the group; any thread reads it */
 };
 
@@ -19260,7 +19261,12 @@ static void cddp__place_partitions(cddp_ddp *d) {
    ranks compare it; no other split of d->group passes this number. */
 static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
-  if (!g->backend->enqueues || d->desc.elastic) return cddp__split_group(g, 0, g->rank, check, out);
+  cddp_result r;
+  if (!g->backend->enqueues || d->desc.elastic) {
+    r = cddp__split_group(g, 0, g->rank, check, out);
+    if (*out != NULL) (*out)->of_model = true;
+    return r;
+  }
   *out = g;
   return CDDP_OK;
 }
@@ -19273,6 +19279,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_result r = d->memory->use(d->group);
   int k;
   if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
+  if (d->control != NULL) d->control->of_model = true;
   if (r != CDDP_OK) return r;
   r = cddp__check_shards(d);
   if (!joins) {
@@ -20892,7 +20899,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   memcpy(id, m->net->token, 2 * sizeof *id); /* all 16 bytes */
   id[2] = cddp__report_at(m, table, 0)->table_id + (uint64_t)which;
   (*out)->block_ref = ref;
-  (*out)->elastic = true;
+  (*out)->elastic = (*out)->of_model = true;
   (*out)->id = cddp__hash64(1, id, sizeof id);
   r = cddp__hosts_attach(*out, m->net, elastic->order);
   CDDP__POINT("elastic built");
@@ -23550,20 +23557,25 @@ typedef struct cddp__thread_rank {
    waits. */
 static void cddp__thread_rank_end(void *p) {
   cddp__thread_rank *thread = (cddp__thread_rank *)p;
-  bool failed = !thread->returned || thread->code != 0, in_group = false;
+  cddp__host *host = thread->host;
+  bool failed = !thread->returned || thread->code != 0;
   cddp_group *g;
   snprintf(thread->text, sizeof thread->text, "%s", cddp__error_text);
-  if (failed) cddp__swap32(thread->first, 0, (uint32_t)thread->host->index + 1);
-  pthread_mutex_lock(&thread->host->lock);
-  for (g = thread->host->groups; g != NULL; g = g->next) { /* models' and split ones, too */
-    in_group = in_group || g == thread->group;
-    if (!failed && (g == thread->group || g->backend->on_device)) continue;
+  if (failed) cddp__swap32(thread->first, 0, (uint32_t)host->index + 1);
+  pthread_mutex_lock(&host->lock);
+  for (g = host->groups; g != NULL; g = g->next) {
+    if (!failed && (!g->of_model || g->backend->on_device)) continue; /* left below, or later */
     cddp__swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN,
                  failed ? CDDP__SLOT_DEAD : CDDP__SLOT_LEFT);
     cddp__wake_all(g);
   }
-  pthread_mutex_unlock(&thread->host->lock);
-  if (in_group) cddp__group_leave(thread->group); /* else fn has destroyed it */
+  do { /* leaves what fn has not destroyed, newest first */
+    for (g = host->groups; g != NULL && g->of_model; g = g->next) {}
+    pthread_mutex_unlock(&host->lock);
+    if (g != NULL) cddp__group_leave(g);
+    pthread_mutex_lock(&host->lock);
+  } while (g != NULL);
+  pthread_mutex_unlock(&host->lock);
 }
 
 static void *cddp__thread_rank_main(void *p) {
