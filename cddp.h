@@ -21528,9 +21528,8 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
     CDDP__REFUSE("cddp_ddp_group: the group of the cddp_ddp was destroyed");
   else if (!d->desc.elastic)
     return d->group;
-  else if (cddp__check_cause(&d->failure) == CDDP_OK && d->elastic->broken_comm != NULL)
-    return d->elastic->broken_comm;
   else if (cddp__check_cause(&d->failure) == CDDP_OK) {
+    if (d->elastic->broken_comm != NULL) return d->elastic->broken_comm;
     if (d->comm->stream != d->group->stream) /* the program has set another one */
       cddp_set_stream(d->comm, d->group->stream);
     return d->comm;
