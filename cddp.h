@@ -1471,6 +1471,20 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
    nothing, except in tests, which stop, delay or kill a rank there. (l->log)(...) calls a function
    pointer whose name the program can have as a macro.
 
+   WORDS that several rooms use.
+     call       the checked arguments of a collective or message; site: its line in the program
+     work       an operation in flight: a cddp_work, which callers see as a handle
+     share      the elements that a rank gives to, or gets from, another (>>shape)
+     chunk      as much of a long call as buffers can hold at once
+     slice      the n-th of an array that one of n ranks computes for all
+     part       what a rank owns of a chunk (>>hosts), or of a model
+     piece      of a part: between hosts one is added up while others are in transit
+     node       in sums of shards: a subtree of the canonical tree, and its sum
+     frame      a head and its bytes, on a connection; link: a connection of a group
+     packet     bytes of several arrays, or of lists of rows, that ranks exchange at once
+     token      random number of a job or model; life: of a process; generation: of a block
+     leader     the lowest rank of a group on its host; the oldest living rank of an elastic model
+
    SHARED MEMORY. The ranks of a host share one memfd, so nothing is left in a file system when they
    end (>>arena). Each group has a control block there (>>block): for each rank two headers, a slot
    (its state, its posted sends) and two staging buffers.
