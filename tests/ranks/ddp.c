@@ -363,9 +363,9 @@ static void test_creation(void) {
 
 static int run_difference(cddp_group *g, void *arg) {
   static const char *const settings[] = {"buckets of", "buckets of", "find_unused_parameters",
-                                         "bf16_compress_hook", "buffers of"};
+                                         "bf16_compress_hook", "buffers of", "types: "};
   int before = test_failures, odd = cddp_rank(g) == *(int *)arg, kind;
-  for (kind = 0; kind < 11; kind++) {
+  for (kind = 0; kind < 12; kind++) {
     const char *said = kind < 6 ? "layer2.w" : settings[kind - 6];
     char mean[4];
     cddp_param buffer = {"mean", mean, NULL, 4, CDDP_U8};
@@ -380,6 +380,7 @@ static int run_difference(cddp_group *g, void *arg) {
     if (odd && kind == 8) d.find_unused_parameters = true;
     if (odd && kind == 9) d.comm_hook = cddp_bf16_compress_hook;
     if (odd && kind == 10) d.buffer_count = 0;
+    if (odd && kind == 11) buffer.count = 1, buffer.dtype = CDDP_F32; /* as many bytes */
     if (!model_open(&m, g, 5, some_counts + 1, 5, only_f32, 1, HEAP, PLACED)) return 1;
     if (odd && kind == 0) m.p[2].name = "layer2.bias";
     if (odd && kind == 1) m.p[2].count--;
@@ -544,6 +545,88 @@ static int run_other_ddp(cddp_group *g, void *arg) {
 static void test_other_ddp(void) {
   CHECK_OK(ranks_run(run_other_ddp, NULL, 1, true));
   CHECK_OK(ranks_run(run_other_ddp, NULL, 3, true));
+}
+
+/* Rank 1 alone fails, *arg: after rank 0 has destroyed its model. Both ranks then create it anew
+   for the same optimizer: they have the same states, or the next step says that they differ. */
+static int run_anew(cddp_group *g, void *arg) {
+  int before = test_failures, step, late = *(const int *)arg;
+  int32_t mine, all[2];
+  cddp_adamw_desc o;
+  model m;
+  m.seed = 26;
+  if (!model_open(&m, g, 4, some_counts + 1, 4, only_f32, 1, HEAP, PLACED)) return 1;
+  memset(&o, 0, sizeof o);
+  o.lr = 0.1;
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+  CHECK_OK(cddp_adamw_create(&m.sgd, m.p, m.n, &o));
+  for (step = 0; step < 3; step++) {
+    backward(&m, step, 1);
+    CHECK_OK(cddp_ddp_step(m.ddp, m.sgd));
+  }
+  CHECK_OK(cddp_ddp_ready(m.ddp, 0));
+  if (late && cddp_rank(g) == 0) cddp_ddp_destroy(m.ddp);
+  if (late) CHECK_OK(cddp_barrier(g));
+  if (cddp_rank(g) == 1) CHECK_INVALID(cddp_ddp_ready(m.ddp, 0));
+  CHECK_OK(cddp_barrier(g));
+  if (!late || cddp_rank(g) == 1) cddp_ddp_destroy(m.ddp);
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+  backward(&m, 3, 1);
+  mine = (int32_t)cddp_ddp_step(m.ddp, m.sgd);
+  CHECK_OK(cddp_all_gather(g, &mine, all, 1, CDDP_I32, NULL));
+  CHECK_EQ(all[0], all[1]);
+  CHECK(mine == (int32_t)CDDP_OK ||
+        (mine == (int32_t)CDDP_MISMATCH && (late || getenv("TEST_HOSTS") != NULL)));
+  if (mine == (int32_t)CDDP_OK) check_same_everywhere(&m, false);
+  model_close(&m);
+  return test_failures != before;
+}
+
+static void test_anew(void) {
+  int late;
+  for (late = 0; late < 2; late++) {
+    CHECK_OK(ranks_run(run_anew, &late, 2, true));
+    CHECK_OK(ranks_run(run_anew, &late, 2, false));
+    setenv("TEST_HOSTS", "ab", 1);
+    CHECK_OK(ranks_run(run_anew, &late, 2, false));
+    unsetenv("TEST_HOSTS");
+  }
+}
+
+/* A parameter has grown since the creation of its optimizer, which has states for its old count. */
+static int run_grown(cddp_group *g, void *arg) {
+  static const size_t counts[] = {5000};
+  int before = test_failures;
+  cddp_checkpoint_desc file;
+  cddp_sgd_desc o;
+  model m;
+  (void)arg;
+  m.seed = 27;
+  if (!model_open(&m, g, 2, counts, 1, only_f32, 1, HEAP, PLACED)) return 1;
+  memset(&o, 0, sizeof o);
+  memset(&file, 0, sizeof file);
+  o.lr = 0.1, o.momentum = 0.5;
+  m.p[1].count = 100;
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+  CHECK_OK(cddp_sgd_create(&m.sgd, m.p, m.n, &o));
+  backward(&m, 0, 1);
+  CHECK_OK(cddp_ddp_step(m.ddp, m.sgd));
+  cddp_ddp_destroy(m.ddp);
+  m.p[1].count = counts[0];
+  file.optim = m.sgd;
+  CHECK_INVALID(cddp_save(g, "/tmp/cddp-grown-never-written", m.p, m.n, &file));
+  CHECK(mentions("\"layer1.w\" now has 5000 elements, at cddp_optim's creation 100"));
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+  backward(&m, 1, 1);
+  CHECK_INVALID(cddp_ddp_step(m.ddp, m.sgd));
+  CHECK(mentions("\"layer1.w\" now has 5000 elements"));
+  model_close(&m);
+  return test_failures != before;
+}
+
+static void test_grown(void) {
+  CHECK_OK(ranks_run(run_grown, NULL, 2, false));
+  CHECK_OK(ranks_run(run_grown, NULL, 2, true));
 }
 
 /* Ready twice: the caller may ignore it, wait and step do not, on any rank. */
@@ -1156,6 +1239,62 @@ static int run_hook(cddp_group *g, void *arg) {
     CHECK_OK(cddp_barrier(g));
   }
   return test_failures != before;
+}
+
+/* A hook gets the parameters that have elements in its data: no unused ones, no sparse ones. */
+typedef struct members {
+  const cddp_param *p;
+  int seen; /* a bit for each */
+} members;
+
+static cddp_result note_params(cddp_bucket *b, void *user_data) {
+  members *in = (members *)user_data;
+  size_t elements = 0;
+  int k;
+  for (k = 0; k < b->param_count; k++) {
+    elements += in->p[b->params[k]].count;
+    in->seen |= 1 << b->params[k];
+  }
+  CHECK_EQ(elements, b->count);
+  return cddp_all_reduce(b->group, b->data, b->count, b->dtype, CDDP_AVG, NULL);
+}
+
+static int run_hook_params(cddp_group *g, void *arg) {
+  static const size_t counts[] = {64}, rows[] = {0, 16, 0};
+  static const float one[4] = {1};
+  const int64_t row = 3;
+  int before = test_failures, step, sparse;
+  (void)arg;
+  for (sparse = 0; sparse < 2; sparse++) {
+    cddp_ddp_desc d;
+    members in;
+    model m;
+    memset(&d, 0, sizeof d);
+    m.seed = 28;
+    if (!model_open(&m, g, 3, counts, 1, only_f32, 1, HEAP, PLACED)) return 1;
+    in.p = m.p;
+    d.comm_hook = note_params;
+    d.comm_hook_data = &in;
+    d.find_unused_parameters = sparse == 0;
+    if (sparse) d.sparse_rows = rows;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
+    for (step = 0; step < 3; step++) {
+      in.seen = 0;
+      CHECK_OK(cddp_ddp_ready(m.ddp, 2));
+      if (sparse) CHECK_OK(cddp_ddp_add_rows(m.ddp, 1, &row, one, 1));
+      if (sparse || (step == 1 && cddp_rank(g) == 0)) CHECK_OK(cddp_ddp_ready(m.ddp, 1));
+      CHECK_OK(cddp_ddp_ready(m.ddp, 0));
+      CHECK_OK(cddp_ddp_wait(m.ddp));
+      CHECK_EQ(in.seen, !sparse && step == 1 ? 7 : 5);
+    }
+    model_close(&m);
+  }
+  return test_failures != before;
+}
+
+static void test_hook_params(void) {
+  CHECK_OK(ranks_run(run_hook_params, NULL, 2, false));
+  CHECK_OK(ranks_run(run_hook_params, NULL, 2, true));
 }
 
 static void test_hook(void) {
@@ -1939,6 +2078,8 @@ int main(void) {
   RUN(test_misuse);
   RUN(test_other_ddp);
   RUN(test_ready_twice);
+  RUN(test_anew);
+  RUN(test_grown);
   RUN(test_tied);
   RUN(test_no_limit);
   RUN(test_many_parameters);
@@ -1950,6 +2091,7 @@ int main(void) {
   RUN(test_forgotten);
   RUN(test_forgotten_alone);
   RUN(test_hook);
+  RUN(test_hook_params);
   RUN(test_compression);
   RUN(test_clip);
   RUN(test_clip_nan);

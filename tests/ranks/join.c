@@ -46,6 +46,9 @@ typedef struct process_config { /* how a process differs from the usual one */
   int quits;         /* destroys its model after so many steps, and ends; 0: not */
   bool splits;       /* has groups of its own with all first ranks, and keeps them */
   void (*environment)(void); /* called first: namespaces, limits */
+  bool again;        /* while the job is full it tries again, and counts in shared->left */
+  bool another;      /* in each step it creates one more optimizer, which never steps */
+  bool beside;       /* it has a model of its own beside the elastic one, if it has not joined */
   bool lacks, early; /* it can allocate only `spare` more bytes, from its first step on; */
   size_t spare;      /* early: from the beginning */
 } process_config;
@@ -85,11 +88,12 @@ static void await(const int *p, int value) {
 
 typedef struct model {
   cddp_param p, table; /* in this order in memory: they are the model's parameters */
-  bool rows, adamw;
+  bool rows, adamw, another;
   int (*before)(cddp_optim *o);
   cddp_group *g, *all, *some;
-  cddp_ddp *ddp;
-  cddp_optim *sgd;
+  cddp_ddp *ddp, *own; /* own: on `some`, a group of this rank alone */
+  cddp_param q;
+  cddp_optim *sgd, *idle;
 } model;
 
 /* Answers ask_resources. */
@@ -135,6 +139,7 @@ static cddp_result model_open(model *m, const process_config *v) {
   memset(&desc, 0, sizeof desc);
   m->adamw = v->adamw;
   m->before = v->before;
+  m->another = v->another && v->join == NULL;
   ranks_environment(v->rank, v->world_size, v->port > 0 ? v->port : shared->port);
   ranks_setenv("CDDP_TIMEOUT_S", (long)v->timeout_s);
   if (v->join != NULL) setenv("CDDP_JOIN", v->join, 1);
@@ -166,9 +171,19 @@ static cddp_result model_open(model *m, const process_config *v) {
     CHECK_OK(cddp_group_split(m->g, 0, 0, &m->all));
     CHECK_OK(cddp_group_split(m->g, v->rank == 0, 0, &m->some));
   }
+  if (v->beside && v->join == NULL) {
+    m->q = m->p;
+    CHECK_OK(cddp_group_split(m->g, v->rank, 0, &m->some));
+    CHECK_OK(cddp_ddp_create(&m->own, m->some, &m->q, 1, NULL));
+  }
   points_left = v->dies_at;
   if (v->dies_at > 0) inside_at_point = die_at_point;
   r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1 + v->rows, &desc);
+  for (; v->again && r == CDDP_UNSUPPORTED && strstr(cddp_error(), "full") != NULL;
+       ranks_sleep(0.01)) {
+    bump(&shared->left);
+    r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1 + v->rows, &desc);
+  }
   inside_at_point = NULL;
   if (r != CDDP_OK) return r;
   if (v->orphan == 2) kill_member();
@@ -179,6 +194,8 @@ static cddp_result model_open(model *m, const process_config *v) {
 
 static void model_close(model *m) {
   cddp_optim_destroy(m->sgd);
+  cddp_optim_destroy(m->idle);
+  cddp_ddp_destroy(m->own);
   cddp_ddp_destroy(m->ddp);
   if (m->g != NULL) cddp_free(m->g, m->p.data);
   if (m->g != NULL) cddp_free(m->g, m->table.data);
@@ -202,9 +219,16 @@ static bool right(const model *m, uint64_t steps) {
 }
 
 static cddp_result one_step(model *m) {
+  cddp_sgd_desc o;
   cddp_result r;
   int shard;
   size_t i;
+  if (m->another) {
+    memset(&o, 0, sizeof o);
+    o.lr = 0.125, o.momentum = 0.5;
+    cddp_optim_destroy(m->idle);
+    CHECK_OK(cddp_sgd_create(&m->idle, &m->p, 1, &o));
+  }
   while (cddp_ddp_next_shard(m->ddp, &shard)) {
     for (i = 0; i < m->p.count; i++) ((float *)m->p.grad)[i] += 1;
     if (m->rows) {
@@ -457,6 +481,36 @@ static void test_comes(void) {
   CHECK_EQ(look(&shared->joined), 2);
   end_job(pids, 3);
   CHECK_EQ(shared->took, 3); /* ranks in the last step */
+}
+
+/* A process that the job has refused, as it was full, is admitted when a rank has died. */
+static void test_again(void) {
+  process_config first = usual(), v = usual();
+  pid_t pids[3];
+  int status;
+  first.join = NULL;
+  first.shards = v.shards = 2;
+  v.again = true;
+  begin_job(pids, &first);
+  pids[2] = ranks_fork(life, 2, &v);
+  await(&shared->left, 2);
+  kill(pids[1], SIGKILL);
+  waitpid(pids[1], &status, 0);
+  await(&shared->joined, 1);
+  pids[1] = pids[2];
+  end_job(pids, 2);
+}
+
+/* The joining process gets the states of the optimizer that steps. */
+static void test_another(void) {
+  process_config first = usual(), v = usual();
+  pid_t pids[3];
+  first.join = NULL;
+  first.another = true;
+  begin_job(pids, &first);
+  pids[2] = ranks_fork(life, 2, &v);
+  await(&shared->joined, 1);
+  end_job(pids, 3);
 }
 
 /* Opens the memory that the ranks of pid's host share. */
@@ -713,8 +767,9 @@ static void test_descriptors(void) {
 }
 
 /* Processes join and end in every way: killed as members, killed at any point of cddp_ddp_create,
-   refused, or in good order. One step later the survivors have nothing of them. */
-static void lose_processes(int rounds, const char *hosts) {
+   refused, or in good order. One step later the survivors have nothing of them, also if they have
+   another model (beside). */
+static void lose_processes(int rounds, const char *hosts, bool beside) {
   process_config first = usual(), v;
   resources begin;
   pid_t pids[3];
@@ -725,6 +780,7 @@ static void lose_processes(int rounds, const char *hosts) {
   first.extra = (size_t)1 << 20;
   first.count = 65536;
   first.shards = 2;
+  first.beside = beside;
   begin_job(pids, &first);
   v = first;
   v.rank = 1;
@@ -762,8 +818,9 @@ static void lose_processes(int rounds, const char *hosts) {
 
 static void test_memory_of_lost_processes(void) {
   bool is_long = getenv("ROUNDS") != NULL;
-  lose_processes(is_long ? atoi(getenv("ROUNDS")) : 9, NULL);
-  if (is_long) lose_processes(atoi(getenv("ROUNDS")), "ab");
+  lose_processes(is_long ? atoi(getenv("ROUNDS")) : 9, NULL, false);
+  lose_processes(6, NULL, true);
+  if (is_long) lose_processes(atoi(getenv("ROUNDS")), "ab", false);
 }
 
 static int dies_without_a_model(int rank, void *arg) {
@@ -1936,6 +1993,8 @@ static void test_without_optimizer(void) {
 int main(void) {
   shared = (shared_state *)ranks_shared(sizeof *shared);
   RUN(test_comes);
+  RUN(test_again);
+  RUN(test_another);
   RUN(test_same_place);
   RUN(test_places);
   RUN(test_no_stdio);

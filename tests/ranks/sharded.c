@@ -358,10 +358,60 @@ static void test_misuse(void) {
   CHECK_EQ(unlink(path), 0);
 }
 
+/* A file without AdamW's largest averages is loaded with `partial`, and the optimizer saved before
+   its first step: that file has all states. arg: 1 for sharded_states (a byte), then the path. */
+static int load_partly(cddp_group *g, void *arg) {
+  const char *path = (const char *)arg + 1;
+  float w[900] = {0};
+  cddp_param p = {"w", w, NULL, 900, CDDP_F32};
+  cddp_checkpoint_desc file;
+  cddp_adamw_desc a;
+  cddp_optim *o = NULL;
+  cddp_ddp *d = NULL;
+  memset(&a, 0, sizeof a);
+  memset(&file, 0, sizeof file);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  a.lr = 0.1, a.ddp = d, a.sharded_states = path[-1] != 0;
+  CHECK_OK(cddp_adamw_create(&o, &p, 1, &a));
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  CHECK_OK(cddp_ddp_step(d, o));
+  file.optim = o;
+  CHECK_OK(cddp_save(g, path, &p, 1, &file));
+  cddp_optim_destroy(o);
+  a.amsgrad = true;
+  CHECK_OK(cddp_adamw_create(&o, &p, 1, &a));
+  file.optim = o;
+  file.partial = true;
+  CHECK_OK(cddp_load(g, path, &p, 1, &file));
+  file.partial = false;
+  CHECK_OK(cddp_save(g, path, &p, 1, &file));
+  CHECK_OK(cddp_load(g, path, &p, 1, &file));
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  CHECK_OK(cddp_ddp_step(d, o));
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_partly(void) {
+  static const char *const hosts[] = {"ab", "aa", "aab"};
+  char arg[] = "\0/tmp/cddp-sharded-part-XXXXXX";
+  int fd = mkstemp(arg + 1), k;
+  CHECK(fd >= 0 && close(fd) == 0);
+  for (k = 0; k < 6; k++) {
+    arg[0] = (char)(k % 2);
+    setenv("TEST_HOSTS", hosts[k / 2], 1);
+    CHECK_OK(ranks_run(load_partly, arg, (int)strlen(hosts[k / 2]), false));
+    unsetenv("TEST_HOSTS");
+  }
+  CHECK_EQ(unlink(arg + 1), 0);
+}
+
 int main(void) {
   RUN(test_bits);
   RUN(test_checkpoint);
   RUN(test_memory);
   RUN(test_misuse);
+  RUN(test_partly);
   return TEST_END();
 }

@@ -263,7 +263,7 @@ static void test_joined_hook(void) {
 }
 
 static int run_join_misuse(cddp_group *g, void *arg) {
-  int before = test_failures;
+  int before = test_failures, shard;
   small a, b;
   (void)arg;
   if (!small_open(&a, g, 0, NULL) || !small_open(&b, g, 0, NULL)) return 1;
@@ -278,7 +278,12 @@ static int run_join_misuse(cddp_group *g, void *arg) {
   CHECK_IS(cddp_ddp_join(a.ddp, a.sgd), CDDP_INVALID_ARGUMENT);
   CHECK(mentions("\"w\" is ready"));
   CHECK_OK(cddp_ddp_step(a.ddp, a.sgd));
+  CHECK(cddp_ddp_next_shard(a.ddp, &shard)); /* for which there is no data left */
   CHECK_OK(cddp_ddp_join(a.ddp, a.sgd)); /* nothing was broken */
+  CHECK(cddp_ddp_next_shard(a.ddp, &shard) && shard == cddp_rank(g)); /* of the next epoch */
+  CHECK_OK(cddp_ddp_ready(a.ddp, 0));
+  CHECK(!cddp_ddp_next_shard(a.ddp, &shard));
+  CHECK_OK(cddp_ddp_step(a.ddp, a.sgd));
   CHECK_OK(cddp_ddp_join(a.ddp, NULL));
   CHECK_EQ(cddp_ddp_present(a.ddp), cddp_world_size(g));
   CHECK_EQ(cddp_ddp_present(NULL), -1);

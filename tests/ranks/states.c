@@ -369,8 +369,9 @@ static void test_sizes(void) {
 
 /* --- what a joining process must not have --- */
 
-enum { PARTS, WHOLES, SWAPPED }; /* two optimizers, each with a part of the parameters or with all;
-                                    buffers in another order */
+enum { PARTS, WHOLES, RENEWED, SWAPPED }; /* two optimizers, each with a part of the parameters, or
+                                             with all, also after the end of the first; buffers in
+                                             another order */
 
 static int parts_life(int rank, void *arg) {
   bool joins = arg != NULL, refused;
@@ -380,6 +381,7 @@ static int parts_life(int rank, void *arg) {
   cddp_result r;
   model m;
   int shard, k, mode = shared->c.kind;
+  bool whole = mode == WHOLES || mode == RENEWED;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   memset(&m, 0, sizeof m);
   memset(&desc, 0, sizeof desc);
@@ -399,9 +401,10 @@ static int parts_life(int rank, void *arg) {
   CHECK_IS(r, joins && mode == SWAPPED ? CDDP_MISMATCH : CDDP_OK);
   o.lr = 0.125;
   for (k = 0; r == CDDP_OK && k < 2; k++) {
-    refused = joins && mode != SWAPPED && k == (mode == WHOLES);
-    o.momentum = k == 0 || mode == WHOLES ? 0.5 : 0; /* else the second has no states */
-    r = cddp_sgd_create(&optim[k], mode == WHOLES ? m.p : &m.p[k], mode == WHOLES ? 2 : 1, &o);
+    refused = joins && mode != SWAPPED && k == whole;
+    o.momentum = k == 0 || whole ? 0.5 : 0; /* else the second has no states */
+    if (mode == RENEWED && k == 1) cddp_optim_destroy(optim[0]), optim[0] = NULL;
+    r = cddp_sgd_create(&optim[k], whole ? m.p : &m.p[k], whole ? 2 : 1, &o);
     CHECK_IS(r, refused ? CDDP_UNSUPPORTED : CDDP_OK);
     if (refused) CHECK(optim[k] == NULL && strstr(cddp_error(), "one optimizer") != NULL);
     if (refused) r = CDDP_OK;
@@ -412,7 +415,8 @@ static int parts_life(int rank, void *arg) {
     while (r == CDDP_OK && cddp_ddp_next_shard(m.ddp, &shard))
       for (k = 0; k < 2; k++) r = cddp_ddp_ready(m.ddp, k);
     CHECK_OK(r = cddp_ddp_wait(m.ddp));
-    for (k = 0; r == CDDP_OK && k < 2; k++) CHECK_OK(r = cddp_optim_step(optim[k]));
+    for (k = 0; r == CDDP_OK && k < 2; k++)
+      if (optim[k] != NULL) CHECK_OK(r = cddp_optim_step(optim[k]));
   }
   for (k = 0; k < 2; k++) cddp_optim_destroy(optim[k]);
   model_close(&m);
@@ -439,6 +443,7 @@ static void run_refused(int mode) {
 
 static void test_parts(void) { run_refused(PARTS); }
 static void test_two_optimizers(void) { run_refused(WHOLES); }
+static void test_renewed_optimizer(void) { run_refused(RENEWED); }
 static void test_swapped_buffers(void) { run_refused(SWAPPED); }
 
 int main(void) {
@@ -449,6 +454,7 @@ int main(void) {
   RUN(test_sizes);
   RUN(test_parts);
   RUN(test_two_optimizers);
+  RUN(test_renewed_optimizer);
   RUN(test_swapped_buffers);
   return TEST_END();
 }
