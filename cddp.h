@@ -14441,7 +14441,6 @@ static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
 
 static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
-  if (work->on_stream) return cddp__check_group(work->group); /* a loss has closed its device */
   if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
   if (work->run == NULL /* a send */) return cddp__finish_send(work, limit);
   if (!cddp__engine_wait(&work->group->engine, work, deadline))
@@ -14514,7 +14513,7 @@ static bool cddp__cpu_done(cddp_work *work) {
   cddp_group *g = work->group;
   bool done;
   if (work->run == NULL) { /* a message */
-    if (work->on_stream || cddp__is_broken(g)) return true;
+    if (cddp__is_broken(g)) return true;
     if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true; /* a copy */
     if (cddp__message_ready(work)) {
       if (work->call.kind == CDDP__KIND_RECV && work->result == CDDP_OK)
@@ -20852,8 +20851,7 @@ static void cddp__elastic_leave_both(cddp_ddp *d) {
     }
     d->elastic->broken_comm = g; /* the program can call it */
     cddp__engine_drain(g);
-    (g->backend->leave)(g);
-    (g->backend->close)(g);
+    (g->backend->leave)(g); /* its device stays, for cddp_alloc and handles */
   }
   d->control = d->comm = NULL;
 }
@@ -24581,6 +24579,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A receive from a rank that has left, and a failed copy in cddp_save, end at once.
               A group without a device refuses device memory. gpt.cu has --shards and --elastic.
               After a loss cddp_ddp_step blamed missing shards, if sparse rows had met the loss.
+              Until the end of a step with a loss cddp_ddp_group could have lost its device.
               Elastic: after a loss cddp_ddp_grad_norm, and device rows in _add_rows, failed; so did
               a joining process's optimizer if another one died or was refused at that time. A
               rank lost just after cddp_ddp_create could leave others their own first weights.

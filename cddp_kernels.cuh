@@ -2999,8 +2999,6 @@ static void cddp__device_leave(cddp_group *g) {
 static void cddp__device_close(cddp_group *g) {
   (void)cddp__use_device(cddp__device_of(g)->index);
   cddp__device_delete(cddp__device_of(g));
-  g->backend = &cddp__cpu_backend;
-  g->device = NULL;
 }
 
 /* >>kernels ------------------------------------------------------------------------------------

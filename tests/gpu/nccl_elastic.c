@@ -325,6 +325,76 @@ static void test_elastic_joins(void) {
   munmap(c.hashes, 8 * sizeof *c.hashes);
 }
 
+/* Rank 1 dies with a mean that rank 2, which hears of it then, does not have yet: until the end of
+   its step rank 2 has the group with rank 1, whose calls fail. */
+static cddp_ddp *cut_model;
+static void cut_point(const char *name) {
+  double until = test_now() + RANKS_WITHIN(5);
+  if (elastic_step != 1) return;
+  if (elastic_rank == 1 && strcmp(name, "elastic reduced") == 0) raise(SIGKILL);
+  if (elastic_rank != 2 || strcmp(name, "elastic piece") != 0) return;
+  while (inside_check_group(cddp_ddp_group(cut_model)) == CDDP_OK && test_now() < until)
+    ranks_sleep(0.001);
+}
+
+static int group_of_lost(cddp_group *g, scenario *o, outcome *f) {
+  struct cudaPointerAttributes about;
+  cddp_group *now;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_optim *s = NULL;
+  cddp_param p;
+  int shard, i;
+  (void)o;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  desc.elastic = true;
+  model_of(g, &p, 1, 100);
+  elastic_rank = cddp_rank(g);
+  CHECK_OK(cddp_ddp_create(&cut_model, g, &p, 1, &desc));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  inside_at_point = cut_point;
+  for (elastic_step = 0; elastic_step < 3; elastic_step++) {
+    cddp_work *work = NULL;
+    cddp_result r = CDDP_OK;
+    void *x;
+    while (cddp_ddp_next_shard(cut_model, &shard)) CHECK_OK(cddp_ddp_ready(cut_model, 0));
+    now = cddp_ddp_group(cut_model);
+    x = cddp_alloc(now, 400);
+    CHECK(cudaPointerGetAttributes(&about, x) == cudaSuccess);
+    CHECK_EQ((int)about.type, (int)cudaMemoryTypeDevice);
+    for (i = 0; i < 2 && r == CDDP_OK; i++) {
+      r = cddp_all_reduce(now, x, 100, CDDP_F32, CDDP_SUM, i == 0 ? &work : NULL);
+      if (work != NULL) r = cddp_wait(work);
+      work = NULL;
+    }
+    if (r == CDDP_OK) r = cddp_synchronize(now);
+    if (r == CDDP_OK) r = cddp_barrier(now);
+    if (elastic_step == 1) f->result = r;
+    else CHECK_OK(r);
+    keep_error(f);
+    cddp_free(now, x);
+    CHECK_OK(cddp_ddp_step(cut_model, s));
+  }
+  inside_at_point = at_point;
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(cut_model);
+  return test_failures != 0;
+}
+
+static void test_lost_in_step(void) {
+  scenario *o = scenario_new(NULL);
+  int i, k;
+  for (k = 0; k < 3; k++) {
+    memset(o, 0, sizeof *o);
+    o->fn = group_of_lost;
+    o->backend = k == 1 ? "cpu" : NULL;
+    if (k < 2) run_scenario(o, 3);
+    else run_scenario_on(o, "aab");
+    for (i = 0; i < 3; i += 2) check_outcome(o, i, CDDP_PEER_LOST, "");
+  }
+}
+
 /* What shards need, and what a step with them needs. arg: the backend; NULL: NCCL. */
 static int shards_refused(cddp_group *g, void *arg) {
   const cddp_kernels *kernels = inside_kernels();
@@ -394,6 +464,7 @@ int main(void) {
   inside_at_point = at_point;
   RUN(test_shards);
   RUN(test_elastic);
+  RUN(test_lost_in_step);
   RUN(test_elastic_joins);
   return TEST_END();
 }
