@@ -1746,6 +1746,75 @@ static void test_second_start(void) {
   second_start_elastic("open sesame");
 }
 
+/* cddp_init is called three times, and all three groups live: with the variables of mpirun (0), a
+   name (1), a port (2). */
+static int again_rank(int rank, void *arg) {
+  int how = *(const int *)arg, k;
+  cddp_group *g[3] = {NULL, NULL, NULL};
+  char name[64];
+  cddp_group_desc d;
+  memset(&d, 0, sizeof d);
+  d.timeout_s = RANKS_WITHIN(5);
+  snprintf(name, sizeof name, "%scddp-test-%d", how == 1 ? "unix://" : "", (int)getppid());
+  if (how < 2) clear_variables();
+  if (how == 0) {
+    ranks_setenv("OMPI_COMM_WORLD_RANK", rank);
+    ranks_setenv("OMPI_COMM_WORLD_SIZE", 2);
+    ranks_setenv("OMPI_COMM_WORLD_LOCAL_SIZE", 2);
+    setenv("PMIX_NAMESPACE", name, 1);
+  }
+  if (how == 1) d.init_method = name, d.rank = rank, d.world_size = 2;
+  for (k = 0; k < 3; k++) {
+    CHECK_OK(cddp_init(&g[k], &d));
+    CHECK_EQ(cddp_rank(g[k]), rank);
+    CHECK_OK(cddp_barrier(g[k]));
+  }
+  for (k = 0; k < 3; k++) cddp_destroy(g[k]);
+  return 0;
+}
+
+static void test_init_again(void) {
+  int how, status[2];
+  for (how = 0; how < 3; how++) {
+    ranks_script(again_rank, &how, 2, 60, status);
+    CHECK(ranks_exited_well(status, 2));
+  }
+}
+
+/* Of three ranks that have two groups rank 0 dies. The others form the first group anew, while one
+   of them still has the old one. */
+static int survivor(int rank, void *arg) {
+  const int *port = (const int *)arg;
+  cddp_group *g[3] = {NULL, NULL, NULL};
+  cddp_group_desc d;
+  int k;
+  memset(&d, 0, sizeof d);
+  d.timeout_s = RANKS_WITHIN(5);
+  for (k = 0; k < 2; k++) {
+    ranks_environment(rank, 3, port[k]);
+    CHECK_OK(cddp_init(&g[k], &d));
+  }
+  CHECK_OK(cddp_barrier(g[1]));
+  if (rank == 0) _exit(0);
+  CHECK_IS(cddp_barrier(g[0]), CDDP_PEER_LOST);
+  cddp_destroy(g[1]);
+  if (rank == 1) ranks_sleep(0.3); /* as rank 1 it still has what rank 2 becomes */
+  cddp_destroy(g[0]);
+  ranks_environment(rank - 1, 2, port[0]);
+  CHECK_OK(cddp_init(&g[2], &d));
+  CHECK_OK(cddp_barrier(g[2]));
+  cddp_destroy(g[2]);
+  return 0;
+}
+
+static void test_survivors(void) {
+  int port[2], status[3];
+  port[0] = ranks_free_port();
+  port[1] = ranks_free_port();
+  ranks_script(survivor, port, 3, 60, status);
+  CHECK(ranks_exited_well(status, 3));
+}
+
 /* A rank of another user's job at the port is refused by name, and this job goes on. */
 static void test_other_user(void) {
   member m[3];
@@ -2438,6 +2507,8 @@ int main(void) {
   RUN(test_fp_modes_change);
   RUN(test_two_jobs);
   RUN(test_second_start);
+  RUN(test_init_again);
+  RUN(test_survivors);
   RUN(test_other_user);
   RUN(test_secret_is_named);
   RUN(test_one_connection);

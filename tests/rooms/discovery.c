@@ -160,6 +160,27 @@ static void test_ranks(void) {
   }
 }
 
+/* LOCAL_WORLD_SIZE belongs to a job of WORLD_SIZE ranks: counts if the caller gives that size. */
+static void test_given_size(void) {
+  static const char *const sets[] = {
+      "LOCAL_WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1",
+      "RANK=0 WORLD_SIZE=8 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1",
+      OMPI("0", "2", "0", "2")};
+  cddp_group_desc d;
+  cddp__config at;
+  int i;
+  memset(&d, 0, sizeof d);
+  d.rank = 1;
+  d.world_size = 8;
+  d.init_method = "tcp://10.0.0.1:29500";
+  for (i = 0; i < 4; i++) {
+    variables(sets[i]);
+    CHECK_OK(cddp__discover(&at, &d));
+    CHECK_EQ(at.world_size, 8);
+    CHECK_EQ(at.local_world_size, i == 2 ? 2 : -1);
+  }
+}
+
 static const struct {
   const char *set;
   const char *says[3]; /* the variables, and the trouble or the cure */
@@ -1074,6 +1095,7 @@ static void test_another_user_calls(void) {
 
 int main(void) {
   RUN(test_ranks);
+  RUN(test_given_size);
   RUN(test_errors);
   RUN(test_pty);
   RUN(test_node_lists);

@@ -816,6 +816,9 @@ test_thousands(void) { /* idle clients cost the server a descriptor each, and no
 static void test_suspended_server(void) {
   enum { N = 120 }; /* fewer than may be silent */
   int fds[N], ends[2], port = 0, i;
+  const char *key = "none";
+  cddp_store *s = NULL;
+  double start;
   pid_t pid;
   CHECK_EQ(pipe(ends), 0);
   pid = fork();
@@ -835,6 +838,13 @@ static void test_suspended_server(void) {
     talk(fds[i], "", "01 02 03 04");
     close(fds[i]);
   }
+  CHECK_OK(join(&s, port, NULL, 0.5));
+  CHECK_EQ(kill(pid, SIGSTOP), 0);
+  start = cddp__now(); /* a wait takes its own limit, and at most the store's to ask why */
+  CHECK_IS(cddp_store_wait(s, &key, 1, 0.1), CDDP_TIMEOUT);
+  CHECK(cddp__now() - start < 4);
+  CHECK(error_says("the server no longer answers"));
+  cddp_store_destroy(s);
   kill(pid, SIGKILL);
   waitpid(pid, NULL, 0);
   close(ends[0]);
@@ -2002,7 +2012,7 @@ static void test_some_descriptors(void) { CHECK(in_child(keep_some_descriptors))
 static void test_memory(void) {
   cddp_store *s = serve(NULL), *c = NULL;
   unsigned char *big = (unsigned char *)calloc(1, CDDP__VALUE_MAX);
-  char key[32];
+  char key[32], name[900] = "";
   int i, stored = 0;
   int64_t n = 0;
   bool deleted = false;
@@ -2021,6 +2031,17 @@ static void test_memory(void) {
   CHECK(deleted);
   CHECK_OK(cddp_store_set(c, "big0", big, CDDP__VALUE_MAX));
   for (i = 0; i < 50; i++) CHECK_OK(cddp_store_set(c, "big0", big, CDDP__VALUE_MAX - (size_t)i));
+  for (i = 22; i > 6; i--) { /* nearly full */
+    snprintf(key, sizeof key, "half%d", i);
+    (void)cddp_store_set(c, key, big, (size_t)1 << i);
+  }
+  memset(name, 'k', sizeof name - 1);
+  for (i = 0; i < 9; i++) { /* keys take memory, too */
+    name[0] = (char)('a' + i);
+    (void)cddp_store_set(c, name, NULL, 0);
+  }
+  CHECK_OK(cddp_store_set(c, "big0", big, CDDP__VALUE_MAX - 60)); /* it shrinks */
+  CHECK_OK(cddp_store_set(c, "big0", NULL, 0));
   free(big);
   cddp_store_destroy(c);
   cddp_store_destroy(s);
