@@ -218,7 +218,8 @@ CDDPDEF const char *cddp_result_name(cddp_result r); /* such as "CDDP_TIMEOUT"; 
 CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; never NULL */
 
 /* Explains this thread's last failure in one sentence. Never NULL; "" before the first failure.
-   Valid until this thread's next failing call. */
+   Valid until this thread's next failing call. "rank 1" is rank 1 of the group that failed, unless
+   it says "of the job". */
 CDDPDEF const char *cddp_error(void);
 
 /* Element types. f16 is IEEE binary16, bf16 the upper half of an f32. Both are summed in f32 and
@@ -2128,7 +2129,7 @@ typedef struct cddp__p2p {
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
   /* Ranks. */
   cddp__host *host;
-  uint64_t id; /* the same on all ranks of the group; 0: the world */
+  uint64_t id; /* the same on all ranks of the group; odd: of a split; 0: the world */
   bool elastic; /* of an elastic model: its ranks continue without one that fails */
   int rank, size;
   int *members; /* [size] each rank's index on this host; -1: on another host */
@@ -2423,7 +2424,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 typedef struct cddp__connection cddp__connection; /* >>connections, as is */
 typedef struct cddp__message cddp__message;       /* a received frame */
 
-#define CDDP__LEFT_GROUPS 256 /* remembered, to end late connections to them */
+#define CDDP__LEFT_GROUPS 8 /* remembered, to end late connections to them */
 
 typedef struct cddp__rank_entry {
   int host; /* index in net.hosts */
@@ -2450,12 +2451,12 @@ typedef struct cddp__net {
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret; /* NULL: none */
   int listener;
-  cddp__cause loss; /* set when a group of this rank has lost a rank */
+  cddp__cause loss; /* of a rank of a group, while this rank has begun no round since; once */
   cddp__atomic_u32 starved; /* errno: no descriptor or memory to accept a caller; else 0 */
   pthread_mutex_t lock; /* guards the rest */
   cddp__connection *incoming; /* links that no group has claimed; newest first */
   cddp__connection *spare; /* memory for the next one, or NULL */
-  uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
+  uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + even ids of groups that this rank has left, a ring */
   uint32_t left_count;
 } cddp__net;
 
@@ -9046,7 +9047,6 @@ static int cddp__job_rank(const cddp_group *g, int rank) { /* one host: its inde
 /* Example: "; rank 1 waits in cddp_ddp_step at train.c:71" */
 static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__slot *slot = cddp__wait_slot(g, rank);
-  int number = cddp__job_rank(g, rank);
   char where[CDDP__WHERE_MAX];
   bool waits, threads; /* threads: the rank has several */
   cddp__text none = {""};
@@ -9055,11 +9055,11 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   cddp__copy_text(where, slot->where, sizeof where);
   threads = cddp__load32(&slot->multithreaded) != 0;
   if (waits || cddp__load32(&slot->failed) != 0)
-    return cddp__textf("; rank %d %s in %s%s", number, waits ? "waits" : "has failed", where,
+    return cddp__textf("; rank %d %s in %s%s", rank, waits ? "waits" : "has failed", where,
                        threads ? " (one of its threads)" : "");
   /* The rank can wait for another host, or in a thread that publishes no wait. */
   if (g->host->net != NULL || threads) return none;
-  return cddp__textf("; rank %d waits in no collective, send or recv", number);
+  return cddp__textf("; rank %d waits in no collective, send or recv", rank);
 }
 
 /* Whether slot->works counts all operations of this rank in flight. It does not count one that a
@@ -9120,8 +9120,8 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
   cddp__copy_text(here, cddp__wait_slot(g, low)->where, sizeof here);
   cddp__copy_text(there, cddp__wait_slot(g, high)->where, sizeof there);
   r = cddp__fail(CDDP_MISMATCH,
-                 "ranks disagree: rank %d waits in %s, rank %d in %s, each for the other; make the "
-                 "same calls in the same order on all ranks",
+                 "ranks disagree: rank %d of the job waits in %s, rank %d of the job in %s, each "
+                 "for the other; make the same calls in the same order on all ranks",
                  cddp__job_rank(g, low), here, cddp__job_rank(g, high), there);
   /* Both groups are broken before any rank wakes: a rank that wakes can leave the other group. */
   first = cddp__publish_failure(in, r);
@@ -9544,6 +9544,8 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   CDDP__POINT("announced");
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
     g->hosts->local_only = !all;
+    if (all && cddp__has_cause(&g->hosts->net->loss)) /* handled, as this rank continues */
+      cddp__store32(&g->hosts->net->loss.state, 1);
     if (all && (r = cddp__hosts_exchange(g)) != CDDP_OK) return r;
   }
   if (g->oversubscribed) {
@@ -9956,10 +9958,25 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
   return few;
 }
 
+/* Whether this rank has left a group, or it has a split's id and is unknown: a rank connects for a
+   split after all ranks have created it: cddp__agree in cddp__split. net.lock held. */
+static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
+  const cddp_group *g = NULL;
+  int i;
+  for (i = 0; i < CDDP__LEFT_GROUPS; i++)
+    if (n->left[i] == id + 1) return true;
+  pthread_mutex_lock(&h->lock);
+  if ((id & 1) != 0)
+    for (g = h->groups; g != NULL && (g->hosts == NULL || g->hosts->net != n || g->id != id);)
+      g = g->next;
+  pthread_mutex_unlock(&h->lock);
+  return (id & 1) != 0 && g == NULL;
+}
+
 /* Accepts connections, continues their proofs, and receives notices, unless another thread does. */
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   cddp__connection **at, *c;
-  int silent = 0, proving = 0, most = cddp__unproven_most(n->size), i;
+  int silent = 0, proving = 0, most = cddp__unproven_most(n->size);
   bool few;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->spare, &n->starved);
@@ -9973,8 +9990,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
     if (!up && ((few && cddp__now() > c->deadline) ||
                 (c->state == CDDP__CONNECTION_NEW ? ++silent : ++proving) > most))
       cddp__connection_end(c, ETIMEDOUT);
-    for (i = 0; i < CDDP__LEFT_GROUPS && up && !group_left; i++)
-      group_left = n->left[i] == c->hello.group + 1; /* 1 + an id; 0: unused */
+    group_left = up && cddp__has_left(h, n, c->hello.group);
     if (c->state != CDDP__CONNECTION_ENDED && !group_left) {
       at = &c->next;
       continue;
@@ -13237,7 +13253,7 @@ static void cddp__hosts_leave(cddp_group *g) {
     if (unsent < before) cddp__wait_begin(&w, 1);
   } while (unsent > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
   pthread_mutex_lock(&net->lock);
-  net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: an empty entry */
+  if ((g->id & 1) == 0) net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: none */
   pthread_mutex_unlock(&net->lock);
   cddp__net_serve(g->host, net); /* ends late links to this group: net.left */
   cddp__claim_links(g); /* those that another thread accepted before */
@@ -13704,7 +13720,7 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   int peer = work->call.root == CDDP_ANY ? CDDP_ANY : cddp__job_rank(g, work->call.root);
   cddp__text where;
   if (slot == NULL || cddp__load32(&slot->multithreaded) != 0) return false;
-  where = cddp__describe_message(work, cddp__textf("rank %d", peer).s);
+  where = cddp__describe_message(work, cddp__textf("rank %d of the job", peer).s);
   return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
 }
 
@@ -15587,7 +15603,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     id[0] = g->id; /* a hash of these: ranks on other hosts identify a group by its id */
     id[1] = g->calls;
     id[2] = (uint64_t)color;
-    (*out)->id = cddp__hash64(0, id, sizeof id);
+    (*out)->id = cddp__hash64(0, id, sizeof id) | 1;
     for (i = 0; g->world != NULL && i < n; i++) members[g->size + i] = g->world[members[i]];
     built = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
                                members + g->size);
@@ -19576,7 +19592,9 @@ static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
   self->pid = (uint32_t)getpid();
   snprintf(self->name, sizeof self->name, "%s", host->name);
   self->gpu = m->group->gpu;
-  return cddp__random(&self->life, sizeof self->life);
+  r = cddp__random(&self->life, sizeof self->life);
+  self->life <<= 1; /* even: no id of a split */
+  return r;
 }
 
 /* --- reports and the table --- */
@@ -20912,7 +20930,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   id[2] = cddp__report_at(m, table, 0)->table_id + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = (*out)->of_model = true;
-  (*out)->id = cddp__hash64(1, id, sizeof id);
+  (*out)->id = cddp__hash64(1, id, sizeof id) & ~(uint64_t)1;
   r = cddp__hosts_attach(*out, m->net, elastic->order);
   CDDP__POINT("elastic built");
   return r;
@@ -24569,6 +24587,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               TRY of README and examples is do-while: an else behind it is the caller's.
               Texts show the line of a call with the argument cddp_ddp_group(d), and of a bucket.
               Texts name no_sync, and a slow disk in cddp_save. They end at a whole character.
+              Texts number ranks as their group does, or say "of the job".
               cddp_ddp_grad_norm returned an older step's norm after a step without a clip.
               cddp_save takes names of 252 to 255 bytes. cppcheck reads the header.
               cddptrace: jobs that hang now, why a rank is missing, a directory as its argument.

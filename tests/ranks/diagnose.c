@@ -417,7 +417,7 @@ static void test_a_call_on_one_rank_alone(void) {
       CHECK_OK(ranks_run(cross, &c, RANKS, threads));
       for (p = 0; p < RANKS; p++) {
         CHECK_IS(all[p].result, CDDP_MISMATCH);
-        CHECK(says(p, "rank 0 waits in %s at %s:%d", crossing_words[c.one], __FILE__,
+        CHECK(says(p, "rank 0 of the job waits in %s at %s:%d", crossing_words[c.one], __FILE__,
                    all[0].line));
         CHECK(says(p, "in %s at %s:%d", others[c.others], __FILE__, all[1].line));
       }
@@ -570,15 +570,15 @@ static void test_a_time_out_says_where_peers_wait(void) {
   CHECK(says(0, "rank 1 waits in cddp_barrier at %s:%d", __FILE__, all[1].line));
   CHECK_IS(all[1].result, CDDP_PEER_LOST);
   CHECK_IS(all[2].result, CDDP_TIMEOUT);
-  CHECK(says(2, "in cddp_barrier at %s:%d", __FILE__, all[0].line));
+  CHECK(says(2, "rank 1 waits in cddp_barrier at %s:%d", __FILE__, all[0].line));
 }
 
 /* Rank 1 waits for a message while rank 0 waits for it in a barrier. */
 enum { RECEIVES, RECEIVES_ANY, SENDS, COMPUTES, MESSAGES };
 static const char *const message_words[] = {
-    "rank 1 waits in cddp_recv from rank 0, tag 7",
+    "rank 1 waits in cddp_recv from rank 0 of the job, tag 7",
     "rank 1 waits in cddp_recv from any rank, tag 7",
-    "rank 1 waits in cddp_send to rank 0, tag 7",
+    "rank 1 waits in cddp_send to rank 0 of the job, tag 7",
     "rank 1 waits in no collective, send or recv"};
 
 static int message_awaited(int rank, void *arg) {

@@ -833,6 +833,69 @@ static void test_left(void) {
   expect(&t, CDDP_PEER_LOST, 2, "rank 0 (pid", "rank 0 (pid");
 }
 
+/* Rank 1 left a group long before a rank of the other host first receives from it there. */
+static int left_long_ago(cddp_group *g, void *arg) {
+  int rank = cddp_rank(g), i;
+  cddp_group *sub = NULL, *other = NULL;
+  float x = 0;
+  (void)arg;
+  CHECK_OK(cddp_group_split(g, 0, 0, &sub));
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 1) cddp_destroy(sub);
+  for (i = 0; i < 270; i++) {
+    CHECK_OK(cddp_group_split(g, rank > 0 ? 0 : -1, 0, &other));
+    cddp_destroy(other);
+  }
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 2) CHECK_IS(cddp_recv(sub, &x, 1, CDDP_F32, 1, 7, NULL), CDDP_PEER_LOST);
+  if (rank == 2) CHECK(strstr(cddp_error(), "left the group") != NULL);
+  CHECK_OK(cddp_barrier(g));
+  if (rank != 1) cddp_destroy(sub);
+  return 0;
+}
+
+static void test_left_long_ago(void) {
+  ranks_setenv("CDDP_TIMEOUT_S", (long)RANKS_WITHIN(5.0));
+  CHECK_OK(run_on("aab", left_long_ago, NULL, 3));
+  setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 1);
+}
+
+/* Rank 2 leaves a group, for which rank 0 leaves the first group: at once, or, handled, after
+   another call. Only at once is that the cause of what fails later. */
+static int earlier_loss(int rank, void *arg) {
+  bool handled = *(const bool *)arg;
+  cddp_group *g = NULL, *sub = NULL;
+  float x = 0;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_group_split(g, 0, 0, &sub));
+  if (rank == 0) CHECK_IS(cddp_barrier(sub), CDDP_PEER_LOST);
+  if (rank != 1) cddp_destroy(sub);
+  if (handled) CHECK_OK(cddp_barrier(g));
+  if (rank == 1) {
+    CHECK_IS(cddp_recv(g, &x, 1, CDDP_F32, 0, 1, NULL), CDDP_PEER_LOST);
+    CHECK(strncmp(cddp_error(), "rank 0", 6) == 0);
+    CHECK((strstr(cddp_error(), "in another group: rank 2") == NULL) == handled);
+    __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
+  }
+  while (rank == 2 && !__atomic_load_n(&shared->stop, __ATOMIC_SEQ_CST)) ranks_sleep(0.001);
+  if (rank == 1) cddp_destroy(sub);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_earlier_loss(void) {
+  int status[3], i;
+  for (i = 0; i < 2; i++) {
+    bool handled = i == 1;
+    memset(shared, 0, sizeof *shared);
+    setenv("TEST_HOSTS", "abc", 1);
+    ranks_script(earlier_loss, &handled, 3, 60, status);
+    unsetenv("TEST_HOSTS");
+    unsetenv("CDDP_HOST_ID");
+    CHECK(ranks_exited_well(status, 3));
+  }
+}
+
 /* --- a forked child lives on ------------------------------------------------------------------ */
 
 /* A child as data loaders are, that has nothing to do with cddp; it ends with the test. */
@@ -1591,6 +1654,8 @@ int main(void) {
   RUN(test_child_lives_on);
   RUN(test_waits_apart);
   RUN(test_left);
+  RUN(test_left_long_ago);
+  RUN(test_earlier_loss);
   RUN(test_first_cause);
   RUN(test_mismatch);
   RUN(test_mismatch_riding);
