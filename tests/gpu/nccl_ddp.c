@@ -233,6 +233,35 @@ static void test_beside_a_model(void) {
   CHECK_OK(run_on("aab", beside_a_model, hook, NULL));
 }
 
+/* A model without elements. */
+static int empty(cddp_group *g, void *arg) {
+  cddp_param p = {"w", NULL, NULL, 0, CDDP_F32};
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_sgd_desc rule;
+  int step;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 0.1;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  for (step = 0; step < 3; step++) {
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_step(d, s));
+  }
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_empty(void) {
+  int n;
+  for (n = 1; n <= 2; n++) {
+    CHECK_OK(run(empty, NULL, n, NULL));
+    CHECK_OK(run(empty, NULL, n, "cpu"));
+  }
+}
+
 static void test_training_staged(void) {
   plan p;
   memset(&p, 0, sizeof p);
@@ -432,6 +461,7 @@ int main(void) {
   if (!RANKS_TSAN) RUN(test_checkpoints);
   RUN(test_adamw);
   RUN(test_beside_a_model);
+  RUN(test_empty);
   RUN(test_training_staged);
   RUN(test_blocking_launches);
   return TEST_END();

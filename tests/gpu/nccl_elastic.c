@@ -395,6 +395,134 @@ static void test_lost_in_step(void) {
   }
 }
 
+/* The group of an elastic model follows the stream that the program gives to the model's group. */
+static int follows_stream(cddp_group *g, void *arg) {
+  int n = cddp_world_size(g), shard, step;
+  cudaStream_t stream[2];
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_param p;
+  (void)arg;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  desc.elastic = true;
+  model_of(g, &p, 1, 100);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &desc));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  for (step = 0; step < 2; step++) {
+    CHECK(cudaStreamCreateWithFlags(&stream[step], cudaStreamNonBlocking) == cudaSuccess);
+    cddp_set_stream(g, stream[step]);
+    CHECK(cddp_stream(cddp_ddp_group(d)) == (void *)stream[step]);
+    check_sum(cddp_ddp_group(d), n * (n + 1) / 2);
+    while (cddp_ddp_next_shard(d, &shard)) CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_step(d, s));
+  }
+  CHECK_OK(cddp_synchronize(g));
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  for (step = 0; step < 2; step++) cudaStreamDestroy(stream[step]);
+  return 0;
+}
+
+static void test_follows_stream(void) {
+  CHECK_OK(run(follows_stream, NULL, 2, NULL));
+  CHECK_OK(run(follows_stream, NULL, 2, "cpu"));
+}
+
+/* A plain model beside an elastic one. Rank 1 dies in a step of the plain one: rank 0 is told, and
+   gets no norm of a sum that never ended. */
+static int plain_beside(cddp_group *g, scenario *o, outcome *f) {
+  double norm = -1;
+  cddp_ddp_desc desc;
+  cddp_ddp *elastic = NULL, *plain = NULL;
+  cddp_param p, q;
+  cudaStream_t stream;
+  int step;
+  memset(&desc, 0, sizeof desc);
+  desc.elastic = true;
+  model_of(g, &p, 1, 100);
+  model_of(g, &q, 1, 100);
+  CHECK_OK(cddp_ddp_create(&elastic, g, &p, 1, &desc));
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, stream);
+  CHECK_OK(cddp_ddp_create(&plain, g, &q, 1, NULL));
+  for (step = 0; step < 3 && f->result == CDDP_OK; step++) {
+    fill_on(stream, (float *)q.grad, 100, (float)cddp_rank(g) + 1, false);
+    if (step == 2 && cddp_rank(g) == o->victim) raise(SIGKILL);
+    f->result = cddp_ddp_ready(plain, 0);
+    if (f->result == CDDP_OK) f->result = cddp_ddp_wait(plain);
+    if (f->result == CDDP_OK) f->result = cddp_ddp_clip_grad_norm(plain, 1e9, &norm);
+    if (f->result == CDDP_OK) CHECK(norm == 15); /* of 100 means of 1 and 2 */
+  }
+  keep_error(f);
+  cddp_ddp_destroy(plain);
+  cddp_ddp_destroy(elastic);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(stream);
+  return test_failures != 0;
+}
+
+static void test_plain_beside(void) {
+  scenario *o = scenario_new(plain_beside);
+  o->victim = 1;
+  run_scenario(o, 2);
+  check_outcome(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
+}
+
+/* A job on CPUs that a process joins: a group of both gets GPUs. */
+static int joined_devices(int rank, void *arg) {
+  int n = 0, shard;
+  double until = test_now() + RANKS_WITHIN(10);
+  cddp_group *g = NULL, *both = NULL;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_sgd_desc rule;
+  cddp_ddp_desc desc;
+  cddp_param p;
+  float w[100] = {0};
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  memset(&p, 0, sizeof p);
+  ranks_setenv("WORLD_SIZE", 1);
+  place(rank);
+  if (rank > 0) ranks_setenv("CDDP_JOIN", 1);
+  desc.elastic = true;
+  desc.shards = 2;
+  p.data = w;
+  p.count = 100;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &desc));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  while (n < 2 && test_now() < until && test_failures == 0) {
+    ranks_sleep(0.002);
+    while (cddp_ddp_next_shard(d, &shard)) CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_step(d, s));
+    n = cddp_world_size(cddp_ddp_group(d));
+  }
+  CHECK_EQ(n, 2);
+  CHECK_OK(cddp_group_split(cddp_ddp_group(d), 0, rank, &both));
+  CHECK_OK(cddp_set_device(both, "cuda", (const char *)arg));
+  check_sum(both, 3);
+  CHECK_OK(cddp_barrier(both));
+  cddp_destroy(both);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_joined_devices(void) {
+  static char cpu[] = "cpu";
+  int k, status[2];
+  for (k = 0; k < 2; k++) {
+    ranks_script(joined_devices, k == 0 ? NULL : cpu, 2, RANKS_WITHIN(20), status);
+    CHECK(ranks_exited_well(status, 2));
+  }
+}
+
 /* What shards need, and what a step with them needs. arg: the backend; NULL: NCCL. */
 static int shards_refused(cddp_group *g, void *arg) {
   const cddp_kernels *kernels = inside_kernels();
@@ -465,6 +593,9 @@ int main(void) {
   RUN(test_shards);
   RUN(test_elastic);
   RUN(test_lost_in_step);
+  RUN(test_follows_stream);
+  RUN(test_plain_beside);
+  RUN(test_joined_devices);
   RUN(test_elastic_joins);
   return TEST_END();
 }

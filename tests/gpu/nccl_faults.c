@@ -921,6 +921,59 @@ static void test_stall(void) {
   munmap(o, CASES * sizeof *o);
 }
 
+/* Two steps with gradients that cddp copies to its own memory. The program ignores what
+   cddp_ddp_ready returns. */
+static int copied_gradients(cddp_group *g, scenario *o, outcome *f) {
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_param p[2];
+  int step, i;
+  (void)o;
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 1;
+  model_of(g, p, 2, 100);
+  for (i = 0; i < 2; i++) p[i].grad = on_device(NULL, 400);
+  f->result = cddp_ddp_create(&d, g, p, 2, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_sgd_create(&s, p, 2, &rule);
+  for (step = 0; step < 2 && f->result == CDDP_OK; step++) {
+    for (i = 1; i >= 0; i--) (void)cddp_ddp_ready(d, i);
+    f->result = cddp_ddp_step(d, s);
+    if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  }
+  keep_error(f);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  for (i = 0; i < 2; i++) cudaFree(p[i].grad);
+  return 0;
+}
+
+/* Each copy fails on rank 1: the step fails, on both ranks, and soon. */
+static void test_failed_copies(void) {
+  enum { CASES = 12 };
+  scenario *o = (scenario *)ranks_shared(CASES * sizeof *o);
+  char value[CASES][48];
+  int k, failed = 0;
+  for (k = 0; k < CASES; k++) {
+    o[k].fn = copied_gradients;
+    o[k].victim = -1;
+    o[k].backend = k % 2 != 0 ? "cpu" : NULL;
+    o[k].timeout_s = 60;
+    o[k].environment = "HOSTCUDA_FAIL";
+    snprintf(value[k], sizeof value[k], "cudaMemcpyAsync:%d:1@1", 1 + k / 2);
+    o[k].value = value[k];
+  }
+  for (k = 0; k < CASES; k += 4) run_scenarios(&o[k], 4, 2);
+  for (k = 0; k < CASES; k++) {
+    CHECK((o[k].outcomes[0].result == CDDP_OK) == (o[k].outcomes[1].result == CDDP_OK));
+    if (o[k].outcomes[1].result == CDDP_OK) continue;
+    check_outcome(&o[k], 1, CDDP_CUDA, "cudaMemcpyAsync");
+    failed++;
+  }
+  CHECK(failed > 3);
+  munmap(o, CASES * sizeof *o);
+}
+
 /* A run through everything; any call may fail in it. */
 static int everything(cddp_group *g, scenario *o, outcome *f) {
   cddp_group *half = NULL;
@@ -1015,6 +1068,7 @@ int main(void) {
   RUN(test_failing_hosts);
   RUN(test_stall);
   RUN(test_device_failures);
+  RUN(test_failed_copies);
   RUN(test_injection);
   return TEST_END();
 }

@@ -43,6 +43,75 @@ static int captured_adamw(cddp_group *g, void *arg) {
 
 static void test_captured_adamw(void) { CHECK_OK(run(captured_adamw, NULL, 1, NULL)); }
 
+/* Half precision with masters, which cddp_optim_write_copies begins anew: before the capture (in
+   step 2), and before step 10. Returns a hash of the weights. */
+static uint64_t train_halves(cddp_group *g, bool graphs) {
+  enum { COUNT = 400, STEPS = 20 };
+  uint16_t w[COUNT], first[COUNT];
+  cudaStream_t stream = NULL;
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cddp_ddp *d = NULL;
+  cddp_optim *o = NULL;
+  cddp_sgd_desc rule;
+  cddp_param p;
+  int step, i;
+  memset(&rule, 0, sizeof rule);
+  memset(&p, 0, sizeof p);
+  for (i = 0; i < COUNT; i++) first[i] = ranks_to_f16(1 + (float)i / 300);
+  p.data = on_device(first, sizeof first);
+  p.count = COUNT;
+  p.dtype = CDDP_F16;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, stream);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  rule.lr = 0.003;
+  rule.ddp = d;
+  rule.master_weights = true;
+  CHECK_OK(cddp_sgd_create(&o, &p, 1, &rule));
+  for (step = 0; step < STEPS; step++) {
+    if (step == 2 || step == 10) {
+      CHECK_OK(cddp_synchronize(g));
+      CHECK(cudaMemcpy(p.data, first, sizeof first, cudaMemcpyHostToDevice) == cudaSuccess);
+      CHECK(cudaDeviceSynchronize() == cudaSuccess);
+      CHECK_OK(cddp_optim_write_copies(o));
+    }
+    if (graphs && step == 2)
+      CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    if (exec == NULL) {
+      backward_on(stream, &p, 5);
+      CHECK_OK(cddp_ddp_ready(d, 0));
+      CHECK_OK(cddp_ddp_step(d, o));
+    }
+    if (graphs && step == 2) {
+      CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+      CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+    }
+    if (exec != NULL) CHECK(cudaGraphLaunch(exec, stream) == cudaSuccess);
+  }
+  to_host(g, w, p.data, sizeof w);
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  if (graph != NULL) cudaGraphDestroy(graph);
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+  cudaFree(p.data);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(stream);
+  return ranks_hash(RANKS_HASH, w, sizeof w);
+}
+
+static int same_halves(cddp_group *g, void *arg) {
+  (void)arg;
+  CHECK(train_halves(g, true) == train_halves(g, false));
+  return 0;
+}
+
+static void test_halves(void) {
+  CHECK_OK(run(same_halves, NULL, 1, NULL));
+  CHECK_OK(run(same_halves, NULL, 2, NULL));
+}
+
 static void test_graph(void) {
   plan p;
   memset(&p, 0, sizeof p);
@@ -139,6 +208,8 @@ static int capture_elsewhere(cddp_group *g, scenario *o, outcome *f) {
   CHECK_IS(cddp_ddp_ready(d, 0), CDDP_INVALID_ARGUMENT);
   CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess); /* not void */
   cudaGraphDestroy(graph);
+  CHECK_OK(cddp_ddp_ready(d, 0)); /* the refused call has marked nothing */
+  CHECK_OK(cddp_ddp_wait(d));
   f->result = work_on(g, x, 10);
   cddp_ddp_destroy(d);
   cudaStreamDestroy(s);
@@ -449,6 +520,7 @@ static void test_beside_captures(void) {
 
 int main(void) {
   RUN(test_graph);
+  RUN(test_halves);
   RUN(test_beside_captures);
   RUN(test_captured_adamw);
   RUN(test_step_graphs);

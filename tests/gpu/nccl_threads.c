@@ -149,6 +149,19 @@ static int destroys_group_first(int rank, void *arg) {
   return test_failures != 0;
 }
 
+/* arg: groups. Each thread has a GPU of its own also in a group of a part of them, or of it alone;
+   LOCAL_RANK is that of the process. */
+static int splits_first(cddp_group *g, void *arg) {
+  int groups = (int)(uintptr_t)arg, device = -1;
+  cddp_group *part = NULL;
+  CHECK_OK(cddp_group_split(g, cddp_rank(g) % groups, cddp_rank(g), &part));
+  CHECK_OK(cddp_set_device(part, "cuda", NULL));
+  CHECK(cudaGetDevice(&device) == cudaSuccess);
+  CHECK_EQ(device, cddp_rank(g));
+  cddp_destroy(part);
+  return 0;
+}
+
 /* In a process of its own: CUDA does not survive a fork. arg: where the weights go. */
 static int threads_of_a_process(int rank, void *arg) {
   plan p;
@@ -163,6 +176,10 @@ static int threads_of_a_process(int rank, void *arg) {
   if (RANKS_TSAN) return test_failures != 0;
   CHECK_OK(run_threads(refused_devices, NULL, 2, NULL));
   CHECK_OK(cddp_run_threads(refuses_devices, NULL, 2));
+  ranks_setenv("LOCAL_RANK", 0);
+  for (i = 1; i <= 4; i *= 2)
+    CHECK_OK(cddp_run_threads(splits_first, (void *)(uintptr_t)i, 4));
+  unsetenv("LOCAL_RANK");
   CHECK_IS(run_threads(one_gives_up, NULL, 3, NULL), CDDP_PEER_LOST);
   CHECK_OK(run_threads(one_frees_at_once, NULL, 3, NULL));
   CHECK_IS(run_threads(one_leaves_a_model, NULL, 2, NULL), CDDP_PEER_LOST);

@@ -160,7 +160,7 @@ static void test_ranks(void) {
   }
 }
 
-/* LOCAL_WORLD_SIZE belongs to a job of WORLD_SIZE ranks: counts if the caller gives that size. */
+/* LOCAL_WORLD_SIZE is of a job of WORLD_SIZE ranks: it counts if the caller gives that size. */
 static void test_given_size(void) {
   static const char *const sets[] = {
       "LOCAL_WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1",
