@@ -22719,10 +22719,10 @@ static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t
   const cddp_sampler *sampler = desc->sampler;
   memset(v, 0, CDDP__META_COUNT * sizeof *v);
   if (sampler != NULL) {
-    size_t size = sampler->desc.dataset_size;
+    size_t size = sampler->desc.dataset_size, /* used: at the end drop_last leaves some unused */
+           used = sampler->start + sampler->position * (size_t)sampler->desc.world_size;
     v[CDDP__META_EPOCH] = sampler->epoch;
-    v[CDDP__META_SAMPLES] = cddp__min(
-        sampler->start + sampler->position * (size_t)sampler->desc.world_size, size);
+    v[CDDP__META_SAMPLES] = sampler->position < sampler->size || used == 0 ? used : size;
     v[CDDP__META_DATASET_SIZE] = size;
     v[CDDP__META_SEED] = sampler->desc.seed;
     v[CDDP__META_SHUFFLE] = sampler->desc.shuffle;
@@ -24581,6 +24581,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A model created anew after a failure on one rank: states differed without an error.
               An optimizer kept while a parameter's count changed wrote beyond its states.
               cddp_save after a partial cddp_load crashed, or left out states.
+              The end of an epoch with drop_last was loaded as the middle of one.
               cddp_bucket.params lists only parameters with gradients in data.
      Mended, texts and tools
               Misaligned buffers are refused. GPUs refuse an optimizer that has no kernel there.

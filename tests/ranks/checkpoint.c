@@ -971,6 +971,23 @@ static void test_sampler_even(void) {
   CHECK_OK(cddp_load(NULL, path, NULL, 0, &d));
   CHECK_EQ(cddp_sampler_size(&part), 0);
   o.dataset_size = 10;
+  o.drop_last = true; /* an epoch of 8 samples ends too: no other number of ranks gets the rest */
+  for (i = 0; i < 4; i++) {
+    CHECK_OK(cddp_sampler_init(&whole, &o));
+    while (cddp_sampler_next(&whole, &b)) {}
+    d.sampler = &whole;
+    CHECK_OK(cddp_save(NULL, path, NULL, 0, &d));
+    if (i > 0) o.rank = 0, o.world_size = (int)i, o.dataset_size = i == 3 ? 20 : 10;
+    CHECK_OK(cddp_sampler_init(&part, &o));
+    d.sampler = &part;
+    CHECK_OK(cddp_load(NULL, path, NULL, 0, &d));
+    CHECK_EQ(cddp_sampler_size(&part), 0);
+    CHECK_OK(cddp_save(NULL, path, NULL, 0, &d)); /* again before the next epoch */
+    CHECK_OK(cddp_load(NULL, path, NULL, 0, &d));
+    CHECK_EQ(cddp_sampler_size(&part), 0);
+    o.dataset_size = 10, o.rank = 3, o.world_size = 4;
+  }
+  o.drop_last = false;
   o.seed = 0;
   CHECK_OK(cddp_sampler_init(&whole, &o));
   CHECK(cddp_sampler_next(&whole, &b));
