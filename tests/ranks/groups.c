@@ -349,6 +349,47 @@ static void test_left_behind(void) {
   CHECK_OK(ranks_run(run_left_behind, NULL, 3, true));
 }
 
+/* Splits that fail on rank 1 alone, which has no memory for a cddp_group: the parent stays usable,
+   and the ranks' shared memory does not grow. */
+static bool refuses;
+
+static void *grudging(size_t bytes, void *user_data) {
+  (void)user_data;
+  return refuses && bytes > 1500 ? NULL : malloc(bytes);
+}
+static void release(void *p, void *user_data) {
+  (void)user_data;
+  free(p);
+}
+
+static int failing_splits(int rank, void *arg) {
+  cddp_group *g = NULL, *s;
+  long long begin = 0;
+  cddp_group_desc d;
+  int i;
+  (void)arg;
+  memset(&d, 0, sizeof d);
+  d.allocator.alloc = grudging;
+  d.allocator.free = release;
+  CHECK_OK(cddp_init(&g, &d));
+  for (i = 0; i < 50 && test_failures == 0; i++) {
+    refuses = rank == 1;
+    CHECK_IS(cddp_group_split(g, 0, 0, &s), CDDP_OUT_OF_MEMORY);
+    refuses = false;
+    CHECK_OK(cddp_barrier(g));
+    if (i == 4) begin = ranks_shared_bytes();
+  }
+  CHECK(ranks_shared_bytes() < begin + 30000);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_failing_splits(void) {
+  int status[2];
+  ranks_script(failing_splits, NULL, 2, 60, status);
+  CHECK(ranks_exited_well(status, 2));
+}
+
 /* LEAKS ---------------------------------------------------------------------------------------- */
 
 static void cycle(cddp_group *g, int i) {
@@ -652,6 +693,7 @@ int main(void) {
   RUN(test_at_once);
   RUN(test_broken_child);
   RUN(test_left_behind);
+  RUN(test_failing_splits);
   RUN(test_cycles);
   RUN(test_unreceived);
   RUN(test_place_taken);
