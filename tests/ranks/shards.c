@@ -368,6 +368,7 @@ static int mistake_body(cddp_group *g, void *arg) {
                  : mistake == LAST_UNREADY ? "on rank 1"
                  : mistake == TWICE        ? "twice"
                                            : "no_sync"));
+  CHECK(mistake != LAST_UNREADY || mentions("for every parameter, in each shard"));
   CHECK(!cddp_ddp_next_shard(m.ddp, &shard));
   CHECK(cddp_ddp_step(m.ddp, m.optim) != CDDP_OK);
   CHECK_EQ(cddp_ddp_steps(m.ddp), 0);

@@ -979,6 +979,34 @@ static int leaves_a_split_group(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* Rank 0 returns after the first step, without cddp_ddp_destroy: rank 1's next step fails, or with
+   an elastic model (arg not NULL) continues alone. */
+static int leaves_a_model(cddp_group *g, void *arg) {
+  float w[100] = {0};
+  cddp_param p = {"w", w, NULL, 100, CDDP_F32};
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *o = NULL;
+  cddp_result r = CDDP_OK;
+  int step, shard, steps = cddp_rank(g) == 0 ? 1 : 4;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  desc.elastic = arg != NULL;
+  desc.shards = 2;
+  rule.lr = 0.1;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &desc));
+  CHECK_OK(cddp_sgd_create(&o, &p, 1, &rule));
+  for (step = 0; step < steps && r == CDDP_OK; step++) {
+    while (cddp_ddp_next_shard(d, &shard)) CHECK_OK(cddp_ddp_ready(d, 0));
+    r = cddp_ddp_step(d, o);
+  }
+  CHECK_IS(r, cddp_rank(g) == 0 || arg != NULL ? CDDP_OK : CDDP_PEER_LOST);
+  cddp_optim_destroy(o);
+  if (cddp_rank(g) != 0) cddp_ddp_destroy(d);
+  return 0;
+}
+
 static void test_thread_leftovers(void) {
   char *out = NULL;
   double t = test_now();
@@ -991,6 +1019,8 @@ static void test_thread_leftovers(void) {
     free(out);
   }
   CHECK_OK(cddp_run_threads(leaves_a_split_group, NULL, 2));
+  CHECK_OK(cddp_run_threads(leaves_a_model, NULL, 2));
+  CHECK_OK(cddp_run_threads(leaves_a_model, &k, 2));
   CHECK(test_now() - t < RANKS_WITHIN(5.0));
 }
 
