@@ -48,6 +48,7 @@ typedef struct process_config { /* how a process differs from the usual one */
   void (*environment)(void); /* called first: namespaces, limits */
   bool again;        /* while the job is full it tries again, and counts in shared->left */
   bool another;      /* in each step it creates one more optimizer, which never steps */
+  bool reloads;      /* in each step it replaces its optimizer by one that cddp_load fills */
   bool beside;       /* it has a model of its own beside the elastic one, if it has not joined */
   bool lacks, early; /* it can allocate only `spare` more bytes, from its first step on; */
   size_t spare;      /* early: from the beginning */
@@ -88,7 +89,7 @@ static void await(const int *p, int value) {
 
 typedef struct model {
   cddp_param p, table; /* in this order in memory: they are the model's parameters */
-  bool rows, adamw, another;
+  bool rows, adamw, another, reloads;
   int (*before)(cddp_optim *o);
   cddp_group *g, *all, *some;
   cddp_ddp *ddp, *own; /* own: on `some`, a group of this rank alone */
@@ -140,6 +141,7 @@ static cddp_result model_open(model *m, const process_config *v) {
   m->adamw = v->adamw;
   m->before = v->before;
   m->another = v->another && v->join == NULL;
+  m->reloads = v->reloads && v->join == NULL;
   ranks_environment(v->rank, v->world_size, v->port > 0 ? v->port : shared->port);
   ranks_setenv("CDDP_TIMEOUT_S", (long)v->timeout_s);
   if (v->join != NULL) setenv("CDDP_JOIN", v->join, 1);
@@ -218,17 +220,33 @@ static bool right(const model *m, uint64_t steps) {
   return i == m->p.count;
 }
 
+static void reload(model *m) {
+  cddp_checkpoint_desc file;
+  char path[64];
+  memset(&file, 0, sizeof file);
+  snprintf(path, sizeof path, "/dev/shm/cddp-join-%d", (int)getpid());
+  file.optim = m->sgd;
+  CHECK_OK(cddp_save(NULL, path, &m->p, 1, &file));
+  file.optim = m->idle;
+  CHECK_OK(cddp_load(NULL, path, &m->p, 1, &file));
+  CHECK_EQ(unlink(path), 0);
+  cddp_optim_destroy(m->sgd);
+  m->sgd = m->idle;
+  m->idle = NULL;
+}
+
 static cddp_result one_step(model *m) {
   cddp_sgd_desc o;
   cddp_result r;
   int shard;
   size_t i;
-  if (m->another) {
+  if (m->another || m->reloads) {
     memset(&o, 0, sizeof o);
     o.lr = 0.125, o.momentum = 0.5;
     cddp_optim_destroy(m->idle);
     CHECK_OK(cddp_sgd_create(&m->idle, &m->p, 1, &o));
   }
+  if (m->reloads) reload(m);
   while (cddp_ddp_next_shard(m->ddp, &shard)) {
     for (i = 0; i < m->p.count; i++) ((float *)m->p.grad)[i] += 1;
     if (m->rows) {
@@ -505,12 +523,16 @@ static void test_again(void) {
 static void test_another(void) {
   process_config first = usual(), v = usual();
   pid_t pids[3];
+  int k;
   first.join = NULL;
-  first.another = true;
-  begin_job(pids, &first);
-  pids[2] = ranks_fork(life, 2, &v);
-  await(&shared->joined, 1);
-  end_job(pids, 3);
+  for (k = 0; k < 2; k++) {
+    first.another = k == 0;
+    first.reloads = k == 1;
+    begin_job(pids, &first);
+    pids[2] = ranks_fork(life, 2, &v);
+    await(&shared->joined, 1);
+    end_job(pids, 3);
+  }
 }
 
 /* Opens the memory that the ranks of pid's host share. */
