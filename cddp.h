@@ -440,8 +440,8 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
    blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective
    or an operation of NCCL. No thread may be waiting for w. Like MPI_Cancel. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
-/* *done = whether the operation has ended, with or without success. Never blocks; cddp_wait must
-   follow. */
+/* *done = whether the operation has ended, with or without success. Never blocks (NCCL: it and
+   cddp_wait_for can, in the first message between two ranks); cddp_wait must follow. */
 CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
 
 /* >>api-ddp ---------------------------------------------------------------------------------------
@@ -566,7 +566,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
-   no_sync), _step or _all_gather completes a step. cddp_checkpoint_desc.ddp saves the number. */
+   no_sync), _step or _all_gather completes a step, but no launch of a CUDA graph does.
+   cddp_checkpoint_desc.ddp saves the number. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
 /* For a step of several micro-batches, each of which calls cddp_ddp_ready. While on,
@@ -1308,7 +1309,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
        and groups of that job.
      - No process can join ranks that are threads. On GPUs such ranks cannot be elastic.
      - No process can join a job of one host that was started under a file size limit (ulimit -f).
-     - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join or MPI.
+     - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join, MPI; no step in a
+       CUDA graph.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
      - Use one cddp_optim with all parameters of the model: a joining process receives the states
@@ -16771,7 +16773,9 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 
 /* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
-  cddp_result (*use)(const cddp_group *g); /* selects its device for this thread */
+  cddp_result (*use)(const cddp_ddp *d); /* selects its device for this thread */
+  /* The same, for a call of a step. CDDP_UNSUPPORTED: in a capture that cannot contain it. */
+  cddp_result (*enter)(const cddp_ddp *d);
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
   cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed */
@@ -17649,7 +17653,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   bool hooked = d->desc.comm_hook != NULL;
   cddp_group *g = hooked ? d->hooks : d->comm;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK) r = d->memory->use(d->group);
+  if (r == CDDP_OK) r = d->memory->use(d);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* peers' calls in this hook must not match later ones */
@@ -18249,7 +18253,7 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
   return cddp__fetch_weights(d, NULL);
 }
 
-static cddp_result cddp__host_use(const cddp_group *g) { return (void)g, CDDP_OK; }
+static cddp_result cddp__host_use(const cddp_ddp *d) { return (void)d, CDDP_OK; }
 
 static cddp_result cddp__host_copy(void *to, const void *from, size_t bytes, void *stream) {
   (void)stream;
@@ -18300,8 +18304,8 @@ static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double 
 }
 
 static const cddp__ddp_memory cddp__host_memory = {
-    cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL /* free */,
-    cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket, cddp__reduce_bucket,
+    cddp__host_use, cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc,
+    NULL /* free */, cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket, cddp__reduce_bucket,
     cddp__host_sum, cddp__await_buckets, NULL /* await */, NULL /* broadcast: unused */,
     cddp__host_scale, NULL /* place_rows */, cddp__host_clip, NULL /* norm */, cddp__host_step,
     cddp__host_publish};
@@ -18398,7 +18402,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   host = d->group->host;
   CDDP__POINT("ready");
   cddp__note_thread(host);
-  if (!d->no_sync && (r = d->memory->use(d->group)) != CDDP_OK) return r; /* nothing is marked */
+  if (!d->no_sync && (r = d->memory->enter(d)) != CDDP_OK) return r; /* nothing is marked */
   pthread_mutex_lock(&d->lock);
   noted = d->no_sync; /* it counts in a later step only */
   twice = !noted && tensor->ready;
@@ -18515,7 +18519,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   uint64_t check = cddp__add_sharing(optim, optim != NULL ? optim->check : 0);
   double lr = 0; /* of the first rank that is not absent */
   bool met = false, differ = false;
-  cddp_result r = d->memory->use(d->group);
+  cddp_result r = d->memory->use(d);
   int p, first_optim = -1; /* the first rank with a cddp_optim */
   *missing = 0;
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
@@ -18845,7 +18849,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
           "until it returns false", d->group->rank, d->shards.own_count - d->shards.taken,
           d->shards.own_count);
   } else {
-    r = d->memory->use(d->group);
+    r = d->memory->use(d);
     /* else gradients are missing: the step fails */
     if (r == CDDP_OK && d->shards.spread && d->plan.arrived == d->count)
       r = cddp__end_shard(d, CDDP__LAST_SHARD);
@@ -18863,7 +18867,7 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0);
-  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d->group);
+  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d);
   if (r == CDDP_OK)
     r = d->memory->publish != NULL
             ? d->memory->publish(d)
@@ -18949,7 +18953,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   d->shards.taken = 0; /* cddp_ddp_next_shard can have begun one, for which no data was left */
   d->shards.current = -1;
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
-  r = d->memory->use(d->group);
+  r = d->memory->enter(d);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, CDDP__NOT_CLEARED);
   d->uneven.absent = CDDP__ABSENT_SINCE_NOW;
   while (r == CDDP_OK) {
@@ -19305,7 +19309,7 @@ static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_g
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
   char **arenas = (char **)d->scratch.buffers;
-  cddp_result r = d->memory->use(d->group);
+  cddp_result r = d->memory->use(d);
   int k;
   if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
   if (d->control != NULL) d->control->of_model = true;
@@ -21418,7 +21422,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   if (optim == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->group, optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
-  r = d->memory->use(d->group);
+  r = d->memory->use(d);
   if (r == CDDP_OK && (d->shards.current >= 0 || elastic->reductions == elastic->step))
     r = CDDP__REFUSE("rank %d called the update of step %" PRIu64
                      " before all shards are done; call cddp_ddp_next_shard until it returns false",
@@ -21462,7 +21466,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   host->elastic = false;
   if (host->joined && !elastic->meeting.joining)
     host->job_info->table.lead.model.params = 0; /* a process joins only once */
-  (void)d->memory->use(d->group);
+  (void)d->memory->use(d);
   (backend->free)(d->group, elastic->mean);
   (backend->free)(d->group, elastic->slot_area);
   (backend->free)(d->group, elastic->states);
@@ -24082,7 +24086,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
         "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on "
         "rank %d; call cddp_ddp_ready for every parameter first", cddp__param_name(d->params, i).s,
         d->shards.current, d->group->rank);
-  else if ((r = (d->memory->use)(d->group)) == CDDP_OK)
+  else if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED)
+    return false; /* a step returns it too */
+  else if (r == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_shard(d);
   if (r != CDDP_OK) (void)cddp__fail_model(d, r);
   if (r != CDDP_OK || d->shards.current < 0) return false;
@@ -24136,7 +24142,9 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
 }
 
 static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, cddp_optim *optim) {
-  cddp_result r = d->desc.elastic ? cddp__elastic_step(d, optim) : cddp__ddp_step(d, kind, optim);
+  cddp_result r = d->no_sync ? CDDP_OK : d->memory->enter(d);
+  if (r != CDDP_UNSUPPORTED) /* else nothing has begun */
+    r = d->desc.elastic ? cddp__elastic_step(d, optim) : cddp__ddp_step(d, kind, optim);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(function, r) : r;
 }
 
@@ -24190,7 +24198,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
     CDDP__CHECK(
         states[i].data == NULL || states[i].count == d->params[i].count,
         "state %d has %zu elements, its parameter %zu", i, states[i].count, d->params[i].count);
-  CDDP__TRY(d->memory->use(d->group));
+  CDDP__TRY(d->memory->use(d));
   return cddp__broadcast_arrays(d, states, d->count, CDDP__ROOT_OWNERS); /* each sends its part */
 }
 
@@ -24206,14 +24214,14 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(max_norm > 0, "max_norm must be above 0");
-  CDDP__TRY(d->memory->use(d->group));
+  CDDP__TRY(d->memory->use(d));
   return d->memory->clip(d, max_norm, norm);
 }
 
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
   CDDP__CHECK(d->step.has_norm, "nothing has been clipped since the last step; see max_grad_norm");
-  CDDP__TRY(d->memory->use(d->group));
+  CDDP__TRY(d->memory->use(d));
   if (d->memory->norm != NULL) return (d->memory->norm)(d, norm);
   *norm = d->step.norm;
   return CDDP_OK;
@@ -24228,7 +24236,7 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
     return cddp__fail(
         CDDP_UNSUPPORTED, "cddp_ddp_sync_buffers does not support elastic models; broadcast the "
         "buffers in cddp_ddp_group");
-  CDDP__TRY(d->memory->use(d->group));
+  CDDP__TRY(d->memory->enter(d));
   if (d->meets) /* else no rank can be absent */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, NULL /* no optim */, &missing));
   return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, d->step.active[0]);
@@ -24600,6 +24608,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A group without a device refuses device memory. gpt.cu has --shards and --elastic.
               After a loss cddp_ddp_step blamed missing shards, if sparse rows had met the loss.
               Until the end of a step with a loss cddp_ddp_group could have lost its device.
+              A step that no CUDA graph can contain is refused before it begins.
               Elastic: after a loss cddp_ddp_grad_norm, and device rows in _add_rows, failed; so did
               a joining process's optimizer if another one died or was refused at that time. A
               rank lost just after cddp_ddp_create could leave others their own first weights.

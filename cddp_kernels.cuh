@@ -55,6 +55,10 @@
    other than the default one. The learning rate is the captured one. Destroy graphs before the
    model, the optimizer and the group: graphs use their memory.
 
+   In a captured step all gradients must be ready, also with find_unused_parameters. AdamW, elastic
+   models, sparse_rows and uneven_inputs are CDDP_UNSUPPORTED (AdamW: and the model is broken).
+   cddp_ddp_steps counts the captured step, but no launch of its graph: count launches yourself.
+
    ORDER. Call the operations of all groups of a GPU from one thread at a time, in the same order on
    every rank. A model's ready(), wait() and step() are operations of its group: between two ready()
    calls of a step call others only if all ranks mark gradients in one order. With several groups on
@@ -67,8 +71,8 @@
 
    WAITS. The host waits for other ranks
      - when groups and models are created, and in a model's first step
-     - in the first message to or from a rank, and in the first use of an algorithm of another
-       collective than all_reduce
+     - in the first message to or from a rank, also in cddp_test and cddp_wait_for, and in the first
+       use of an algorithm of another collective than all_reduce
      - in each step with find_unused_parameters, uneven_inputs or sparse_rows.
    The first launch of a kernel that is not cddp's can wait for the device, unless
    CUDA_MODULE_LOADING=EAGER is set. Ranks can share a GPU, or parts of one (MIG), from NCCL 2.30 on
@@ -105,7 +109,8 @@
    more copy of the gradients, even with one shard for each rank.
 
    CAPTURING. Ranks are not compared: all must capture and launch alike, in mode thread-local or
-   relaxed. A graph keeps the counts of cddp_all_to_all_v.
+   relaxed. A graph keeps the counts of cddp_all_to_all_v. Call cddp_wait for messages before a
+   capture begins: those that have not been sent yet would become part of the graph.
 
    CONTEXTS. CUDA does not survive a fork: cddp_spawn comes first. In a program with the kernels, an
    optimizer without desc.ddp, cddp_save and cddp_load create a CUDA context, also for device "cpu".
@@ -2439,11 +2444,6 @@ static cddp_result cddp__break_waiting(cddp_group *g, cddp_result r) {
      2. The CPU's collective or message runs there.
      3. The result is copied back to the device; with a work handle, in cddp_wait. */
 
-static cddp_result cddp__refuse_staged_capture(cudaStream_t stream) {
-  return cddp__refuse_capture(stream, CDDP_UNSUPPORTED,
-                              "with backend \"cpu\" a call waits on the host");
-}
-
 /* After a call on work->stage with result r: copies the received data to the device. */
 static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
   cddp_group *g = work->group;
@@ -2468,7 +2468,8 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
   cddp_work now, *w = NULL;
   cddp__call inner = *call;
   char *stage;
-  cddp_result r = cddp__refuse_staged_capture(stream);
+  cddp_result r = cddp__refuse_capture(stream, CDDP_UNSUPPORTED,
+                                       "with backend \"cpu\" a call waits on the host");
   if (r != CDDP_OK || call->count == 0) return r;
   cddp__buffer_bytes(g, call, &sends, &recvs);
   second = cddp__in_one_buffer(call) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
@@ -3215,10 +3216,20 @@ static const cddp__optim_backend cddp__device_optim = {
         parts of the mean, NCCL reduces a bucket to the ranks whose parts are in it
         (d->step.scatters). A step that needs the whole mean gathers it. */
 
-static cddp_result cddp__gpu_use(const cddp_group *g) {
-  if (cddp__load32(&g->left) == 0) return cddp__device_enter(g);
+static cddp_result cddp__gpu_use(const cddp_ddp *d) {
+  if (cddp__load32(&d->group->left) == 0) return cddp__device_enter(d->group);
   return CDDP__REFUSE(
       "the group of the cddp_ddp was destroyed: call cddp_ddp_destroy before cddp_destroy");
+}
+
+static cddp_result cddp__gpu_enter(const cddp_ddp *d) {
+  cddp_result r = cddp__gpu_use(d);
+  if (r != CDDP_OK || !(d->desc.elastic || d->desc.uneven_inputs || d->rows.sparse != NULL ||
+                        !d->group->backend->enqueues))
+    return r;
+  return cddp__refuse_capture(cddp__main_stream(d->group), CDDP_UNSUPPORTED,
+                              "a step of an elastic model, with sparse_rows, uneven_inputs or "
+                              "backend \"cpu\", waits on the host");
 }
 
 static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
@@ -3234,18 +3245,17 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   int i;
   *met = capturing || (!d->meets && d->plan.rebuilt);
   if (!*met) return CDDP_OK;
-  if (d->rows.sparse != NULL || d->desc.uneven_inputs) /* d->meets is set: this is a capture */
-    return cddp__fail(CDDP_UNSUPPORTED, "a step with sparse_rows or uneven_inputs waits for the "
-                                        "other ranks and cannot be captured in a CUDA graph");
   if (capturing && !d->plan.rebuilt && !d->desc.find_unused_parameters)
     return CDDP__REFUSE(
         "take two steps before you capture one in a CUDA graph: the first arranges the buckets");
   if ((r = cddp__check_group(d->control)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++)
     if (!d->tensors[i].ready)
-      return CDDP__REFUSE("gradient \"%s\" was not marked ready on rank %d; call cddp_ddp_ready "
-                          "for every parameter, or set find_unused_parameters",
-                          cddp__param_name(d->params, i).s, d->group->rank);
+      return CDDP__REFUSE("gradient \"%s\" was not marked ready on rank %d; %s",
+                          cddp__param_name(d->params, i).s, d->group->rank,
+                          capturing ? "a step in a CUDA graph needs all gradients"
+                                    : "call cddp_ddp_ready for every parameter, or set "
+                                      "find_unused_parameters");
   if (capturing) return CDDP_OK;
   note = cddp__make_call(kind, NULL, NULL, check, CDDP_F32, CDDP_SUM, -1);
   cddp__log_call(cddp__device_of(d->comm), &note, true);
@@ -3294,9 +3304,7 @@ static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const 
 static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   void *caller_stream = d->group->stream;
-  cddp_result r = d->group->backend->enqueues
-                      ? cddp__issue_messages(p, NULL)
-                      : cddp__refuse_staged_capture(cddp__main_stream(d->group));
+  cddp_result r = d->group->backend->enqueues ? cddp__issue_messages(p, NULL) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__stream_after(p, p->side, cddp__main_stream(d->group));
   if (r != CDDP_OK) return r;
   if (!d->group->backend->enqueues) return cddp__push_bucket(d, b);
@@ -3517,10 +3525,10 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
 }
 
 static const cddp__ddp_memory cddp__gpu_memory = {
-    cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
-    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_sum,
-    cddp__gpu_fence, cddp__gpu_await, cddp__gpu_broadcast, cddp__device_scale, cddp__gpu_place_rows,
-    cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, NULL /* publish */};
+    cddp__gpu_use, cddp__gpu_enter, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc,
+    cddp__gpu_free, cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce,
+    cddp__gpu_sum, cddp__gpu_fence, cddp__gpu_await, cddp__gpu_broadcast, cddp__device_scale,
+    cddp__gpu_place_rows, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, NULL /* publish */};
 
 /* >>gpus ------------------------------------------------------------------------------------------
    Job: the functions of cddp.h's >>hooks (cddp__transfer and cddp__await_watchers: >>device).

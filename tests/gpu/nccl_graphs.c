@@ -127,6 +127,82 @@ static void test_graph(void) {
   check_plan(&p, 2, NULL);
 }
 
+/* A step that cannot be captured, as it waits on the host: it is refused before it begins, by a
+   capture of the whole step or (late) from cddp_ddp_step on, and then made without a capture. */
+enum { REFUSED_ELASTIC, REFUSED_SPARSE, REFUSED_UNEVEN, REFUSED_STAGED, REFUSED_STAGED_SHARDS };
+typedef struct refused {
+  int kind;
+  bool late;
+} refused;
+
+static void refused_gradients(cddp_group *g, const refused *o, cddp_ddp *d, const cddp_param *p,
+                              cddp_result want) {
+  bool shards = o->kind == REFUSED_ELASTIC || o->kind == REFUSED_STAGED_SHARDS;
+  int shard = cddp_rank(g), times = 0;
+  for (; shards ? cddp_ddp_next_shard(d, &shard) : times == 0; times++) {
+    fill_on((cudaStream_t)cddp_stream(g), (float *)p[0].grad, 64, (float)shard + 1, false);
+    CHECK_IS(cddp_ddp_ready(d, 1), want);
+    CHECK_IS(cddp_ddp_ready(d, 0), want);
+  }
+  CHECK_EQ(times, !shards || want == CDDP_OK);
+}
+
+static int refused_capture(cddp_group *g, void *arg) {
+  const refused *o = (const refused *)arg;
+  size_t rows[] = {0, 8};
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *optim = NULL;
+  cddp_param p[2];
+  int step;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  model_of(g, p, 2, 64);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  cddp_set_stream(g, s);
+  desc.elastic = o->kind == REFUSED_ELASTIC;
+  desc.uneven_inputs = o->kind == REFUSED_UNEVEN;
+  desc.sparse_rows = o->kind == REFUSED_SPARSE ? rows : NULL;
+  desc.shards = o->kind == REFUSED_STAGED_SHARDS ? cddp_world_size(g) : 0;
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, &desc));
+  rule.lr = 1;
+  rule.ddp = d;
+  CHECK_OK(cddp_sgd_create(&optim, p, 2, &rule));
+  for (step = 0; step < 4; step++) {
+    bool captures = step == 2;
+    if (!captures || o->late) refused_gradients(g, o, d, p, CDDP_OK);
+    if (captures) {
+      CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+      if (!o->late) refused_gradients(g, o, d, p, CDDP_UNSUPPORTED);
+      CHECK_IS(cddp_ddp_step(d, optim), CDDP_UNSUPPORTED);
+      CHECK(strstr(cddp_error(), "cannot be captured") != NULL);
+      CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+      if (graph != NULL) cudaGraphDestroy(graph);
+      if (!o->late) refused_gradients(g, o, d, p, CDDP_OK);
+    }
+    CHECK_OK(cddp_ddp_step(d, optim));
+  }
+  check_fill(g, (float *)p[0].data, 64, -1.5 * step);
+  cddp_optim_destroy(optim);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+static void test_refused_captures(void) {
+  refused o;
+  for (o.kind = 0; o.kind <= REFUSED_STAGED_SHARDS; o.kind++)
+    for (o.late = false;; o.late = true) {
+      CHECK_OK(run(refused_capture, &o, 2, o.kind >= REFUSED_STAGED ? "cpu" : NULL));
+      if (o.late) break;
+    }
+}
+
 /* A graph that rank 1 does not launch: no event tells of its operations, the deadline does. */
 static int lone_graph(cddp_group *g, scenario *o, outcome *f) {
   float *x = (float *)cddp_alloc(g, 4000);
@@ -249,6 +325,55 @@ static int capture_too_early(cddp_group *g, scenario *o, outcome *f) {
   return 0;
 }
 
+/* With find_unused_parameters a captured step needs all gradients, the eager ones before did not.
+   Launches of its graph are not counted as steps. way: the gradient is there in the capture. */
+static int capture_unused(cddp_group *g, scenario *o, outcome *f) {
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t stream;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_param p[2];
+  int step;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  model_of(g, p, 2, 64);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, stream);
+  desc.find_unused_parameters = true;
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, &desc));
+  rule.lr = 1;
+  rule.ddp = d;
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
+  for (step = 0; step < 3; step++) {
+    (void)cddp_barrier(g);
+    if (step == 2)
+      CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    fill_on(stream, (float *)p[0].grad, 64, (float)cddp_rank(g) + 1, false);
+    if (step == 2 && o->way) f->result = cddp_ddp_ready(d, 1);
+    if (f->result == CDDP_OK) f->result = cddp_ddp_ready(d, 0);
+    if (f->result == CDDP_OK) f->result = cddp_ddp_step(d, s);
+    keep_error(f);
+  }
+  (void)cudaStreamEndCapture(stream, &graph);
+  if (f->result == CDDP_OK) {
+    CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+    for (; step < 6; step++) CHECK(cudaGraphLaunch(exec, stream) == cudaSuccess);
+    check_fill(g, (float *)p[0].data, 64, -1.5 * 5);
+    CHECK_EQ(cddp_ddp_steps(d), 3);
+    cudaGraphExecDestroy(exec);
+  }
+  if (graph != NULL) cudaGraphDestroy(graph);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(stream);
+  return test_failures != 0;
+}
+
 /* A model whose step has been captured after two eager ones. */
 typedef struct captured {
   cudaStream_t stream;
@@ -365,7 +490,7 @@ static int die_ahead(cddp_group *g, scenario *o, outcome *f) {
 
 static void test_graph_failures(void) {
   scenario *o = scenario_new(NULL);
-  int i;
+  int i, k;
   memset(o, 0, sizeof *o);
   o->fn = lone_graph;
   run_scenario(o, 2);
@@ -381,6 +506,14 @@ static void test_graph_failures(void) {
   o->fn = capture_too_early;
   run_scenario(o, 2);
   for (i = 0; i < 2; i++) check_outcome(o, i, CDDP_INVALID_ARGUMENT, "take two steps");
+  for (k = 0; k < 2; k++) {
+    memset(o, 0, sizeof *o);
+    o->fn = capture_unused;
+    o->way = k;
+    run_scenario(o, 2);
+    for (i = 0; i < 2; i++)
+      check_outcome(o, i, k ? CDDP_OK : CDDP_INVALID_ARGUMENT, k ? "" : "needs all gradients");
+  }
   memset(o, 0, sizeof *o);
   o->fn = capture_elsewhere;
   run_scenario(o, 2);
@@ -523,6 +656,7 @@ int main(void) {
   RUN(test_halves);
   RUN(test_beside_captures);
   RUN(test_captured_adamw);
+  RUN(test_refused_captures);
   RUN(test_step_graphs);
   RUN(test_graph_failures);
   return TEST_END();
