@@ -472,6 +472,62 @@ static void test_plain_beside(void) {
   check_outcome(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
 }
 
+/* cddp_load in a process with an elastic model. Rank 0 dies in a broadcast: rank 1 is told, or has
+   all that is in the file. */
+static int loads_beside(cddp_group *g, scenario *o, outcome *f) {
+  static const char *const names[] = {"a", "b", "c"};
+  const char *tmp = getenv("TMPDIR");
+  float sevens[100], got[100];
+  cddp_param p, q[3];
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  char path[300];
+  int i;
+  (void)o;
+  snprintf(path, sizeof path, "%.250s/cddp-nccl-%d", tmp ? tmp : "/tmp", (int)getppid());
+  memset(&desc, 0, sizeof desc);
+  desc.elastic = true;
+  for (i = 0; i < 100; i++) sevens[i] = 7;
+  model_of(g, &p, 1, 100);
+  model_of(g, q, 3, 100);
+  f->result = cddp_ddp_create(&d, g, &p, 1, &desc);
+  for (i = 0; i < 3; i++) {
+    q[i].name = names[i];
+    CHECK(cudaMemcpy(q[i].data, sevens, 400, cudaMemcpyHostToDevice) == cudaSuccess);
+  }
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  if (f->result == CDDP_OK) f->result = cddp_save(g, path, q, 3, NULL);
+  for (i = 0; i < 3; i++) CHECK(cudaMemset(q[i].data, 0, 400) == cudaSuccess);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  if (f->result == CDDP_OK) f->result = cddp_load(g, path, q, 3, NULL);
+  keep_error(f);
+  for (i = 0; i < 3 && f->result == CDDP_OK; i++) {
+    CHECK(cudaMemcpy(got, q[i].data, 400, cudaMemcpyDeviceToHost) == cudaSuccess);
+    CHECK(memcmp(got, sevens, 400) == 0);
+  }
+  unlink(path);
+  cddp_ddp_destroy(d);
+  return test_failures != 0;
+}
+
+static void test_loads_beside(void) {
+  scenario *o = scenario_new(NULL);
+  char value[32];
+  int n, lost = 0; /* in cddp_load */
+  if (!on_double("NCCL does not die on demand")) return;
+  for (n = 17; n <= 21; n++) {
+    memset(o, 0, sizeof *o);
+    o->fn = loads_beside;
+    o->environment = "HOSTNCCL_FAIL";
+    o->value = value;
+    snprintf(value, sizeof value, "die:%d@0", n);
+    run_scenario(o, 2);
+    lost += o->outcomes[1].result == CDDP_PEER_LOST &&
+            strstr(o->outcomes[1].text, "cddp_load") != NULL;
+  }
+  CHECK(lost > 0);
+}
+
 /* A job on CPUs that a process joins: a group of both gets GPUs. */
 static int joined_devices(int rank, void *arg) {
   int n = 0, shard;
@@ -595,6 +651,7 @@ int main(void) {
   RUN(test_lost_in_step);
   RUN(test_follows_stream);
   RUN(test_plain_beside);
+  RUN(test_loads_beside);
   RUN(test_joined_devices);
   RUN(test_elastic_joins);
   return TEST_END();
