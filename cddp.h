@@ -18305,8 +18305,8 @@ static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double 
 
 static const cddp__ddp_memory cddp__host_memory = {
     cddp__host_use, cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc,
-    NULL /* free */, cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket, cddp__reduce_bucket,
-    cddp__host_sum, cddp__await_buckets, NULL /* await */, NULL /* broadcast: unused */,
+    NULL /* free */, cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket,
+    cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets, NULL /* await */, NULL /* broadcast: unused */,
     cddp__host_scale, NULL /* place_rows */, cddp__host_clip, NULL /* norm */, cddp__host_step,
     cddp__host_publish};
 
@@ -24609,6 +24609,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               After a loss cddp_ddp_step blamed missing shards, if sparse rows had met the loss.
               Until the end of a step with a loss cddp_ddp_group could have lost its device.
               A step that no CUDA graph can contain is refused before it begins.
+              A rank on which CUDA failed alone left the others to their time-outs.
               Elastic: after a loss cddp_ddp_grad_norm, and device rows in _add_rows, failed; so did
               a joining process's optimizer if another one died or was refused at that time. A
               rank lost just after cddp_ddp_create could leave others their own first weights.

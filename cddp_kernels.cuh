@@ -2829,8 +2829,9 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cdd
   size_t sent, received;
   cddp_result r;
   if (work != NULL) *work = NULL;
-  if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
-  if ((r = cddp__memory_of_call(device, call, &here)) != CDDP_OK) return r;
+  if ((r = cddp__device_enter(g)) == CDDP_OK) r = cddp__memory_of_call(device, call, &here);
+  if (r == CDDP_CUDA && !message) return cddp__break_waiting(g, r); /* not the caller's mistake */
+  if (r != CDDP_OK) return r;
   cddp__buffer_bytes(g, call, &sent, &received);
   /* A call without data has no buffers that show where it runs. Messages, and all calls with
      backend "cpu", then run on the host, which compares them; NCCL's collectives are logged. */
@@ -3326,7 +3327,8 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
     r = cddp__memory_of_call(p, &d->scratch.calls[i], &here);
     if (r == CDDP_OK) cddp__log_call(p, &d->scratch.calls[i], true);
   }
-  return r == CDDP_OK ? cddp__issue(p, d->scratch.calls, n, cddp__main_stream(d->group)) : r;
+  if (r == CDDP_OK) r = cddp__issue(p, d->scratch.calls, n, cddp__main_stream(d->group));
+  return r == CDDP_CUDA ? cddp__break_waiting(d->comm, r) : r;
 }
 
 /* Makes the caller's stream wait until all buckets are reduced. If only parts of the mean were

@@ -741,6 +741,76 @@ static void test_failed_saves(void) {
   check_failed_saves(2, "cpu", 4);
 }
 
+/* On rank 1 CUDA does not tell where a buffer is, and the rank lives on: rank 0 does not wait for
+   it until timeout_s. Without o->value: counts the calls that can fail. */
+static uint64_t *asked; /* shared: on rank 1, before and after the call */
+enum { ASKS_BUFFERS, ASKS_STATES, ASKS_REDUCE, ASKS };
+static int memory_unknown(cddp_group *g, scenario *o, outcome *f) {
+  int me = cddp_rank(g), way = o->way % ASKS;
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  cddp_param p[2], b[2];
+  double until;
+  memset(&desc, 0, sizeof desc);
+  model_of(g, p, 2, 100);
+  model_of(g, b, 2, 100);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  desc.buffers = b;
+  desc.buffer_count = 2;
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, &desc));
+  CHECK_OK(cddp_barrier(g));
+  o->began = test_now();
+  if (me == 1 && o->value == NULL) asked[0] = hostcuda_calls("cudaPointerGetAttributes");
+  f->result = way == ASKS_BUFFERS  ? cddp_ddp_sync_buffers(d)
+              : way == ASKS_STATES ? cddp_ddp_gather_states(d, b)
+                                   : cddp_all_reduce(g, b[0].data, 100, CDDP_F32, CDDP_SUM, NULL);
+  if (me == 1 && o->value == NULL) asked[1] = hostcuda_calls("cudaPointerGetAttributes");
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  keep_error(f);
+  f->when = test_now();
+  for (until = f->when + RANKS_WITHIN(3); o->outcomes[!me].when == 0 && test_now() < until;)
+    ranks_sleep(0.001);
+  cddp_ddp_destroy(d);
+  return test_failures != 0;
+}
+
+static void test_memory_unknown(void) {
+  enum { MOST = 8 };
+  scenario *o = (scenario *)ranks_shared(MOST * sizeof *o);
+  char values[MOST][64];
+  int count, failed, i, k;
+  uint64_t c;
+  if (!on_double("cudaPointerGetAttributes does not fail on demand")) return;
+  asked = (uint64_t *)ranks_shared(2 * sizeof *asked);
+  for (k = 0; k < 2 * ASKS; k++) {
+    const char *backend = k < ASKS ? NULL : "cpu";
+    memset(o, 0, MOST * sizeof *o);
+    o[0].fn = memory_unknown;
+    o[0].backend = backend;
+    o[0].way = k;
+    run_scenario(&o[0], 2);
+    for (i = 0; i < 2; i++) check_outcome(&o[0], i, CDDP_OK, "");
+    memset(o, 0, sizeof *o);
+    for (count = 0, c = asked[0] + 1; c <= asked[1] && count < MOST; c++, count++) {
+      snprintf(values[count], sizeof values[0], "cudaPointerGetAttributes:%d:700@1", (int)c);
+      o[count].fn = memory_unknown;
+      o[count].backend = backend;
+      o[count].environment = "HOSTCUDA_FAIL";
+      o[count].value = values[count];
+      o[count].way = k;
+    }
+    run_scenarios(o, count, 2);
+    for (failed = i = 0; i < count; i++) {
+      const outcome *f = &o[i].outcomes[1]; /* OK: cddp tries again; not CUDA: NCCL has asked */
+      failed += f->result == CDDP_CUDA;
+      if (f->result != CDDP_OK) check_outcome(&o[i], 0, f->result, "rank 1: ");
+    }
+    CHECK(failed > 0);
+  }
+  munmap(o, MOST * sizeof *o);
+  munmap(asked, 2 * sizeof *asked);
+}
+
 /* The copy of the rank's own share fails: all ranks learn of CUDA's error. */
 static int own_share(cddp_group *g, scenario *o, outcome *f) {
   size_t counts[] = {100, 100, 100};
@@ -1062,6 +1132,7 @@ int main(void) {
   RUN(test_left_messages);
   RUN(test_failed_saves);
   RUN(test_own_shares);
+  RUN(test_memory_unknown);
   RUN(test_blocking_setting);
   RUN(test_device_memory);
   RUN(test_stopped);
