@@ -1172,8 +1172,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MASTER_ADDR:MASTER_PORT until all have connected, and keeps the port while the group lives.
    MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host resolves
    the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses (not for
-   "localhost"). The other ranks retry an unknown name for a minute. Ranks on rank 0's host do not
-   use the port. A job on one host needs no network (an elastic one the loopback interface).
+   "localhost"); so does a cddp_store's server. The other ranks retry an unknown name for a minute.
+   Ranks on rank 0's host do not use the port. A job on one host needs no network (an elastic one
+   the loopback interface).
 
    LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
    of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
@@ -5631,7 +5632,10 @@ static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options
   if (r == CDDP_OK && port == 0 && !options->desc.is_server)
     r = CDDP__REFUSE("port 0 in 'tcp://%s' is for the server only, which then gets a free port",
                      store->name);
-  return r == CDDP_OK ? cddp__resolve(host, port, store->addresses, &store->address_count) : r;
+  if (r == CDDP_OK) r = cddp__resolve(host, port, store->addresses, &store->address_count);
+  if (r == CDDP_OK && options->desc.is_server)
+    cddp__add_interface_addresses(store->addresses, &store->address_count, host);
+  return r;
 }
 
 /* Starts the server of tcp:// or unix://. */

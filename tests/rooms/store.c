@@ -21,6 +21,9 @@ static ssize_t faulty_pread(int fd, void *p, size_t n, off_t offset);
 static ssize_t faulty_pwrite(int fd, const void *p, size_t n, off_t offset);
 static int raced_listen(int fd, int backlog);
 static int (*const real_listen)(int fd, int backlog) = listen;
+struct addrinfo;
+static int named_getaddrinfo(const char *host, const char *service, const struct addrinfo *hints,
+                             struct addrinfo **list);
 #define send(fd, p, n, flags) faulty_send(fd, p, n, flags)
 #define recv(fd, p, n, flags) faulty_recv(fd, p, n, flags)
 #define sendmsg(fd, m, flags) faulty_sendmsg(fd, m, flags)
@@ -28,6 +31,7 @@ static int (*const real_listen)(int fd, int backlog) = listen;
 #define pread(fd, p, n, offset) faulty_pread(fd, p, n, offset)
 #define pwrite(fd, p, n, offset) faulty_pwrite(fd, p, n, offset)
 #define listen raced_listen
+#define getaddrinfo(...) named_getaddrinfo(__VA_ARGS__)
 #define CDDP__GREETING_S 0.6
 #define CDDP__COMMAND_S 0.8
 #define CDDP__STORE_MEMORY ((size_t)72 << 20)
@@ -40,6 +44,7 @@ static int (*const real_listen)(int fd, int backlog) = listen;
 #undef recvmsg
 #undef pread
 #undef pwrite
+#undef getaddrinfo
 
 #include "../test.h"
 
@@ -84,6 +89,12 @@ static int raced_listen(int fd, int backlog) {
   races--;
   errno = EADDRINUSE;
   return -1;
+}
+
+/* Debian's /etc/hosts gives the host's own name this address. */
+static int named_getaddrinfo(const char *host, const char *service, const struct addrinfo *hints,
+                             struct addrinfo **list) {
+  return getaddrinfo(strcmp(host, "own.invalid") == 0 ? "127.0.1.1" : host, service, hints, list);
 }
 
 static ssize_t faulty_send(int fd, const void *p, size_t n, int flags) {
@@ -1515,6 +1526,23 @@ static void test_addresses(void) {
   close(fd2);
 }
 
+/* The host's own name means loopback there, and another address to other hosts. */
+static void test_own_name(void) {
+  cddp__address a[CDDP__ADDRESSES_MAX];
+  cddp_store *s = NULL, *c = NULL;
+  int n = cddp__interface_addresses(NULL, a, CDDP__ADDRESSES_MAX), i;
+  CHECK_OK(open_as("tcp://own.invalid:0", true, 5, &s));
+  for (i = 0; i < n && s != NULL; i++) {
+    cddp__address_set_port(&a[i], cddp_store_port(s));
+    CHECK_OK(open_as(cddp__textf("tcp://%s", cddp__describe_address(&a[i]).s).s, false, 1, &c));
+    cddp_store_destroy(c);
+  }
+  cddp_store_destroy(s);
+  CHECK_OK(open_as("tcp://127.0.1.1:0", true, 5, &s)); /* as it is written */
+  CHECK(s != NULL && s->server->fd_count == 1);
+  cddp_store_destroy(s);
+}
+
 static void *open_late(void *arg) {
   job *j = (job *)arg;
   CHECK_OK(open_as(j->url, false, 10, &j->store));
@@ -2211,6 +2239,7 @@ int main(void) {
   RUN(test_impostor);
   RUN(test_scopes);
   RUN(test_addresses);
+  RUN(test_own_name);
   RUN(test_late_server);
   RUN(test_server_leaves);
   RUN(test_stale_file);
