@@ -10405,6 +10405,14 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   return CDDP_OK; /* not bound */
 }
 
+/* A job of one rank holds its name too: it shows joining processes that the job lives, before its
+   model exists. It does not listen, so another job can start at the endpoint. */
+static void cddp__hold_name(cddp__job_info *job) {
+  cddp__address a = cddp__rank_socket(job, "", (int)job->table.info.rank);
+  job->claim_fd = cddp__socket(AF_UNIX);
+  (void)!bind(job->claim_fd, &a.any, a.size); /* fails in a second such job */
+}
+
 /* The pid of another process that has connected in cddp__claim_rank, or 0. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3], second = 0;
@@ -15771,8 +15779,10 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (host == NULL) return CDDP_OUT_OF_MEMORY;
   host->one_process = config.world_size == 1 && !config.joins;
   if (config.init_method[0] != 0) r = cddp__job_info_create(host, &config);
-  if (r == CDDP_OK && host->one_process && host->job_info != NULL /* processes can join */)
+  if (r == CDDP_OK && host->one_process && host->job_info != NULL) { /* processes can join */
+    cddp__hold_name(host->job_info);
     cddp__share_memory(host);
+  }
   if (r == CDDP_OK)
     r = config.joins ? cddp__join_job(&g, &config, host)
         : config.world_size == 1 ? cddp__world_group(&g, host, &config)

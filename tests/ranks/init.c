@@ -456,6 +456,22 @@ static void test_alone(void) {
   check_joined(&m, 1);
 }
 
+/* A job of one rank lives, and another job starts at its port. */
+static void test_beside_one_rank(void) {
+  member m[3];
+  prepare(m, 3);
+  m[0].world = m[0].job = 1;
+  m[0].stays = RANKS_WITHIN(0.4);
+  m[1].rank = 0;
+  m[2].rank = 1;
+  m[1].world = m[2].world = 2;
+  m[1].delay = m[2].delay = 0.1;
+  launch(m, 3, 20);
+  check_joined(m, 1);
+  check_joined(m + 1, 2);
+  CHECK(m[1].seen->seconds < RANKS_WITHIN(0.25));
+}
+
 /* A launcher that bound the port for rank 0 of one rank: its socket does not stay open. */
 static void test_alone_with_a_launcher(void) {
   member m;
@@ -2467,6 +2483,7 @@ int main(void) {
   shared_seen = (seen *)ranks_shared(64 * sizeof *shared_seen);
   RUN(test_no_group);
   RUN(test_alone);
+  RUN(test_beside_one_rank);
   RUN(test_alone_with_a_launcher);
   RUN(test_pinned);
   RUN(test_container);
