@@ -3798,12 +3798,16 @@ static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
   return a;
 }
 
-/* Sets an abstract Unix socket, which has no file: a NUL, then the name, cut if too long. */
+/* Sets an abstract Unix socket, which has no file: a NUL, then the name. If it is too long, the end
+   is a hash of it. */
 static void cddp__unix_name(cddp__address *address, const char *name) {
-  size_t n = cddp__min(strlen(name), sizeof address->un.sun_path - 1);
+  char *path = address->un.sun_path + 1;
+  size_t length = strlen(name), n = cddp__min(length, sizeof address->un.sun_path - 1);
   memset(address, 0, sizeof *address);
   address->un.sun_family = AF_UNIX;
-  memcpy(address->un.sun_path + 1, name, n);
+  memcpy(path, name, n);
+  if (n < length)
+    memcpy(path + n - 16, cddp__textf("%016" PRIx64, cddp__hash64(0, name, length)).s, 16);
   address->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
@@ -10099,7 +10103,7 @@ typedef struct cddp__rank_info {
   uint32_t fp_mode;
   uint32_t user;    /* geteuid() */
   uint32_t joins;   /* 1: CDDP_JOIN, a process that joins later */
-  uint64_t machine; /* a hash of cddp__host_identity */
+  uint64_t machine; /* cddp__host_identity */
   uint64_t run;     /* a hash of cddp__config.run */
   char backend[16];
   cddp__host_entry host;
@@ -10203,9 +10207,9 @@ typedef struct cddp__rendezvous {
   cddp__net *net;      /* the table of ranks; NULL: it is not complete */
 } cddp__rendezvous;
 
-/* Ranks with the same text are on one kernel, in one network namespace. */
-static void cddp__host_identity(char *out, size_t n) {
-  const char *given = cddp__env("CDDP_HOST_ID");
+/* A hash, equal for ranks on one kernel and in one network namespace. */
+static uint64_t cddp__host_identity(void) {
+  const char *id = cddp__env("CDDP_HOST_ID");
   char boot[128] = "";
   struct stat st;
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
@@ -10213,7 +10217,8 @@ static void cddp__host_identity(char *out, size_t n) {
     (void)gethostname(boot, sizeof boot - 1); /* an empty text would match all machines */
   if (file != NULL) fclose(file);
   if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0;
-  snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
+  if (id == NULL) id = boot;
+  return cddp__hash64((uint64_t)st.st_ino, id, strlen(id));
 }
 
 /* Appends the variables that gave the endpoint, if failure r can be about it. */
@@ -10233,7 +10238,7 @@ static void cddp__append_origin(const cddp__config *config, cddp_result r) {
 static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
                                    bool *on_host) {
   static const char hex[] = "0123456789abcdef";
-  const char *given = cddp__env("CDDP_HOST_ID");
+  const char *id = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
   char endpoint[1200], text[1600];
   cddp__text spelled;
@@ -10260,9 +10265,9 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   if (here) snprintf(endpoint, sizeof endpoint, "here:%d", config->port);
   if (stat("/proc/self/ns/pid", &pids) != 0) pids.st_ino = 0;
   if (stat("/proc/self/ns/time", &times) != 0) times.st_ino = 0;
-  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu|%llu", endpoint, config->run,
-           given != NULL ? given : "", (unsigned)geteuid(), (unsigned long long)pids.st_ino,
-           (unsigned long long)times.st_ino);
+  snprintf(text, sizeof text, "%s|%s|%016" PRIx64 "|%u|%llu|%llu", endpoint, config->run,
+           id != NULL ? cddp__hash64(0, id, strlen(id)) : 0, (unsigned)geteuid(),
+           (unsigned long long)pids.st_ino, (unsigned long long)times.st_ino);
   cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32 /* hex digits */; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
@@ -10276,7 +10281,6 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
   cddp__job_info *job =
       (cddp__job_info *)cddp__calloc(&host->allocator, 1, sizeof *job + n);
   cddp__rank_info *info;
-  char machine[128];
   cddp_result r;
   host->job_info = job;
   if (job == NULL) return CDDP_OUT_OF_MEMORY;
@@ -10303,8 +10307,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
   info->fp_mode = cddp__fp_mode();
   info->user = (uint32_t)geteuid();
   info->joins = (uint32_t)config->joins;
-  cddp__host_identity(machine, sizeof machine);
-  info->machine = cddp__hash64(0, machine, strlen(machine));
+  info->machine = cddp__host_identity();
   info->run = cddp__hash64(0, config->run, strlen(config->run));
   memcpy(info->backend, config->backend, sizeof info->backend);
   snprintf(info->host.name, sizeof info->host.name, "%.67s", host->name);

@@ -1054,6 +1054,29 @@ static void test_spellings(void) { /* of one host: its ranks still share memory 
   for (i = 0; i < 3; i++) CHECK_EQ(m[i].seen->local, 3);
 }
 
+/* CDDP_HOST_ID is, for example, the name of a pod, which can have 253 bytes. */
+static void test_long_host_ids(void) {
+  static const int lengths[] = {60, 61, 253};
+  char id[2][256];
+  member m[3];
+  int i, k;
+  for (k = 0; k < 3; k++) {
+    prepare(m, 3);
+    memset(id, 'a', sizeof id);
+    for (i = 0; i < 2; i++) {
+      id[i][lengths[k] - 1] = i ? 'y' : 'x';
+      id[i][lengths[k]] = 0;
+    }
+    for (i = 0; i < 3; i++) {
+      m[i].name = "CDDP_HOST_ID";
+      m[i].value = id[i / 2];
+    }
+    launch(m, 3, 30);
+    check_joined(m, 3);
+    for (i = 0; i < 3; i++) CHECK_EQ(m[i].seen->local, i < 2 ? 2 : 1);
+  }
+}
+
 static void test_tcp(void) {
   char method[64];
   member m[4];
@@ -2503,6 +2526,7 @@ int main(void) {
   RUN(test_silent_root);
   RUN(test_localhost);
   RUN(test_spellings);
+  RUN(test_long_host_ids);
   RUN(test_tcp);
   RUN(test_late);
   RUN(test_any_order);

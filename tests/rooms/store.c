@@ -1543,6 +1543,30 @@ static void test_own_name(void) {
   cddp_store_destroy(s);
 }
 
+/* Names that differ beyond what a socket's name can hold. */
+static void test_long_names(void) {
+  static const int lengths[] = {105, 106, 107, 108, 109, 123, 124, 300};
+  cddp_store *s[2] = {NULL, NULL}, *c = NULL;
+  char url[2][320], value[2];
+  size_t i, size;
+  int k;
+  for (i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+    for (k = 0; k < 2; k++) {
+      memset(url[k], 'a', sizeof url[k]);
+      url[k][snprintf(url[k], sizeof url[k], "unix://cddp-test-%d-", (int)getpid())] = 'a';
+      url[k][7 + lengths[i] - 1] = k ? 'y' : 'x';
+      url[k][7 + lengths[i]] = 0;
+      CHECK_OK(open_as(url[k], true, 5, &s[k]));
+      if (s[k] != NULL) CHECK_OK(cddp_store_set(s[k], "k", k ? "y" : "x", 1));
+    }
+    CHECK_OK(open_as(url[1], false, 5, &c));
+    if (c != NULL) CHECK_OK(cddp_store_get(c, "k", value, 1, &size));
+    CHECK(value[0] == 'y');
+    cddp_store_destroy(c);
+    for (k = 0; k < 2; k++) cddp_store_destroy(s[k]);
+  }
+}
+
 static void *open_late(void *arg) {
   job *j = (job *)arg;
   CHECK_OK(open_as(j->url, false, 10, &j->store));
@@ -2240,6 +2264,7 @@ int main(void) {
   RUN(test_scopes);
   RUN(test_addresses);
   RUN(test_own_name);
+  RUN(test_long_names);
   RUN(test_late_server);
   RUN(test_server_leaves);
   RUN(test_stale_file);
