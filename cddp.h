@@ -1101,7 +1101,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
 
    A key-value store in the protocol of PyTorch's TCPStore (2.2 or later): each can use the other's
    server. Keys have at most 8,191 bytes, values 8 MiB, a server 512 MiB. Any thread; a store runs
-   one operation at a time. Fine print: stores. */
+   one operation at a time, so create one for each thread that waits. Fine print: stores. */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
   bool is_server;           /* tcp, unix: this process serves too, on a thread, at init_method's
@@ -5488,14 +5488,29 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   return cddp__fail(CDDP_NETWORK, "the answer %" PRIu64 " is not valid", request->number);
 }
 
-/* Runs one operation. deadline 0: the store's timeout. After a failure the next operation connects
-   again, as the rest of the answer could still arrive. */
-static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, double deadline) {
+/* CDDP_TIMEOUT: another thread's operation has not ended by the deadline. */
+static cddp_result cddp__store_lock(cddp_store *store, double deadline) {
+  double pause = 1e-5;
+  while (pthread_mutex_trylock(&store->lock) != 0) {
+    if (cddp__now() >= deadline)
+      return cddp__fail(CDDP_TIMEOUT,
+                        "store at %s: timed out: another thread waits in an operation of this "
+                        "store; create one store for each thread that waits for keys",
+                        store->name);
+    cddp__sleep(pause);
+    if (pause < 0.005) pause *= 2;
+  }
+  return CDDP_OK;
+}
+
+/* Runs one operation; the caller holds the lock. After a failure the next operation connects again,
+   as the rest of the answer could still arrive. */
+static cddp_result cddp__store_run_locked(cddp_store *store, cddp__request *request,
+                                          double deadline) {
   cddp__connection *c = &store->connection;
   cddp__span reply;
   cddp_result r = CDDP_OK;
-  pthread_mutex_lock(&store->lock);
-  if (deadline <= 0) deadline = cddp__now() + store->timeout_s;
+  CDDP__HELD(&store->lock);
   if (c->fd < 0) r = cddp__store_try(store, deadline);
   if (r == CDDP_OK) {
     r = cddp__store_exchange(store, request, deadline);
@@ -5519,6 +5534,15 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request, do
           cddp__cut(request->keys[0], 64).s, reply.size, request->capacity);
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
+  return r;
+}
+
+/* Runs one operation within the store's timeout. */
+static cddp_result cddp__store_run(cddp_store *store, cddp__request *request) {
+  double deadline = cddp__now() + store->timeout_s;
+  cddp_result r = cddp__store_lock(store, deadline);
+  if (r != CDDP_OK) return r;
+  r = cddp__store_run_locked(store, request, deadline);
   pthread_mutex_unlock(&store->lock);
   return r;
 }
@@ -5529,18 +5553,23 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
                                     double timeout_s) {
   double deadline = cddp__now() + (timeout_s > 0 ? timeout_s : store->timeout_s);
   cddp__request q;
-  cddp_result r = CDDP_OK;
+  cddp_result r = cddp__store_lock(store, deadline);
   int i;
+  if (r != CDDP_OK) return r;
   for (i = 0; r == CDDP_OK && i < count; i++) {
     q = cddp__request_of(CDDP__STORE_WAIT, &keys[i], 1);
-    r = cddp__store_run(store, &q, deadline);
+    r = cddp__store_run_locked(store, &q, deadline);
   }
-  if (r != CDDP_TIMEOUT) return r;
-  q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
-  r = cddp__store_run(store, &q, cddp__earlier_deadline(store->timeout_s, cddp__now() + 5 /* s */));
-  return cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
-                    store->name, cddp__cut(keys[i - 1], 128).s, i, count,
-                    r == CDDP_OK ? "which no client has set" : "and the server no longer answers");
+  if (r == CDDP_TIMEOUT) {
+    q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
+    deadline = cddp__earlier_deadline(store->timeout_s, cddp__now() + 5 /* s */);
+    r = cddp__store_run_locked(store, &q, deadline);
+    r = cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
+                   store->name, cddp__cut(keys[i - 1], 128).s, i, count,
+                   r == CDDP_OK ? "which no client has set" : "and the server no longer answers");
+  }
+  pthread_mutex_unlock(&store->lock);
+  return r;
 }
 
 /* --- opening a store: where the server is --- */
@@ -11057,7 +11086,7 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   memcpy(value.token, root->token, sizeof value.token);
   value.address = rdv->address.v6;
   q.values[0] = cddp__span_of(&value, sizeof value);
-  r = cddp__store_run(root->store, &q, 0 /* deadline */);
+  r = cddp__store_run(root->store, &q);
   if (r == CDDP_OK) return r;
   cddp__close_fd(&root->fds[0]); /* a later try opens another one */
   root->fd_count = 0;
@@ -11089,13 +11118,13 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
     r = cddp__publish_root(rdv);
   } else {
     q = cddp__request_of(CDDP__STORE_CHECK, &key, 1);
-    r = cddp__store_run(root->store, &q, 0 /* deadline */);
+    r = cddp__store_run(root->store, &q);
     found = r == CDDP_OK && q.number == 0; /* no key is missing */
     q = cddp__request_of(CDDP__STORE_GET, &key, 1);
     q.out = &value;
     q.capacity = sizeof value;
     q.size = &value_size;
-    if (found) r = cddp__store_run(root->store, &q, 0 /* deadline */);
+    if (found) r = cddp__store_run(root->store, &q);
     if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* another program's value */
   }
   if (r == CDDP_OK && value_size == sizeof value &&
@@ -24383,7 +24412,7 @@ static cddp_result cddp__store_command(const char *function, cddp_store *store,
   cddp_result r = cddp__check_request(store, request, answer);
   if (r == CDDP_OK && request->code == CDDP__STORE_GET)
     r = cddp__store_wait(store, request->keys, 1, 0 /* the store's timeout */);
-  if (r == CDDP_OK) r = cddp__store_run(store, request, 0);
+  if (r == CDDP_OK) r = cddp__store_run(store, request);
   return cddp__named(function, r);
 }
 

@@ -723,6 +723,43 @@ static void test_waiting(void) {
   cddp_store_destroy(g);
 }
 
+static void *wait_for_long(void *arg) {
+  const char *key = "late";
+  CHECK_OK(cddp_store_wait((cddp_store *)arg, &key, 1, 20));
+  return NULL;
+}
+
+/* Another thread waits in the same store for longer than this thread may. */
+static void test_waiting_for_a_thread(void) {
+  cddp_store *s = serve(NULL), *c = NULL;
+  const char *key = "k";
+  double start;
+  char value[4];
+  size_t size;
+  pthread_t t;
+  int i;
+  CHECK_OK(cddp_store_set(s, "k", "v", 1));
+  CHECK_OK(join(&c, cddp_store_port(s), NULL, 0.2));
+  CHECK_EQ(pthread_create(&t, NULL, wait_for_long, c), 0);
+  while (pthread_mutex_trylock(&c->lock) == 0) {
+    pthread_mutex_unlock(&c->lock);
+    cddp__sleep(0.001);
+  }
+  for (i = 0; i < 3; i++) {
+    start = test_now();
+    CHECK_IS(i == 0   ? cddp_store_set(c, "k", "w", 1)
+             : i == 1 ? cddp_store_get(c, "k", value, sizeof value, &size)
+                      : cddp_store_wait(c, &key, 1, 0.1),
+             CDDP_TIMEOUT);
+    CHECK(error_says("another thread") && test_now() - start < 2);
+  }
+  CHECK_OK(cddp_store_set(s, "late", "", 0));
+  pthread_join(t, NULL);
+  CHECK_OK(cddp_store_wait(c, &key, 1, 0.1));
+  cddp_store_destroy(c);
+  cddp_store_destroy(s);
+}
+
 /* Opens a store of its own, counts, meets the others, checks the sum. */
 static void *meet(void *arg) {
   job *j = (job *)arg;
@@ -2247,6 +2284,7 @@ int main(void) {
   RUN(test_largest);
   RUN(test_arguments);
   RUN(test_waiting);
+  RUN(test_waiting_for_a_thread);
   RUN(test_many_clients);
   RUN(test_thousands);
   RUN(test_suspended_server);
