@@ -3267,8 +3267,8 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   (void)mkdir(dir, 0777); /* fails if it exists; open reports any other error */
   fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0)
-    return cddp__fail(CDDP_IO, "CDDP_RECORD: cannot open the flight recorder's file %s: %s", path,
-                      strerror(errno));
+    return cddp__fail(CDDP_IO, "CDDP_RECORD: rank %d cannot open the flight recorder's file %s: %s",
+                      rank, path, strerror(errno));
   do e = cddp__file_allowance(0) >= bytes ? posix_fallocate(fd, 0, (off_t)bytes) : EFBIG;
   while (e == EINTR);
   if (e == 0) p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -3276,8 +3276,9 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   close(fd);
   if (e != 0) {
     unlink(path);
-    return cddp__fail(CDDP_IO, "CDDP_RECORD: cannot get %zu bytes for the recorder's file %s: %s%s",
-                      bytes, path, strerror(e), cddp__size_advice(e));
+    return cddp__fail(CDDP_IO,
+                      "CDDP_RECORD: rank %d cannot get %zu bytes for the recorder's file %s: %s%s",
+                      rank, bytes, path, strerror(e), cddp__size_advice(e));
   }
   header = (cddp_record_header *)p;
   header->record_size = (uint32_t)sizeof(cddp_record);
@@ -3854,8 +3855,7 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
                         "interface on that link, as in %s%%eth0",
                         host, host);
   return cddp__fail(CDDP_NETWORK,
-                    "the host name '%s' does not resolve: %s; correct it, add it to /etc/hosts, or "
-                    "set MASTER_ADDR to an address of rank 0's host",
+                    "the host name '%s' does not resolve: %s; correct it, or add it to /etc/hosts",
                     host,
                     e == EAI_SYSTEM ? strerror(errno)
                     : e != 0        ? gai_strerror(e)
@@ -4069,10 +4069,9 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
     if (error == EADDRINUSE && asked == 0)
       cure = "; no port of this host is free";
     else if (error == EADDRINUSE)
-      cure = "; another program uses this port: set MASTER_PORT to a free one, the same for all "
-             "ranks";
+      cure = "; another program uses this port: choose a free one, the same for all ranks";
     else if (error == EADDRNOTAVAIL)
-      cure = "; it is not an address of this host, where rank 0 runs: set MASTER_ADDR to one";
+      cure = "; it is not an address of this host, where rank 0 (the server) runs: choose one";
   }
   cddp__fail(r, "cannot listen on %s: %s%s", failed.s, strerror(error), cure);
   errno = error; /* callers read it after CDDP_SYSTEM */
@@ -5390,8 +5389,7 @@ static cddp_result cddp__fail_connect(const cddp__address *address, int error,
   cddp__text text = cddp__describe_address(address);
   if (error == CDDP__FOREIGN_USER)
     return cddp__fail(CDDP_MISMATCH,
-                      "connect to %s: another user's process listens there; set MASTER_ADDR and "
-                      "MASTER_PORT for all ranks to connect over TCP",
+                      "connect to %s: another user's process listens there: choose another name",
                       text.s);
   if (error != 0 && error != ECONNRESET)
     return cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
@@ -5596,8 +5594,7 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
     r = cddp__listen_all(address, count, fds, fd_count);
     if (r == CDDP_NETWORK && address[0].sa.ss_family == AF_UNIX)
       cddp__append(cddp__error_text, sizeof cddp__error_text,
-                   "; another process has this name: set MASTER_ADDR and MASTER_PORT for all ranks "
-                   "to connect over TCP");
+                   "; another process has this name: choose another");
     return r;
   }
   *fd_count = 1;
@@ -6319,8 +6316,9 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
     port = 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 9973);
   }
   if ((host == NULL || port == 0) && script)
-    return CDDP__REFUSE("RANK and WORLD_SIZE are set but %s is not: set MASTER_ADDR to rank 0's "
-                        "host and MASTER_PORT to a free port there, the same for all ranks",
+    return CDDP__REFUSE("%s set but %s is not: set MASTER_ADDR to rank 0's host and MASTER_PORT "
+                        "to a free port there, the same for all ranks",
+                        config->launched ? "RANK and WORLD_SIZE are" : "desc.world_size is",
                         host == NULL ? "MASTER_ADDR" : "MASTER_PORT");
   if (host == NULL || port == 0)
     return CDDP__REFUSE(
@@ -10250,13 +10248,19 @@ static uint64_t cddp__host_identity(void) {
   return cddp__hash64((uint64_t)st.st_ino, id, strlen(id));
 }
 
-/* Appends the variables that gave the endpoint, if failure r can be about it. */
+/* Appends the variables that gave the endpoint, or can change it, if failure r can be about it. */
 static void cddp__append_origin(const cddp__config *config, cddp_result r) {
-  if (config->port_origin != NULL && (r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH))
+  if (config->port_origin == NULL || (r != CDDP_NETWORK && r != CDDP_TIMEOUT && r != CDDP_MISMATCH))
+    return;
+  if (config->port != 0)
     cddp__append(
         cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
         config->host_origin, config->port_origin,
         config->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it" : "");
+  if (config->launcher != CDDP__LAUNCHER_SCRIPT)
+    cddp__append(cddp__error_text, sizeof cddp__error_text,
+                 "; set MASTER_ADDR and MASTER_PORT to %s",
+                 config->port != 0 ? "change them" : "connect over TCP");
 }
 
 /* Sets the name of the node's socket, equal for exactly the ranks of one node. With a secret ("":
@@ -10377,13 +10381,14 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error
 
 /* --- two jobs at one endpoint --- */
 
-/* unix://cddp-...: from cddp__env_master. */
+/* unix://cddp-...: from cddp__env_master. pid 0: not known. */
 static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, uint32_t pid,
                                          const char *name, uint32_t other, const char *other_name) {
   return CDDP__REFUSE(
       "two jobs use %s at the same time, or two processes have the same RANK: rank %d is taken "
-      "twice, by pid %u on %s and pid %u on %s. Give each job %s of its own",
-      job->endpoint, rank, pid, name, other, other_name,
+      "twice, by %s on %s and pid %u on %s. Give each job %s of its own",
+      job->endpoint, rank, pid != 0 ? cddp__textf("pid %u", pid).s : "a process", name, other,
+      other_name,
       strncmp(job->endpoint, "port ", 5) == 0 ? "a MASTER_PORT"
       : strncmp(job->endpoint, "unix://cddp-", 12) == 0
           ? "a MASTER_PORT, or a MASTER_ADDR and a MASTER_PORT,"
@@ -10908,7 +10913,7 @@ static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool p
   uint64_t jitter = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024;
   if (r == CDDP_MISMATCH && config->port != 0)
     cddp__append(cddp__error_text, sizeof cddp__error_text,
-                 "; set MASTER_PORT to a free port, the same on all ranks");
+                 "; choose a free port, the same for all ranks");
   cddp__append_origin(config, r);
   if (r == CDDP_MISMATCH) return CDDP_NETWORK; /* final: another program has the port */
   if (r != CDDP_NETWORK && r != CDDP_TIMEOUT) return r;
@@ -15726,10 +15731,8 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
 }
 
 /* Starts a job of several ranks: they find each other, share their host's memory, and create the
-   group of all ranks. *job: the job's number in records. After a failure *out can be a group too,
-   which the caller destroys. */
-static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host,
-                                   uint64_t *job) {
+   group of all ranks. After a failure *out can be a group too, which the caller destroys. */
+static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host) {
   cddp__rendezvous rdv;
   int next;
   cddp_result r = cddp__rendezvous_init(&rdv, config, host);
@@ -15746,6 +15749,9 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
     r = cddp__create_memory(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
+  if (r == CDDP_OK)
+    r = cddp__record_open(&host->record, cddp__hash64(0, rdv.net->token, 16), config->rank,
+                          config->world_size, 0 /* not joined */);
   if (r == CDDP_OK) r = cddp__send_table(&rdv);
   if (r == CDDP_OK) r = cddp__await_ready(&rdv);
 #ifdef CDDP_MPI /* MPI's start can block forever without all ranks: all must call it, and return */
@@ -15755,7 +15761,6 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
     if (r == CDDP_OK) r = cddp__await_ready(&rdv);
   }
 #endif
-  if (r == CDDP_OK) *job = cddp__hash64(0, rdv.net->token, 16);
   r = cddp__rendezvous_end(&rdv, *out, r);
   if (r != CDDP_OK) return r;
   host->started_before = cddp__boot_ticks(); /* now all ranks have started */
@@ -15801,7 +15806,6 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__config config;
   cddp__host *host;
   cddp_group *g = NULL;
-  uint64_t job = cddp__record_job(); /* of a job of one rank */
   int size;
   cddp_result r = cddp__discover(&config, d);
   if (r != CDDP_OK) return r;
@@ -15818,7 +15822,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK)
     r = config.joins ? cddp__join_job(&g, &config, host)
         : config.world_size == 1 ? cddp__world_group(&g, host, &config)
-        : cddp__start_job(&g, &config, host, &job);
+        : cddp__start_job(&g, &config, host);
   if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   cddp__close_fd(&config.listen_fd); /* of a job of one rank */
   cddp__host_release(host); /* the group has a reference */
@@ -15826,7 +15830,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
     cddp__store32(&g->block->cores, (uint32_t)host->cores);
     cddp__set_wait_policy(g);
-    r = cddp__record_open(&host->record, job, g->rank, g->size, 0 /* not joined */);
+    if (g->size == 1)
+      r = cddp__record_open(&host->record, cddp__record_job(), 0 /* rank */, 1, 0 /* not joined */);
   }
 #ifdef CDDP_MPI
   if (r == CDDP_OK && !config.joins && strcmp(config.backend, "mpi") == 0) {

@@ -1075,6 +1075,7 @@ static void test_long_host_ids(void) {
     check_joined(m, 3);
     for (i = 0; i < 3; i++) CHECK_EQ(m[i].seen->local, i < 2 ? 2 : 1);
   }
+  unsetenv("CDDP_HOST_ID");
 }
 
 static void test_tcp(void) {
@@ -1536,6 +1537,28 @@ static void test_fp_modes_differ(void) {
     launch(m, 3, 30);
     check_joined(m, 3);
   }
+}
+
+/* One rank cannot open its flight recorder's file: no rank begins without it, and all know why. */
+static void test_no_recorder(void) {
+  static const char *const hosts[] = {"aaa", "aba"};
+  member m[3];
+  pid_t pid[3];
+  int status[3], who, h, i;
+  char text[64];
+  for (who = 0; who < 3; who++)
+    for (h = 0; h < 2; h++) {
+      snprintf(text, sizeof text, "CDDP_RECORD: rank %d cannot open", who);
+      prepare(m, 3);
+      for (i = 0; i < 3; i++) m[i].name = "CDDP_RECORD"; /* unset */
+      m[who].value = "/nowhere/at/all";
+      start_on(hosts[h], m, 3, pid);
+      ranks_join(pid, 3, 30, status);
+      CHECK(ranks_exited_well(status, 3));
+      for (i = 0; i < 3; i++)
+        CHECK_SEEN(&m[i], CDDP_IO, text, "/nowhere/at/all");
+    }
+  unsetenv("CDDP_RECORD");
 }
 
 static void test_wrong_variables(void) {
@@ -2543,6 +2566,7 @@ int main(void) {
   RUN(test_world_sizes_differ);
   RUN(test_known_errors);
   RUN(test_one_wrong_rank);
+  RUN(test_no_recorder);
   RUN(test_wrong_variables);
   RUN(test_fp_modes_differ);
   RUN(test_fp_modes_change);

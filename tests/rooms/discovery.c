@@ -636,7 +636,7 @@ static void test_origins(void) {
   CHECK_IS(cddp_init(&g, NULL), CDDP_NETWORK);
   SAYS("no-such-host.invalid");
   SAYS("SLURM_STEP_NODELIST");
-  SAYS("set MASTER_ADDR");
+  SAYS("set MASTER_ADDR and MASTER_PORT to change them");
   snprintf(text, sizeof text,
            "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_JOB_ID=%d SLURM_STEP_ID=0 CDDP_TIMEOUT_S=1 "
            "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=127.0.0.1,n2",
@@ -652,7 +652,8 @@ static void test_origins(void) {
   if (bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && listen(fd, 1) == 0) {
     CHECK_IS(cddp_init(&g, NULL), CDDP_NETWORK);
     SAYS("derived from SLURM_JOB_ID and SLURM_STEP_ID");
-    SAYS("another program uses this port: set MASTER_PORT to a free one");
+    SAYS("another program uses this port: choose a free one");
+    SAYS("set MASTER_ADDR and MASTER_PORT to change them");
   }
   close(fd);
 }
@@ -664,7 +665,7 @@ static void test_mistakes(void) {
     const char *set, *says[3];
   } cases[] = {
       {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=192.0.2.7 MASTER_PORT=29500",
-       {"192.0.2.7", "not an address of this host, where rank 0 runs", "set MASTER_ADDR to one"}},
+       {"192.0.2.7", "not an address of this host, where rank 0", "host from MASTER_ADDR"}},
       {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=fe80::1 MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
       {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=fe80::1 MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
       {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=[fe80::1] MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
@@ -996,6 +997,48 @@ static void init_job(job *j, cddp__config *at) {
   CHECK_OK(cddp__discover(at, &d));
 }
 
+/* The caller gives the ranks, or all: no text names variables that nobody has set. */
+static void test_desc(void) {
+  cddp_group_desc d;
+  cddp_group *g;
+  memset(&d, 0, sizeof d);
+  d.world_size = 2;
+  variables("");
+  CHECK_IS(cddp_init(&g, &d), CDDP_INVALID_ARGUMENT);
+  SAYS("desc.world_size is set but MASTER_ADDR is not");
+  d.init_method = "tcp://192.0.2.7:29500";
+  CHECK_IS(cddp_init(&g, &d), CDDP_NETWORK);
+  SAYS("not an address of this host");
+  CHECK(strstr(cddp_error(), "MASTER_") == NULL);
+  d.init_method = "tcp://no-such-host.invalid:29500";
+  CHECK_IS(cddp_init(&g, &d), CDDP_NETWORK);
+  SAYS("does not resolve");
+  CHECK(strstr(cddp_error(), "MASTER_") == NULL);
+}
+
+/* The process that holds a rank's name does not accept: its pid is not known. */
+static void test_full_claim(void) {
+  cddp__config at;
+  cddp__host *host = cddp__host_create(NULL, NULL, 2, 0);
+  cddp__address a;
+  int fd, calls[64], n = 0;
+  double seconds;
+  job j;
+  init_job(&j, &at);
+  CHECK(host != NULL);
+  CHECK_OK(cddp__job_info_create(host, &at));
+  a = cddp__rank_socket(host->job_info, "", 0);
+  CHECK_EQ(cddp__listen_address(&a, &fd), 0);
+  CHECK_EQ(listen(fd, 1), 0);
+  while (n < 64 && cddp__connect_address(&a, cddp__now(), &calls[n]) == 0) n++;
+  CHECK(n > 0 && n < 64);
+  CHECK_IS(init_as(&j, 0, &seconds), CDDP_INVALID_ARGUMENT);
+  SAYS("rank 0 is taken twice, by a process on ");
+  while (n > 0) cddp__close_fd(&calls[--n]);
+  cddp__close_fd(&fd);
+  cddp__host_release(host);
+}
+
 /* A listener of this user that nobody serves: a stopped job, or another program. */
 static void test_name_taken(void) {
   cddp__config at;
@@ -1117,6 +1160,8 @@ int main(void) {
   RUN(test_rank_beyond);
   RUN(test_listen_fd);
   RUN(test_starts);
+  RUN(test_desc);
+  RUN(test_full_claim);
   RUN(test_name_taken);
   RUN(test_another_user);
   RUN(test_another_user_calls);

@@ -167,6 +167,9 @@ static bool error_says(const char *text) {
   return found;
 }
 
+/* A store has an init_method, no variables. */
+static bool names_variables(void) { return strstr(cddp_error(), "MASTER_") != NULL; }
+
 static cddp_store *serve(const char *secret) {
   cddp_store_desc d;
   cddp_store *s = NULL;
@@ -1523,13 +1526,13 @@ static void test_addresses(void) {
   cddp__address a;
   snprintf(url, sizeof url, "tcp://127.0.0.1:%d", port);
   CHECK_IS(open_as(url, true, 5, &t), CDDP_NETWORK);
-  CHECK(t == NULL && error_says("in use") && error_says(url + 6) && error_says("MASTER_PORT"));
+  CHECK(t == NULL && error_says("in use") && error_says(url + 6) && !names_variables());
   snprintf(url, sizeof url, "tcp://localhost:%d", port);
   CHECK_IS(open_as(url, true, 5, &t), CDDP_NETWORK);
   CHECK_IS(open_as("tcp://192.0.2.1:0", true, 5, &t), CDDP_NETWORK); /* a documentation address */
-  CHECK(error_says("not an address of this host") && error_says("MASTER_ADDR"));
+  CHECK(error_says("not an address of this host") && !names_variables());
   CHECK_IS(open_as("tcp://no-such-host.invalid:29500", false, 5, &t), CDDP_NETWORK);
-  CHECK(error_says("no-such-host.invalid") && error_says("MASTER_ADDR"));
+  CHECK(error_says("no-such-host.invalid") && !names_variables());
   CHECK_OK(open_as("tcp://localhost:0", true, 5, &t)); /* all its addresses, one port */
   snprintf(url, sizeof url, "tcp://127.0.0.1:%d", cddp_store_port(t));
   CHECK_OK(open_as(url, false, 5, &c));
