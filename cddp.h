@@ -1307,7 +1307,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init or cddp_run_threads can have an elastic model, one at a time.
      - A process that was in a job can join it again (CDDP_JOIN) after it has destroyed its models
-       and groups of that job.
+       and groups of that job. CDDP_JOIN counts for each of its calls of cddp_init: unset it before
+       one that starts another job.
      - No process can join ranks that are threads. On GPUs such ranks cannot be elastic.
      - No process can join a job of one host that was started under a file size limit (ulimit -f).
      - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join, MPI; no step in a
@@ -6439,8 +6440,12 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
                         cddp__cut(method, 128).s, sizeof config->init_method - 1);
   else
     snprintf(config->init_method, sizeof config->init_method, "%s", method);
-  if (r == CDDP_OK && cddp__url_scheme(config->init_method, &name) == CDDP__URL_TCP)
+  if (r == CDDP_OK && cddp__url_scheme(config->init_method, &name) == CDDP__URL_TCP) {
     r = cddp__host_port(name, config->host, &config->port);
+    if (r == CDDP_OK && config->port == 0)
+      r = CDDP__REFUSE("init_method \"tcp://%.80s\" has port 0: choose a free port of rank 0's "
+                       "host, the same for all ranks", name);
+  }
   cddp__discover_secret(config, desc->secret);
   return config->world_size > 1 || config->joins ? r : CDDP_OK; /* one rank needs no address */
 }
@@ -11983,7 +11988,8 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
     return cddp__fail(
         CDDP_PEER_LOST,
         "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
-        "job has ended, or has not started, or has another CDDP_SECRET%s",
+        "job has ended, or has not started (unset CDDP_JOIN to start one), or has another "
+        "CDDP_SECRET%s",
         job->endpoint, host->name, has_master ? " or at " : "", has_master ? job->master : "",
         blocked[0] != 0 ? " (" : "", blocked, blocked[0] != 0 ? ")" : "",
         has_master ? ", or a firewall blocks this port; if the job runs, set MASTER_ADDR to "

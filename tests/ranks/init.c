@@ -559,7 +559,8 @@ static void test_bad_desc(void) {
   static const char *const methods[] = {"",          "tcp://",     "tcp://127.0.0.1",
                                         "tcp://:1",  "tcp://a:b",  "tcp://127.0.0.1:70000",
                                         "udp://a:1", "file://",    "file://relative/path",
-                                        "env:/",     "/somewhere", "tcp://127.0.0.1:-5"};
+                                        "env:/",     "/somewhere", "tcp://127.0.0.1:-5",
+                                        "tcp://a:0", "tcp://[::1]:0"};
   size_t i;
   member m;
   for (i = 0; i < sizeof methods / sizeof *methods; i++) {
