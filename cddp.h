@@ -4072,7 +4072,9 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
     else if (error == EADDRINUSE)
       cure = "; another program uses this port: choose a free one, the same for all ranks";
     else if (error == EADDRNOTAVAIL)
-      cure = "; it is not an address of this host, where rank 0 (the server) runs: choose one";
+      cure = cddp__address_is_loopback(&address[0])
+                 ? "; the loopback interface is down (ip link set lo up), or lacks this address"
+                 : "; it is not an address of this host, where rank 0 (the server) is: choose one";
   }
   cddp__fail(r, "cannot listen on %s: %s%s", failed.s, strerror(error), cure);
   errno = error; /* callers read it after CDDP_SYSTEM */
@@ -24633,6 +24635,11 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A joining process that waits for a model uses a fifth of the processor time.
               Several hosts: a rank without memory for a connection, or whose system lacked memory
               for one send or receive, made the others wait until the time-out.
+              Other hosts could not reach a store whose server's name is 127.0.1.1 on its own host.
+              A store's operation waited for other threads' beyond its time-out.
+              Long unix:// names and CDDP_HOST_IDs were cut, and could mean the same.
+              A process could not join a job of one rank before that had its model.
+              A rank that could not open its flight recorder left the others without a reason.
      Mended, launchers
               Backend MPI: a rank that called exit() or returned from main cost timeout_s.
               RANK=0 WORLD_SIZE=1 exported under mpirun or srun: each process was a job of its own.

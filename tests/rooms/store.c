@@ -9,6 +9,7 @@
 
    Build and run: cc -std=c11 -O1 -g tests/rooms/store.c -o store -lpthread -lm */
 #define _GNU_SOURCE
+#include <netdb.h>
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -21,7 +22,6 @@ static ssize_t faulty_pread(int fd, void *p, size_t n, off_t offset);
 static ssize_t faulty_pwrite(int fd, const void *p, size_t n, off_t offset);
 static int raced_listen(int fd, int backlog);
 static int (*const real_listen)(int fd, int backlog) = listen;
-struct addrinfo;
 static int named_getaddrinfo(const char *host, const char *service, const struct addrinfo *hints,
                              struct addrinfo **list);
 #define send(fd, p, n, flags) faulty_send(fd, p, n, flags)
@@ -31,7 +31,7 @@ static int named_getaddrinfo(const char *host, const char *service, const struct
 #define pread(fd, p, n, offset) faulty_pread(fd, p, n, offset)
 #define pwrite(fd, p, n, offset) faulty_pwrite(fd, p, n, offset)
 #define listen raced_listen
-#define getaddrinfo(...) named_getaddrinfo(__VA_ARGS__)
+#define getaddrinfo named_getaddrinfo
 #define CDDP__GREETING_S 0.6
 #define CDDP__COMMAND_S 0.8
 #define CDDP__STORE_MEMORY ((size_t)72 << 20)
