@@ -18365,9 +18365,9 @@ static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double 
 static const cddp__ddp_memory cddp__host_memory = {
     cddp__host_use, cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc,
     NULL /* free */, cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket,
-    cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets, NULL /* await */, NULL /* broadcast: unused */,
-    cddp__host_scale, NULL /* place_rows */, cddp__host_clip, NULL /* norm */, cddp__host_step,
-    cddp__host_publish};
+    cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets, NULL /* await */,
+    NULL /* broadcast: unused */, cddp__host_scale, NULL /* place_rows */, cddp__host_clip,
+    NULL /* norm */, cddp__host_step, cddp__host_publish};
 
 /* >>ddp-step --------------------------------------------------------------------------------------
    Job: a step from cddp_ddp_ready to the next step, for host and device memory.
