@@ -16123,6 +16123,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   void **state;  /* [state_count][count] each as long as its part; NULL: not allocated, or shared */
   float *steps;  /* [count] as PyTorch counts them; 0: the states are not initialized */
   bool *init_master; /* [count] the next step must copy the weights to the master */
+  unsigned char *dtypes; /* [count] of params at creation */
   cddp_partition *parts; /* [count] of which this rank keeps states: param, first and count */
   bool partitioned; /* sharded_states: these are 1/world_size of the elements; false: all */
 
@@ -16590,20 +16591,22 @@ static void cddp__cpu_leave(cddp_optim *optim) {
 static const cddp__optim_backend cddp__cpu_optim = {
     false /* not on_device */, cddp__cpu_step, cddp__cpu_copies, cddp__cpu_zero, cddp__cpu_leave};
 
-/* Whether the parameters are as long as at the optimizer's creation, as its states are. */
-static cddp_result cddp__check_counts(const cddp_optim *optim) {
+/* Whether the parameters are those of the optimizer's creation, as its states are. */
+static cddp_result cddp__check_sizes(const cddp_optim *optim) {
+  const cddp_param *p = optim->params;
   int i;
   for (i = 0; i < optim->count && !optim->partitioned; i++)
-    if (optim->params[i].count != optim->parts[i].count)
-      return CDDP__REFUSE("parameter \"%s\" now has %zu elements, at cddp_optim's creation %zu",
-                          cddp__param_name(optim->params, i).s, optim->params[i].count,
-                          optim->parts[i].count);
+    if (p[i].count != optim->parts[i].count || (int)p[i].dtype != optim->dtypes[i])
+      return CDDP__REFUSE("parameter \"%s\" now has %zu elements of type %s, at cddp_optim's "
+                          "creation %zu of type %s", cddp__param_name(p, i).s, p[i].count,
+                          cddp__dtype_name(p[i].dtype), optim->parts[i].count,
+                          cddp__dtype_name((cddp_dtype)optim->dtypes[i]));
   return CDDP_OK;
 }
 
 /* Checks and allocates before the step, so that a failed step changes nothing. */
 static cddp_result cddp__optim_prepare(cddp_optim *optim) {
-  cddp_result r = cddp__check_counts(optim);
+  cddp_result r = cddp__check_sizes(optim);
   int i;
   if (optim->desc.sharded_states != 0)
     return CDDP__REFUSE("with sharded_states each rank has states of its part only; call "
@@ -16624,9 +16627,6 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
     if (sparse) CDDP__TRY(cddp__check_rows(optim, i));
     if (wrong != NULL)
       return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(optim->params, i).s, wrong);
-    if (!cddp__dtype_trains(p->dtype))
-      return CDDP__REFUSE("parameter \"%s\" now has dtype %d", cddp__param_name(optim->params, i).s,
-                          (int)p->dtype);
     r = cddp__need_states(optim, i);
   }
   return r;
@@ -16689,6 +16689,7 @@ CDDPDEF double cddp_optim_lr(const cddp_optim *optim) {
 
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *optim) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
+  CDDP__TRY(cddp__check_sizes(optim)); /* copies have room for as many */
   cddp__renew_masters(optim);
   return cddp__named(__func__, (optim->backend->copy)(optim));
 }
@@ -16767,7 +16768,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
   optim = (cddp_optim *)cddp__calloc(
-      NULL, 1, sizeof *optim + n * (2 * sizeof(double) + sizeof(float) + sizeof(bool)) +
+      NULL, 1, sizeof *optim + n * (2 * sizeof(double) + sizeof(float) + sizeof(bool) + 1) +
                 n * sizeof *optim->parts + pointers * sizeof(void *));
   if ((*out = optim) == NULL) return CDDP_OUT_OF_MEMORY;
   optim->backend = &cddp__cpu_optim; /* until cddp__attach_optim */
@@ -16783,6 +16784,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   optim->state = (void **)(void *)(decays + n);
   optim->steps = (float *)(void *)(optim->state + pointers);
   optim->init_master = (bool *)(void *)(optim->steps + n);
+  optim->dtypes = (unsigned char *)(optim->init_master + n);
   cddp__renew_masters(optim);
   if (d->copies != NULL)
     optim->desc.copies =
@@ -16790,6 +16792,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   for (i = 0; i < count; i++) {
     optim->parts[i].param = i; /* the rank keeps the states of whole parameters */
     optim->parts[i].count = params[i].count;
+    optim->dtypes[i] = (unsigned char)params[i].dtype;
     scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
     decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
   }
@@ -18883,7 +18886,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *optim) {
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
   if (wrong != NULL) return CDDP__REFUSE("%s", wrong);
-  if (optim->paired != d->id && (r = cddp__check_counts(optim)) != CDDP_OK) return r;
+  if (optim->paired != d->id && (r = cddp__check_sizes(optim)) != CDDP_OK) return r;
   for (i = 0; i < d->count && optim->paired != d->id; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
   optim->paired = d->id;
@@ -21367,39 +21370,42 @@ static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapsho
                     d->group->rank);
 }
 
-/* Makes `optim` the optimizer of d. In a joined rank it gets the snapshot's states. */
+/* Makes `optim` the optimizer of d. In a joined rank it gets the snapshot's states. After a failure
+   nothing has changed for d. */
 static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   cddp__snapshot *from = &d->snapshot, mine = cddp__optim_snapshot(optim, NULL);
   cddp__elastic *elastic = d->elastic;
-  cddp_result r = CDDP_OK;
+  cddp_result r = cddp__check_sizes(optim);
   int i;
-  if (from->known && (r = cddp__compare_settings(d, &mine)) != CDDP_OK) return r;
+  if (r == CDDP_OK && from->known) r = cddp__compare_settings(d, &mine);
+  if (r != CDDP_OK) return r;
   if ((d->optim != NULL ? d->optim != optim : elastic->gave_states) && d->group->host->joined &&
       optim->state_count > 0)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "CDDP_JOIN: the job sends the states of one optimizer, and this is a second "
                       "one for the elastic model's parameters");
+  CDDP_ASSERT(!from->stepped || optim->state_count == from->state_count);
+  for (i = 0; r == CDDP_OK && from->stepped && i < optim->count; i++) {
+    optim->steps[i] = d->tensors[i].restored_steps;
+    optim->init_master[i] = optim->steps[i] == 0; /* else received */
+    if (optim->steps[i] > 0) r = cddp__need_states(optim, i);
+  }
+  if (r == CDDP_OK && from->stepped)
+    r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
+  if (r == CDDP_OK && from->stepped && d->group->backend->on_device)
+    r = cddp__await_device(d->group, CDDP__AWAIT_STREAM); /* the next step finds losses */
+  if (r != CDDP_OK) return r;
   if (d->optim != NULL) d->optim->model_link = NULL; /* its end no longer clears d->optim */
   d->optim = optim;
   optim->model_link = &d->optim;
   if (from->known) cddp__set_lr(optim, from->settings[CDDP__SETTING_LR]);
   from->known = false;
   if (!from->stepped) return CDDP_OK;
-  CDDP_ASSERT(optim->state_count == from->state_count);
-  for (i = 0; r == CDDP_OK && i < optim->count; i++) {
-    optim->steps[i] = d->tensors[i].restored_steps;
-    optim->init_master[i] = optim->steps[i] == 0; /* else received */
-    if (optim->steps[i] > 0) r = cddp__need_states(optim, i);
-  }
-  if (r == CDDP_OK)
-    r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
   from->stepped = false;
-  if (r == CDDP_OK && d->group->backend->on_device) /* ignores losses: the next step finds them */
-    r = cddp__await_device(d->group, CDDP__AWAIT_STREAM);
   (d->group->backend->free)(d->group, elastic->states);
   elastic->states = NULL;
   elastic->gave_states = true;
-  return r;
+  return CDDP_OK;
 }
 
 /* The elastic models of this process. An optimizer without desc.ddp finds its model here, and in a
@@ -22581,7 +22587,7 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
         "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
         "with device \"cuda\", or NULL");
   if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
-  if (r == CDDP_OK && optim != NULL) r = cddp__check_counts(optim);
+  if (r == CDDP_OK && optim != NULL) r = cddp__check_sizes(optim);
   if (r != CDDP_OK) return r;
   if (optim != NULL && optim->shared_by != NULL && optim->shared_by->group->size > 1)
     owners = optim->shared_by->group;
@@ -24651,7 +24657,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               returned left the others waiting in groups that it had not destroyed.
               130 finished sends with handles held up the next send.
               A model created anew after a failure on one rank: states differed without an error.
-              An optimizer kept while a parameter's count changed wrote beyond its states.
+              An optimizer kept while a parameter's count or dtype changed left its states.
               cddp_save after a partial cddp_load crashed, or left out states.
               The end of an epoch with drop_last was loaded as the middle of one.
               cddp_bucket.params lists only parameters with gradients in data.

@@ -615,7 +615,7 @@ static int run_grown(cddp_group *g, void *arg) {
   m.p[1].count = counts[0];
   file.optim = m.sgd;
   CHECK_INVALID(cddp_save(g, "/tmp/cddp-grown-never-written", m.p, m.n, &file));
-  CHECK(mentions("\"layer1.w\" now has 5000 elements, at cddp_optim's creation 100"));
+  CHECK(mentions("\"layer1.w\" now has 5000 elements of type f32, at cddp_optim's creation 100"));
   CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
   backward(&m, 1, 1);
   CHECK_INVALID(cddp_ddp_step(m.ddp, m.sgd));

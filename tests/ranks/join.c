@@ -52,6 +52,7 @@ typedef struct process_config { /* how a process differs from the usual one */
   bool beside;       /* it has a model of its own beside the elastic one, if it has not joined */
   bool lacks, early; /* it can allocate only `spare` more bytes, from its first step on; */
   size_t spare;      /* early: from the beginning */
+  bool poor;         /* its first cddp_optim, of a wrong rate, lacks memory */
 } process_config;
 
 typedef struct resources { /* of a rank */
@@ -129,6 +130,18 @@ static void kill_member(void) {
   while (kill(shared->member, 0) == 0) ranks_sleep(0.001); /* until the test has waited for it */
 }
 
+/* From now on this process can allocate `spare` more bytes. */
+static void limit_memory(size_t spare, rlim_t most_later) {
+  unsigned long pages = 0;
+  struct rlimit most;
+  FILE *f = fopen("/proc/self/statm", "r");
+  CHECK(f != NULL && fscanf(f, "%lu", &pages) == 1);
+  if (f != NULL) fclose(f);
+  most.rlim_max = most_later;
+  most.rlim_cur = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + spare;
+  CHECK(setrlimit(RLIMIT_AS, &most) == 0);
+}
+
 static cddp_result model_open(model *m, const process_config *v) {
   static const size_t rows[2] = {0, ROWS};
   cddp_ddp_desc desc;
@@ -190,6 +203,14 @@ static cddp_result model_open(model *m, const process_config *v) {
   if (r != CDDP_OK) return r;
   if (v->orphan == 2) kill_member();
   o.ddp = a.ddp = v->apart ? NULL : m->ddp;
+  if (v->poor) {
+    struct rlimit most;
+    CHECK(getrlimit(RLIMIT_AS, &most) == 0);
+    o.lr = 9; /* the job's replaces it */
+    limit_memory(1 << 16, most.rlim_max);
+    CHECK_IS(cddp_sgd_create(&m->sgd, &m->p, 1, &o), CDDP_OUT_OF_MEMORY);
+    CHECK(setrlimit(RLIMIT_AS, &most) == 0);
+  }
   if (v->adamw) return cddp_adamw_create(&m->sgd, &m->p, 1, &a);
   return cddp_sgd_create(&m->sgd, &m->p, 1 + v->rows, &o);
 }
@@ -389,17 +410,6 @@ static int life(int rank, void *arg) {
   return 0;
 }
 
-/* From now on this process can allocate `spare` more bytes. */
-static void limit_memory(size_t spare) {
-  unsigned long pages = 0;
-  struct rlimit most;
-  FILE *f = fopen("/proc/self/statm", "r");
-  CHECK(f != NULL && fscanf(f, "%lu", &pages) == 1);
-  if (f != NULL) fclose(f);
-  most.rlim_cur = most.rlim_max = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + spare;
-  CHECK(setrlimit(RLIMIT_AS, &most) == 0);
-}
-
 /* A process that must be refused. */
 static int refused(int rank, void *arg) {
   const process_config *v = (const process_config *)arg;
@@ -409,9 +419,9 @@ static int refused(int rank, void *arg) {
   model m;
   (void)rank;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (v->lacks && v->early) limit_memory(v->spare);
+  if (v->lacks && v->early) limit_memory(v->spare, RLIM_INFINITY);
   shared->result = model_open(&m, v);
-  if (v->lacks && !v->early) limit_memory(v->spare);
+  if (v->lacks && !v->early) limit_memory(v->spare, RLIM_INFINITY);
   while (shared->result == CDDP_OK &&
          (v->apart || v->before != NULL || (v->lacks && steps++ < 3)) &&
          test_now() < begin + RANKS_WITHIN(20.0)) {
@@ -1948,6 +1958,20 @@ static void test_lacks(void) {
   check_lacks("abc");
 }
 
+/* Another optimizer follows one that lacked memory, and gets the job's states and rate. */
+static void test_lacks_once(void) {
+  process_config first = usual(), v = usual();
+  pid_t pids[3];
+  first.join = NULL;
+  first.count = v.count = 100000;
+  begin_job(pids, &first);
+  v.poor = true;
+  pids[2] = ranks_fork(life, 2, &v);
+  await(&shared->joined, 1);
+  end_job(pids, 3);
+  CHECK_EQ(shared->took, 3);
+}
+
 /* --- a joined rank without an optimizer gives a snapshot --- */
 
 typedef struct replacements {
@@ -2053,6 +2077,7 @@ int main(void) {
   RUN(test_other_settings);
   RUN(test_other_settings_early);
   RUN(test_without_optimizer);
+  if (!RANKS_SLOW) RUN(test_lacks_once);
   if (!RANKS_SLOW) RUN(test_lacks); /* a sanitizer needs terabytes of addresses */
   return TEST_END();
 }

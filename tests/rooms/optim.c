@@ -581,7 +581,15 @@ static void test_bad_arguments(void) {
   p.count = 2; /* the optimizer has states for one element */
   CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "now has 2 elements") != NULL);
+  CHECK_IS(cddp_optim_write_copies(s), CDDP_INVALID_ARGUMENT);
   p.count = 1;
+  p.dtype = CDDP_F64; /* longer states */
+  CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "1 elements of type f64") != NULL);
+  CHECK_IS(cddp_optim_write_copies(s), CDDP_INVALID_ARGUMENT);
+  p.dtype = CDDP_I32;
+  CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
+  p.dtype = CDDP_F32;
   p.data = NULL;
   CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   cddp_optim_destroy(s);
