@@ -17845,15 +17845,24 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   size_t bytes = (size_t)optim->state_count * d->layout.state_stride, begin, end;
   void *mine = NULL, *states;
   cddp__ref ref;
+  unsigned char own[sizeof ref + 8]; /* and a hash of the states' steps */
+  cddp__text here = cddp__describe_current_call(g);
   cddp_result r;
   int k = 0, i;
   memset(&ref, 0, sizeof ref);
   if (g->local_rank == 0) mine = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY);
   if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
   states = mine;
-  r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK,
-                  cddp__hash64(0, optim->steps, (size_t)d->count * sizeof *optim->steps), &ref,
-                  sizeof ref); /* ranks compare their states' steps */
+  memcpy(own, &ref, sizeof ref);
+  cddp__put64(own + sizeof ref,
+              cddp__hash64(0, optim->steps, (size_t)d->count * sizeof *optim->steps));
+  r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0 /* count */, own, sizeof own);
+  for (i = 1; r == CDDP_OK && i < g->size; i++)
+    if (memcmp(cddp__op_header_of(g, i, g->round)->u.bytes + sizeof ref,
+               cddp__op_header_of(g, 0, g->round)->u.bytes + sizeof ref, 8) != 0)
+      r = cddp__fail(CDDP_MISMATCH, "the states of the cddp_optim have made other steps on rank %d "
+                     "than on rank 0, in %s: call cddp_load on all ranks, and create the "
+                     "cddp_optim anew after a failure", i, here.s);
   if (r == CDDP_OK) {
     while (g->members[k] < 0) k++; /* the first rank on this host */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
@@ -24667,6 +24676,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Texts show the line of a call with the argument cddp_ddp_group(d), and of a bucket.
               Texts name no_sync, and a slow disk in cddp_save. They end at a whole character.
               Texts number ranks as their group does, or say "of the job".
+              States loaded on one rank alone: cddp_ddp_step blamed a call of ddp_create.
               cddp_ddp_grad_norm returned an older step's norm after a step without a clip.
               cddp_save takes names of 252 to 255 bytes. cppcheck reads the header.
               cddptrace: jobs that hang now, why a rank is missing, a directory as its argument.
