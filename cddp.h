@@ -486,7 +486,8 @@ typedef struct cddp_param {
 
 /* The argument of a communication hook: the gradients of one bucket of this rank, contiguous and
    not yet averaged. The hook replaces them by the mean over the ranks, with the same bits on all.
-   Each parameter begins at a multiple of 64 bytes. The gaps are zero, and count includes them. */
+   Each parameter begins at a multiple of 64 bytes. count includes the gaps, which are zero and must
+   stay zero. */
 typedef struct cddp_bucket {
   int index, bucket_count; /* buckets are handled in the order of their index on every rank */
   void *data;              /* count elements, as from cddp_alloc(group, ...) */
@@ -611,8 +612,8 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 /* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an embedding:
    adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width = count /
    sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
-   cddp_ddp_ready follows as for other parameters. Each step begins without rows; but a parameter
-   that was ready on no rank keeps its rows.
+   cddp_ddp_ready follows as for other parameters. Each step begins without rows; but after a
+   cddp_ddp_wait a parameter that was ready on no rank keeps its rows.
 
    Only these rows are sent; the mean has the bits that a whole gradient would give. grad stays
    NULL. Any thread, but one at a time for a parameter. cddp's only optimizer for it is SGD without
