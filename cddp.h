@@ -1239,7 +1239,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
-   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
+   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out. A thread
+   counts from its first call: if that will come late, call cddp_synchronize in it before.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
    without a handle to a rank of this host blocks while that rank has yet to receive 128 messages,
@@ -1507,8 +1508,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
      - an engine thread in a group that has operations with a work handle, or that reduces buckets.
        It runs, in order, the operations that no thread waits for (>>work);
      - two threads of a group on GPUs.
-   All of these block all signals. No lock is held during a wait for a peer. A thread that holds a
-   lock takes only locks behind it in its line, and others only by trylock:
+   All of these block all signals, except those of faults. No lock is held during a wait for a peer.
+   A thread that holds a lock takes only locks behind it in its line, and others only by trylock:
      - cddp_ddp.lock, engine.lock
      - p2p.lock, net.lock, host.lock, fail_lock; p2p.lock, cddp__served_lock
      - device.issue_lock, device.lock (GPUs)
@@ -3124,18 +3125,20 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
 enum cddp__thread_kind { CDDP__THREAD_OF_USER, CDDP__THREAD_OF_CDDP };
 /* Starts a thread with a stack for the user's callbacks: the default can be 64 KiB (ulimit -s 64)
    or 128 KiB (musl). cddp's own threads inherit a mask that blocks all signals, so that the
-   program's handlers run on the program's threads. */
+   program's handlers run on the program's threads; but those of faults, as in a hook, run here. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       enum cddp__thread_kind kind) {
+  static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
   pthread_attr_t a;
   sigset_t all, old;
-  size_t stack = 0;
+  size_t stack = 0, i;
   int e = pthread_attr_init(&a);
   if (e == 0) {
     pthread_attr_getstacksize(&a, &stack);
     if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN)
       pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_MARGIN);
     sigfillset(&all);
+    for (i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&all, faults[i]);
     pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &all : NULL /* none */, &old);
     e = pthread_create(thread, &a, fn, arg);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
@@ -8834,12 +8837,16 @@ static bool cddp__process_gone(cddp__host *host, int at) {
   uint32_t pid;
   uint64_t start;
   char state;
+  struct iovec byte = {&state, 1};
   if (cddp__holds_life_byte(host, at)) return false;
   if ((pid = cddp__process_at(host, at).pid) == 0) return true; /* not known */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
     return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
            start > host->started_before;
-  return kill((pid_t)pid, 0) != 0 && errno == ESRCH; /* no /proc */
+  /* No /proc, or no descriptor to read it. A zombie accepts signals, but has no memory. */
+  return (kill((pid_t)pid, 0) != 0 ||
+          syscall(SYS_process_vm_readv, (pid_t)pid, &byte, 1ul, &byte, 1ul, 0ul) < 0) &&
+         errno == ESRCH;
 }
 
 /* Whether a rank takes part in no further call: it has left the group, or has ended. A rank of
@@ -24666,6 +24673,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               cddp_run_threads with one thread could unmap memory of the program. A thread that
               returned left the others waiting in groups that it had not destroyed.
               130 finished sends with handles held up the next send.
+              A rank without /proc, or without descriptors, waited timeout_s for a zombie process.
+              Faults (SIGSEGV) in hooks and handles' operations did not run the program's handler.
               A model created anew after a failure on one rank: states differed without an error.
               An optimizer kept while a parameter's count or dtype changed left its states.
               cddp_save after a partial cddp_load crashed, or left out states.

@@ -1303,6 +1303,43 @@ static void test_hook(void) {
   CHECK_OK(ranks_run(run_hook, NULL, 3, true));
 }
 
+static void on_fault(int number) { _exit(number == SIGSEGV ? 42 : 1); }
+
+static cddp_result crash(cddp_bucket *bucket, void *page) {
+  (void)bucket;
+  *(volatile int *)page = 1;
+  return CDDP_OK;
+}
+
+static int run_crash(int rank, void *page) {
+  struct sigaction how;
+  cddp_group *g = NULL;
+  cddp_ddp *d = NULL;
+  cddp_ddp_desc desc;
+  float w[4] = {0};
+  cddp_param p[1] = {{"w", w, NULL, 4, CDDP_F32}};
+  memset(&how, 0, sizeof how);
+  memset(&desc, 0, sizeof desc);
+  how.sa_handler = on_fault;
+  CHECK_EQ(sigaction(SIGSEGV, &how, NULL), 0);
+  desc.comm_hook = crash;
+  desc.comm_hook_data = page;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_ddp_create(&d, g, p, 1, &desc));
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  return cddp_ddp_wait(d) == CDDP_OK || rank == 0;
+}
+
+/* The program's handler of a fault runs when a hook, on cddp's thread, has the fault. */
+static void test_hook_crashes(void) {
+  void *page = mmap(NULL, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  int status = 0;
+  pid_t pid = ranks_fork(run_crash, 0, page);
+  CHECK_EQ(waitpid(pid, &status, 0), pid);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 42);
+  munmap(page, 4096);
+}
+
 /* bf16 keeps 8 bits of the mantissa, fp16 11: of each rank's number, of the sum, of the mean. */
 static void check_close(const model *m, int step, double relative) {
   int k, rank, world = cddp_world_size(m->g);
@@ -2092,6 +2129,7 @@ int main(void) {
   RUN(test_forgotten_alone);
   RUN(test_hook);
   RUN(test_hook_params);
+  RUN(test_hook_crashes);
   RUN(test_compression);
   RUN(test_clip);
   RUN(test_clip_nan);
