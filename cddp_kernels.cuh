@@ -1700,7 +1700,7 @@ typedef struct cddp__device {
 typedef struct cddp__device_report {
   int32_t device, kernels;
   char gpu[40];  /* uuid of a GPU or of a MIG partition; "": ranks can share it */
-  char host[96]; /* identity of the machine */
+  uint64_t host; /* identity of the machine */
 } cddp__device_report;
 
 #define CDDP__WATCH_INTERVAL_S 0.005 /* between two checks of the watcher, and of the poller */
@@ -3589,9 +3589,9 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
     snprintf(out->gpu + 2 * i, 3, "%02x", (unsigned char)about.uuid.bytes[i]);
   out->device = device;
   out->kernels = cddp__registered_kernels != NULL;
-  cddp__host_identity(out->host, sizeof out->host);
+  out->host = cddp__host_identity();
   if (nccl_host != NULL) /* NCCL's name of the host: with different names, tests share a GPU */
-    snprintf(out->host, sizeof out->host, "%s", nccl_host);
+    out->host = cddp__hash64(1, nccl_host, strlen(nccl_host));
   return r;
 }
 
@@ -3613,7 +3613,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
     kernels = kernels && all[i].kernels != 0;
     for (k = 0; r == CDDP_OK && nccl && k < i; k++) { /* the same result on every rank */
       if (all[i].gpu[0] == 0 || strcmp(all[i].gpu, all[k].gpu) != 0 ||
-          strcmp(all[i].host, all[k].host) != 0)
+          all[i].host != all[k].host)
         continue;
       r = CDDP__REFUSE(
           "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set device to "
