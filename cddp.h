@@ -182,11 +182,11 @@ extern "C" {
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
-   made the call, and no rank was lost or timed out. If cddp_ddp_ready, _next_shard, _wait, _step,
-   _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls fail on
-   all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, or a _step while no_sync is on,
-   leaves it usable.) With NCCL, or if a rank was lost, the group is broken too. Groups of elastic
-   jobs: see the fine print.
+   made the call, and no rank was lost, timed out, or had no memory at all. If cddp_ddp_ready,
+   _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the model is broken: its
+   collective calls fail on all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, or a
+   _step while no_sync is on, leaves it usable.) With NCCL, or if a rank was lost, the group is
+   broken too. Groups of elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, set new numbers, from 0, in cddp_group_desc: rank and world_size. */
@@ -1300,7 +1300,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    processes of that host can join it.
 
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, even cddp_init's, fail: on
-   that rank's host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT.
+   that rank's host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT. A group of
+   yours that has lost a rank keeps its shared memory until the job ends.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain until the next save. If
    it was the last save of the run, each rank can still save alone, with g NULL and a path of its
@@ -24140,7 +24141,8 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
   given = *desc;
   if (joins && given.shards == 0) given.shards = g->host->job_info->table.shards;
-  if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((d = cddp__ddp_new(g, params, count, &given)) == NULL)
+    return joins ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY); /* others wait */
   d->desc.shards = desc->shards; /* a checkpoint has what the program has set */
   r = cddp__ddp_setup(d, joins);
   if (r == CDDP_OK && desc->elastic) r = joins ? cddp__elastic_join(d) : cddp__elastic_create(d);

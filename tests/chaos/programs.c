@@ -15,7 +15,9 @@
 
    A seed is a `program`: a world (ranks, hosts, processes or threads), a model (memory, sizes
    around the thresholds of cddp.h, dtypes), an optimizer, a loop, and events (deaths, stops,
-   processes that join, a system call that fails). settle() removes what cddp does not allow.
+   processes that join, a system call that fails). Models and optimizers are made anew, or a second
+   time; one rank fails alone, and all go on; processes start again. settle() removes what cddp does
+   not allow.
 
    The judge computes what each rank must hold after each step: reference(). Gradients depend on
    step, shard and element alone, and repeat after PERIOD elements, so that the reference is short
@@ -62,11 +64,19 @@ enum { NOTHING, KILL_AT_POINT, KILL_AT_STEP, KILL_EARLY, KILL_OUTSIDE, STOP, JOI
 enum { HOST_ONLY, NCCL, THROUGH_HOST, GPU_KINDS }; /* THROUGH_HOST: backend cpu */
 enum { DEFAULT_STREAM, OWN_STREAM, BLOCKING_STREAM, BACKWARD_APART, CHANGING, STREAMS };
 enum { SAME_RANK, OTHER_COUNT, OTHER_OPTIMIZER, OTHER_SECRET, MISFITS };
+enum { REDUCES = 1, MOVES, SENDS, SPLITS, ALLOCATES, SAVES, BY_CHANCE, POLLS, SLIPS };
+enum { NO_RENEWAL, NEW_OPTIMIZER, NEW_MODEL, TWO_OPTIMIZERS, SPARE_OPTIMIZER, RENEWALS };
+enum { NO_MISHAP, TWICE, MISSING, NO_MEMORY, NO_MEMORY_AFTER, NO_MEMORY_TO_SAVE, MISHAPS };
+enum { ALONE, BEFORE_IT, AFTER_IT, ON_ITS_GROUP, SECONDS };
+enum { NEW_PROCESSES, SAME_PORT, OTHER_PORT, BESIDE, BESIDE_BY_MPIRUN, AGAINS };
+enum { WHOLE, RENAMED, NO_STATES, NEW_STATE, PARTIALS };
+enum { LEAVES_NOTHING, LEAVES_GROUPS, RETURNS, FAILS, EXITS, LEAVES };
 
 enum { LEGAL, ELASTIC_HOOK, ELASTIC_UNUSED, ELASTIC_UNEVEN, SHARDS_HOOK, SHARDS_UNUSED, FEW_SHARDS,
        MANY_SHARDS, OVERLAP, NO_DATA, LAST_COUNT, LAST_DTYPE, LAST_SHARDS, SHARDED_ELASTIC,
        SHARDED_ROWS, ADAMW_HALF, ADAMW_ROWS, NEGATIVE, LAST_RATE, LAST_MOMENTUM, SHARDED_APART,
-       READY_TWICE, NOT_READY, GATHER_ALONE, LAST_WAITS, NO_SYNC_STEP, HOST_DATA, ILLEGALS };
+       READY_TWICE, NOT_READY, GATHER_ALONE, LAST_WAITS, NO_SYNC_STEP, HOST_DATA, COUNT_CHANGED,
+       ILLEGALS };
 
 typedef struct parameter {
   int count, dtype, memory, grad;
@@ -89,6 +99,14 @@ typedef struct program {
   int uneven;                   /* the second half of the ranks has data for so many steps */
   int illegal;                  /* what all ranks must refuse */
   int churn;                    /* a rank is killed and replaced so many times */
+  int renewal, at;              /* before this step, or in each, see renew() */
+  int mishap, mishap_call, mishap_nth, mishap_rank; /* one rank alone fails in step `at` */
+  int second;                   /* where a second model is made */
+  int again;                    /* how processes live on after a restart */
+  int partial;                  /* what the checkpoint lacks at the restart */
+  int data;                     /* samples of a sampler that it has */
+  int leave;                    /* what threads leave behind, or one of them after step `at` */
+  int stands;                   /* a receive on the job's group that gets no message */
   int restart, restart_ranks;   /* saved at this step, loaded by so many ranks */
   event e[EVENTS];
   int fault, fault_nth, fault_rank, fault_delay;
@@ -105,6 +123,10 @@ typedef struct program {
   X("grad" #n, p[n].grad, 0)
 #define FIELDS(X) \
   X("fault", fault, 0) X("churn", churn, 0) X("restart", restart, 0) X("hosts", hosts, 0) \
+  X("mishap", mishap, 0) X("renewal", renewal, 0) X("second", second, 0) X("at", at, 0) \
+  X("mishap_call", mishap_call, 0) X("mishap_nth", mishap_nth, 1) \
+  X("mishap_rank", mishap_rank, 0) X("again", again, 0) X("partial", partial, 0) \
+  X("data", data, 0) X("leave", leave, 0) X("stands", stands, 0) \
   EVENT_FIELDS(X, 7) EVENT_FIELDS(X, 6) EVENT_FIELDS(X, 5) EVENT_FIELDS(X, 4) EVENT_FIELDS(X, 3) \
   EVENT_FIELDS(X, 2) EVENT_FIELDS(X, 1) EVENT_FIELDS(X, 0) \
   X("ranks", ranks, 1) X("params", count, 1) X("steps", steps, 1) \
@@ -178,6 +200,22 @@ static int last_step(const program *p) {
   return most < MOST_STEPS ? most : MOST_STEPS;
 }
 
+/* Whether ranks that continue after a mishap have the states of before, from a file. */
+static bool has_file(const program *p) {
+  return p->mishap > MISSING || p->optim == OWN || p->mishap_nth % 2 == 0;
+}
+
+/* Whether all ranks begin step t with new states. */
+static bool resets(const program *p, uint64_t t) {
+  return t == (uint64_t)p->at &&
+         (p->renewal == NEW_OPTIMIZER || (p->mishap && !has_file(p)) ||
+          (p->renewal == NEW_MODEL && !p->apart && p->optim != OWN));
+}
+static uint64_t base_of(const program *p, uint64_t t) { /* of the model of step t */
+  bool anew = p->renewal == NEW_MODEL || (p->mishap && !has_file(p));
+  return anew && t > (uint64_t)p->at ? (uint64_t)p->at : 0;
+}
+
 static void no_more_than(int *value, int most) {
   if (*value > most) *value = most;
 }
@@ -244,8 +282,54 @@ static void settle_uneven(program *p) {
   if (p->uneven == 0) return;
   /* Means over 1, 2 or 4 ranks have the same bits by division and by multiplication. */
   p->ranks = p->ranks < 4 ? 2 : 4;
-  p->looped = p->unused = p->between = p->hook = 0, p->micro = 1;
+  p->unused = p->between = p->hook = 0, p->micro = 1;
   no_more_than(&p->uneven, p->steps);
+}
+
+static void settle_mishap(program *p) {
+  if (p->elastic || p->uneven > 0 || p->supervised) p->mishap = 0; /* elastic: `fault` */
+  if (p->optim == OWN && p->unused) p->mishap = 0; /* the file does not have own_steps */
+  if (p->mishap > MISSING && p->threads) p->mishap -= MISSING;
+  if (p->mishap == MISSING && p->unused) p->mishap = TWICE;
+  if (p->mishap > MISSING) p->restart = 0;
+  if (p->mishap > 0) p->fault = p->renewal = 0, memset(p->e, 0, sizeof p->e);
+  no_more_than(&p->mishap_rank, p->ranks - 1);
+  if (p->restart > 0) no_more_than(&p->mishap_rank, p->restart_ranks - 1);
+}
+
+/* A joining process gets the states of one optimizer. An elastic model is made anew by all ranks of
+   the job. With masters an optimizer does not see what another one has updated. */
+static void settle_renewal(program *p) {
+  bool loses = events_of(p, NOTHING) < EVENTS || p->fault || p->churn || p->supervised;
+  int k;
+  if (p->renewal == NEW_MODEL && p->elastic && loses) p->renewal = SPARE_OPTIMIZER;
+  if (p->renewal == TWO_OPTIMIZERS && joins_of(p) > 0) p->renewal = SPARE_OPTIMIZER;
+  if (p->renewal != NEW_MODEL && p->optim == OWN) p->renewal = 0;
+  if (p->uneven > 0) no_more_than(&p->at, p->uneven - 1);
+  no_more_than(&p->at, p->steps - 1);
+  if (p->renewal != TWO_OPTIMIZERS) return;
+  p->restart = p->uneven = 0;
+  for (k = 0; k < p->count; k++)
+    if (is_half(p->p[k].dtype)) p->optim = SGD, p->masters = 0;
+}
+
+static void settle_restart(program *p) {
+  if (p->restart == 0 || p->threads || p->supervised) p->again = 0;
+  if (p->again == BESIDE_BY_MPIRUN && p->hosts > 0) p->again = BESIDE;
+  if (p->again) p->restart_ranks = p->ranks;
+  if (p->restart == 0 || p->optim == OWN) p->partial = 0;
+  if (p->partial == NEW_STATE && p->optim == SGD) p->momentum = p->momentum > 0;
+  if (p->restart == 0 || p->elastic) p->data = 0;
+}
+
+/* Ranks that are out of data make no calls but the model's. A rank that is lost on one host ends
+   calls on another only by a time-out. */
+static void settle_others(program *p) {
+  if (p->illegal || p->uneven > 0) p->second = 0;
+  if (p->elastic && p->hosts > 0 && p->second > 0) p->second = ON_ITS_GROUP;
+  if (!p->threads || p->illegal || p->mishap || p->uneven) p->leave = 0;
+  if (p->ranks < 2 || p->restart > 0 || p->elastic) no_more_than(&p->leave, LEAVES_GROUPS);
+  if (!p->elastic || p->threads || p->hosts > 0 || p->restart > 0) p->stands = 0;
 }
 
 static void settle_illegal(program *p) {
@@ -253,6 +337,7 @@ static void settle_illegal(program *p) {
   if (p->illegal == LEGAL) return;
   if (p->ranks < 2 && p->illegal != OVERLAP) p->ranks = 2;
   if (p->illegal == OVERLAP && p->count < 2) p->count = 2;
+  if (p->illegal == COUNT_CHANGED && p->p[0].count < 2) p->p[0].count = 2;
   if (p->illegal == LAST_DTYPE || p->illegal == ADAMW_HALF) p->p[0].dtype = CDDP_F16;
   memset(p->e, 0, sizeof p->e);
   p->fault = p->churn = p->restart = p->uneven = p->elastic = p->rows = p->shards = 0;
@@ -313,6 +398,13 @@ static void settle(program *p) {
   settle_uneven(p);
   settle_model(p);
   settle_events(p);
+  if (PROGRAMS_GPU || p->illegal) p->renewal = p->mishap = 0;
+  if (PROGRAMS_GPU) p->again = p->partial = p->data = p->second = p->leave = p->stands = 0;
+  settle_mishap(p);
+  settle_renewal(p);
+  settle_restart(p);
+  settle_others(p);
+  settle_model(p);
 }
 
 /* --- what a seed means --- */
@@ -403,6 +495,27 @@ static void draw_fault(program *p, uint64_t *k, uint64_t seed) {
   p->e[1].arg = 0;
 }
 
+static void draw_anew(program *p, uint64_t *k, uint64_t seed) {
+  static const int calls[] = {2, 4, 5, 14, 16, 17}; /* memory, see CALLS */
+  int kind = DRAW(6);
+  p->at = DRAW(p->steps);
+  p->renewal = kind == 0 ? 1 + DRAW(RENEWALS - 1) : NO_RENEWAL;
+  p->mishap = kind == 1 ? 1 + DRAW(MISHAPS - 1) : NO_MISHAP;
+  p->mishap_call = calls[DRAW(6)];
+  p->mishap_nth = 1 + DRAW(6);
+  if (DRAW(2)) p->mishap_nth += DRAW(40);
+  p->mishap_rank = DRAW(p->ranks);
+  p->second = DRAW(6) == 0 ? 1 + DRAW(SECONDS - 1) : ALONE;
+  if (p->between > 0 && DRAW(3) == 0) p->between = POLLS + DRAW(2);
+  p->again = DRAW(AGAINS);
+  p->partial = DRAW(2) ? DRAW(PARTIALS) : WHOLE;
+  p->data = DRAW(2) ? 1 + DRAW(40) : 0;
+  p->leave = DRAW(LEAVES);
+  p->stands = DRAW(4) == 0;
+  if (p->illegal && DRAW(8) == 0 && !PROGRAMS_GPU) p->illegal = COUNT_CHANGED;
+  if (DRAW(8) == 0 && !p->supervised) p->restart = 1 + DRAW(p->steps);
+}
+
 static program draw(uint64_t seed) {
   uint64_t count = 0, *k = &count;
   program p;
@@ -460,6 +573,7 @@ static program draw(uint64_t seed) {
   p.stream = DRAW(STREAMS);
   p.share = DRAW(4) == 0;
   p.graph = DRAW(3) == 0 ? 2 + DRAW(3) : 0;
+  draw_anew(&p, k, seed);
 #undef DRAW
   settle(&p);
   return p;
@@ -549,6 +663,10 @@ static double decays(const program *p, int k) {
   return !p->decay ? 0 : p->groups && k % 2 == 1 ? 0 : 0.0625;
 }
 
+static bool has_all_states(const program *p, uint64_t t) { /* else only after the restart */
+  return p->partial != NEW_STATE || t >= (uint64_t)p->restart;
+}
+
 static rule rule_of(const program *p, int k, uint64_t t, int steps) {
   rule u;
   memset(&u, 0, sizeof u);
@@ -557,12 +675,12 @@ static rule rule_of(const program *p, int k, uint64_t t, int steps) {
   u.sign = p->maximize && p->optim != OWN ? -1 : 1;
   u.rate = learning_rate(p, t) * scales(p, k);
   u.decay = p->optim != OWN ? decays(p, k) : 0;
-  u.momentum = p->momentum > 0;
+  u.momentum = p->momentum > 0 && has_all_states(p, t);
   u.keep = p->momentum == 1 ? 0.9 : 0.5;
   u.take = p->momentum == 2 && !p->nesterov && p->optim != OWN ? 0.75 : 1;
   u.nesterov = p->nesterov;
   u.first = steps == 0;
-  u.amsgrad = p->amsgrad;
+  u.amsgrad = p->amsgrad && has_all_states(p, t);
   u.steps = steps;
   return u;
 }
@@ -709,12 +827,16 @@ typedef struct process { /* written by itself, but for state */
   int passed;  /* points, of a process that dies while it joins */
   usage use[MEASURES]; /* after so many joins, or at so many parts of the steps */
   int states;          /* of all processes, in these */
+  bool lives_on;       /* after the restart */
+  bool no_memory;      /* the group ended because a rank had no memory at all */
   char text[600];
 } process;
 
 typedef struct shared_state {
   program p;
-  int phase, port;
+  int phase, port, other_port;
+  int odd_bucket; /* of a hook */
+  uint64_t epoch, samples; /* of the sampler in the checkpoint */
   int created;    /* first ranks with a model; events begin when all have one */
   int alive;      /* ranks that can finish the job; never 0 */
   int reached;    /* a step that some rank has begun, */
@@ -748,23 +870,56 @@ static bool swap(int *x, int old, int now) {
   return __atomic_compare_exchange_n(x, &old, now, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
+/* 1: after the restart. */
+static int phase(void) { return shared->phase + (me != NULL && me->lives_on); }
+
 static void keep(const column *c, int dtype, unsigned char *want) {
   int i;
   for (i = 0; i < c->n; i++) ranks_store((cddp_dtype)dtype, want, (size_t)i, c->w[i]);
 }
 
+static void begin_weights(const program *p, int k, column *c) {
+  int i;
+  for (i = 0; i < c->n; i++)
+    c->w[i] = numbers[is_exact(p)][p->p[k].dtype][(begin_of_weights(k) + i) % PERIOD];
+}
+
+/* An optimizer that is created now: its masters are the weights. */
+static void begin_states(column *c, int dtype) {
+  int i;
+  for (i = 0; i < c->n; i++) c->w[i] = narrow(dtype, c->w[i]);
+  for (i = 0; i < c->n; i++) c->m[i] = c->q[i] = c->most[i] = 0;
+  c->steps = 0;
+}
+
+static void exchange_states(column *a, column *b) {
+  column kept = *b;
+  *b = *a;
+  memcpy(kept.w, a->w, sizeof a->w);
+  kept.n = a->n;
+  *a = kept;
+}
+
 /* Fills shared->want. With masters a column has the master, which starts as the weight. */
 static void reference(const program *p) {
-  static column columns[PARAMS];
-  int t, k, i;
+  static column columns[PARAMS], others[PARAMS]; /* of two optimizers */
+  int t, k;
   memset(columns, 0, sizeof columns);
+  memset(others, 0, sizeof others);
   for (k = 0; k < p->count; k++) {
     columns[k].n = columns_of(p, k);
-    for (i = 0; i < columns[k].n; i++)
-      columns[k].w[i] = numbers[is_exact(p)][p->p[k].dtype][(begin_of_weights(k) + i) % PERIOD];
+    begin_weights(p, k, &columns[k]);
     keep(&columns[k], p->p[k].dtype, shared->want[0][k]);
   }
   for (t = 0; t < last_step(p); t++) {
+    for (k = 0; k < p->count; k++) {
+      bool anew = p->partial == NO_STATES || (p->partial == RENAMED && k == p->count - 1);
+      if (p->restart > 0 && t == p->restart && anew) begin_states(&columns[k], p->p[k].dtype);
+      if (p->restart > 0 && t == p->restart && p->partial == RENAMED && k == p->count - 1)
+        begin_weights(p, k, &columns[k]);
+      if (resets(p, (uint64_t)t)) begin_states(&columns[k], p->p[k].dtype);
+      if (p->renewal == TWO_OPTIMIZERS && t > 0) exchange_states(&columns[k], &others[k]);
+    }
     reference_step(p, (uint64_t)t, columns, &shared->norms[t + 1]);
     for (k = 0; k < p->count; k++) keep(&columns[k], p->p[k].dtype, shared->want[t + 1][k]);
   }
@@ -777,7 +932,7 @@ static struct { int call, nth, delay; } armed; /* of this process */
 static bool strikes(int call, int error) {
   if (LOAD(armed.call) != call || ADD(armed.nth, -1) != 0) return false;
   shared->struck_at = test_now();
-  STORE(shared->struck, 1);
+  STORE(shared->struck, shared->p.fault > 0); /* else a mishap */
   if (armed.delay > 0) ranks_sleep(armed.delay * 1e-3);
   errno = error;
   return armed.delay == 0;
@@ -919,6 +1074,17 @@ typedef struct model {
   void *own[PARAMS]; /* momentum of the program's own optimizer */
   int32_t own_steps[PARAMS];
   uint64_t step; /* as work on parameters knows it, see begin_step() */
+  uint64_t base; /* steps of models before this one */
+  cddp_optim *other; /* see TWO_OPTIMIZERS, SPARE_OPTIMIZER */
+  int fails;     /* in this step this rank has a mishap, */
+  bool arms;     /* or the next cddp_ddp_create, cddp_save or cddp_load has */
+  struct second *second;
+  bool partial; /* the next checkpoint is that of the restart */
+  cddp_sampler sampler;
+  uint64_t epoch;
+  size_t begin, drawn; /* samples of the epoch that all ranks had before, and this one since */
+  cddp_group *half;    /* a group that a thread leaves behind */
+  cddp_work *stands;
   struct device *device;
 } model;
 
@@ -986,8 +1152,18 @@ static void at_step(model *m, uint64_t t, int place) { /* where KILL_AT_STEP hap
   }
 }
 
+/* Its bucket has the parameters that are used, each from a multiple of 64 bytes on. */
 static cddp_result mean_hook(cddp_bucket *bucket, void *data) {
-  (void)data;
+  const model *m = (const model *)data;
+  size_t size = cddp_dtype_size(bucket->dtype), bytes = 0;
+  int i;
+  for (i = 0; i < bucket->param_count && m != NULL && !m->p->gpu; i++) {
+    int k = bucket->params[i];
+    if (!is_used(m->p, m->step, k)) STORE(shared->odd_bucket, 1);
+    bytes = (bytes + 63) / 64 * 64 + m->params[k].count * size;
+  }
+  if (m != NULL && !m->p->gpu && (bytes + 63) / 64 != (bucket->count * size + 63) / 64)
+    STORE(shared->odd_bucket, 1);
   return cddp_all_reduce(bucket->group, bucket->data, bucket->count, bucket->dtype, CDDP_AVG,
                          NULL);
 }
@@ -1016,13 +1192,24 @@ static void zero(model *m, void *p, size_t bytes) {
   enqueue(m, run_zero, x);
 }
 
+/* Of rank 0; others have something else until the next cddp_ddp_create. */
+static void set_weights(model *m, uint64_t t, int k) {
+  const cddp_param *q = &m->params[k];
+  size_t size = cddp_dtype_size(q->dtype), at, n;
+  for (at = 0; at < q->count; at += n) {
+    n = q->count - at < PERIOD ? q->count - at : PERIOD;
+    if (m->rank == 0) memcpy((char *)q->data + at * size, shared->want[t][k], n * size);
+    else memset((char *)q->data + at * size, 0, n * size);
+  }
+}
+
 static bool create_memory(model *m, int k) {
   const parameter *q = &m->p->p[k];
   static const char *const names[PARAMS] = {"a", "b", "c", "d", "e"};
   cddp_param *to = &m->params[k];
   task x;
   size_t bytes = (size_t)q->count * cddp_dtype_size((cddp_dtype)q->dtype);
-  to->name = names[k];
+  to->name = m->p->partial == RENAMED && phase() > 0 && k == m->p->count - 1 ? "z" : names[k];
   to->count = (size_t)q->count;
   to->dtype = (cddp_dtype)q->dtype;
   to->data = q->memory == SHARED ? cddp_alloc(m->g, bytes) : take(m, bytes);
@@ -1041,9 +1228,10 @@ static bool create_memory(model *m, int k) {
   return true;
 }
 
-static cddp_result create_optimizer(model *m, bool misfit) {
+static cddp_result create_optimizer(model *m, cddp_optim **out, bool misfit) {
   static __thread double rates[PARAMS], decay[PARAMS];
   const program *p = m->p;
+  bool all = p->partial != NEW_STATE || phase() > 0;
   cddp_sgd_desc s;
   cddp_adamw_desc a;
   int k;
@@ -1059,14 +1247,14 @@ static cddp_result create_optimizer(model *m, bool misfit) {
   s.weight_decay = a.weight_decay = decays(p, 0);
   s.master_weights = a.master_weights = p->masters;
   s.sharded_states = a.sharded_states = p->sharded;
-  s.momentum = p->momentum == 0 ? 0 : p->momentum == 1 ? 0.9 : 0.5;
-  s.nesterov = p->nesterov;
+  s.momentum = p->momentum == 0 || !all ? 0 : p->momentum == 1 ? 0.9 : 0.5;
+  s.nesterov = p->nesterov && all;
   s.dampening = p->momentum == 2 && !p->nesterov ? 0.25 : 0;
-  a.amsgrad = p->amsgrad;
+  a.amsgrad = p->amsgrad && all;
   s.stream = a.stream = cddp_stream(m->g);
   if (misfit) s.momentum = 0.875, s.dampening = 0, a.beta1 = 0.875;
-  if (p->optim == ADAMW) return cddp_adamw_create(&m->optim, m->params, p->count, &a);
-  return cddp_sgd_create(&m->optim, m->params, p->count, &s);
+  if (p->optim == ADAMW) return cddp_adamw_create(out, m->params, p->count, &a);
+  return cddp_sgd_create(out, m->params, p->count, &s);
 }
 
 static void run_buffer(const task *x) {
@@ -1124,16 +1312,15 @@ static void describe_buffers(model *m) {
     add_buffer(m, m->params[k].name, m->own[k], m->params[k].count, m->params[k].dtype);
 }
 
-static cddp_result create_model(model *m) {
+/* The model of step t and later, and its optimizer unless there is one. */
+static cddp_result make_model(model *m, uint64_t t) {
   const program *p = m->p;
   const event *e = me->event >= 0 ? &p->e[me->event] : NULL;
-  int misfit = e != NULL && e->kind == REFUSED ? e->arg : -1, k;
+  int misfit = e != NULL && e->kind == REFUSED ? e->arg : -1, buckets = (p->buckets + (t > 0)) % 3;
   size_t rows[PARAMS] = {0};
   cddp_ddp_desc desc;
   cddp_result r;
   memset(&desc, 0, sizeof desc);
-  for (k = 0; k < p->count; k++)
-    if (!create_memory(m, k)) return CDDP_OUT_OF_MEMORY;
   rows[0] = (size_t)p->rows;
   if (misfit == OTHER_COUNT && p->rows == 0) m->params[0].count -= 1;
   if (misfit == OTHER_COUNT && p->rows > 0) /* no larger: the memory has the first dtype's size */
@@ -1141,26 +1328,48 @@ static cddp_result create_model(model *m) {
   desc.shards = p->shards;
   desc.elastic = p->elastic;
   desc.sparse_rows = p->rows > 0 ? rows : NULL;
-  desc.bucket_cap_mb = p->buckets == 0 ? 0 : p->buckets == 1 ? 0.001 : 0.1;
+  desc.bucket_cap_mb = buckets == 0 ? 0 : buckets == 1 ? 0.001 : 0.1;
   desc.max_grad_norm = p->clip == NO_CLIP || p->clip == CLIPS_AFTER_WAIT ? 0 : clip_limit(p);
   desc.comm_hook = p->hook ? mean_hook : NULL;
+  desc.comm_hook_data = m;
   desc.find_unused_parameters = p->unused;
   desc.uneven_inputs = p->uneven > 0 && p->gpu == NCCL;
-  describe_buffers(m);
   desc.buffers = m->buffers;
   desc.buffer_count = m->buffer_count;
+  if (p->buffers && t > 0) write_buffers(m, t);
   r = cddp_ddp_create(&m->ddp, m->g, m->params, p->count, &desc);
-  if (r == CDDP_OK && p->buffers && !me->joins) check_buffers(m, 0);
-  if (r != CDDP_OK || p->optim == OWN) return r;
+  if (r == CDDP_OK && p->buffers && !me->joins) check_buffers(m, t);
+  if (r != CDDP_OK || p->optim == OWN || m->optim != NULL) return r;
   if (me->joins) ranks_sleep(2e-5 * p->pause); /* others die, or are refused */
-  return create_optimizer(m, misfit == OTHER_OPTIMIZER);
+  r = create_optimizer(m, &m->optim, misfit == OTHER_OPTIMIZER);
+  if (r == CDDP_OK && p->renewal == TWO_OPTIMIZERS) r = create_optimizer(m, &m->other, false);
+  return r;
+}
+
+static cddp_result create_model(model *m) {
+  int k;
+  for (k = 0; k < m->p->count; k++)
+    if (!create_memory(m, k)) return CDDP_OUT_OF_MEMORY;
+  describe_buffers(m);
+  return make_model(m, 0);
+}
+
+static void destroy_optimizers(model *m) {
+  cddp_optim_destroy(m->optim);
+  cddp_optim_destroy(m->other);
+  m->optim = m->other = NULL;
+}
+
+static void drop_model(model *m) {
+  cddp_ddp_destroy(m->ddp);
+  m->ddp = NULL;
 }
 
 static void destroy_model(model *m) {
   int k;
   drop_graph(m);
-  cddp_optim_destroy(m->optim);
-  cddp_ddp_destroy(m->ddp);
+  destroy_optimizers(m);
+  drop_model(m);
   give(m, m->running);
   if (m->p->illegal) m->params[0].data = m->kept;
   for (k = 0; k < m->p->count; k++) {
@@ -1184,6 +1393,8 @@ static cddp_result check_weights(model *m, uint64_t t) {
     const cddp_param *q = &m->params[k];
     size_t size = cddp_dtype_size(q->dtype);
     const void *data = q->data, *copy = m->copies[k];
+    bool loaded = m->p->partial == RENAMED && phase() > 0 && t == (uint64_t)m->p->restart;
+    if (loaded && k == m->p->count - 1) t = 0, loaded = false; /* not in the file */
     const char *have, *want = (const char *)shared->want[t][k];
     r = look(m, m->p->elastic ? NULL : m->g, 0, &data, q->count * size);
     if (r == CDDP_OK && copy != NULL) r = look(m, NULL, 1, &copy, 2 * q->count);
@@ -1271,8 +1482,13 @@ static cddp_result backward(model *m, uint64_t t, int shard, int micro) {
     if (has_rows(p, k)) r = add_rows(m, t, shard);
     else x.k = k, x.q = m->params[k], hand_over(m, true), enqueue(m, run_backward, x);
     hand_over(m, false);
-    if (r == CDDP_OK) r = cddp_ddp_ready(m->ddp, k);
+    if (r == CDDP_OK && (k > 0 || m->fails != MISSING)) r = cddp_ddp_ready(m->ddp, k);
     if (k == p->count - 1) at_step(m, t, 1);
+  }
+  if (r == CDDP_OK && m->fails == TWICE && micro + 1 == p->micro) {
+    if (!is_ready(p, t, shard, 0)) r = cddp_ddp_ready(m->ddp, 0);
+    if (r != CDDP_OK || (r = cddp_ddp_ready(m->ddp, 0)) != CDDP_INVALID_ARGUMENT)
+      complain("a second cddp_ddp_ready: %s", cddp_result_name(r));
   }
   return r;
 }
@@ -1516,6 +1732,70 @@ static cddp_group *group_of(model *m) {
   return m->p->elastic ? cddp_ddp_group(m->ddp) : m->g;
 }
 
+/* --- a sampler that does not shuffle: sample begin + rank, begin + rank + world size, ... --- */
+
+static size_t samples_of(const model *m) { return m->sampler.desc.dataset_size; }
+static size_t samples_left(const model *m) { /* of this rank, at the epoch's begin or a load */
+  size_t size = (size_t)cddp_world_size(m->g);
+  return m->begin >= samples_of(m) ? 0 : (samples_of(m) - m->begin + size - 1) / size;
+}
+
+/* odd: another number of samples than phase 0 has. */
+static void begin_samples(model *m, bool odd) {
+  cddp_sampler_desc o;
+  if (m->p->data == 0) return;
+  memset(&o, 0, sizeof o);
+  o.dataset_size = (size_t)m->p->data + 3 * odd;
+  o.rank = cddp_rank(m->g);
+  o.world_size = cddp_world_size(m->g);
+  cddp_sampler_destroy(&m->sampler);
+  if (cddp_sampler_init(&m->sampler, &o) != CDDP_OK) complain("cddp_sampler_init");
+}
+
+static void check_left(const model *m) {
+  if (cddp_sampler_epoch(&m->sampler) != m->epoch)
+    complain("epoch %" PRIu64 ", not %" PRIu64, cddp_sampler_epoch(&m->sampler), m->epoch);
+  if (cddp_sampler_size(&m->sampler) != samples_left(m))
+    complain("%zu samples are left, not %zu", cddp_sampler_size(&m->sampler), samples_left(m));
+}
+
+static void resume_samples(model *m) {
+  if (m->partial) m->epoch = shared->epoch, m->begin = shared->samples;
+  else m->begin += m->drawn * (size_t)cddp_world_size(m->g);
+  if (m->begin >= (size_t)m->p->data) m->begin = SIZE_MAX / 2; /* its end, also with more samples */
+  m->drawn = 0;
+  check_left(m);
+  if (m->p->seed % 2) cddp_sampler_set_epoch(&m->sampler, m->epoch); /* the same one goes on */
+}
+
+static void draw_sample(model *m) {
+  size_t i, want;
+  bool more;
+  if (m->p->data == 0) return;
+  more = cddp_sampler_next(&m->sampler, &i);
+  if (more != (m->drawn < samples_left(m)))
+    complain("cddp_sampler_next after %zu of %zu", m->drawn, samples_left(m));
+  if (!more) {
+    m->begin = m->drawn = 0;
+    cddp_sampler_set_epoch(&m->sampler, ++m->epoch);
+    check_left(m);
+    more = cddp_sampler_next(&m->sampler, &i);
+  }
+  want = m->begin + (size_t)cddp_rank(m->g) + m->drawn * (size_t)cddp_world_size(m->g);
+  if (!more || (want < samples_of(m) && i != want)) complain("sample %zu, not %zu", i, want);
+  m->drawn++;
+}
+
+/* The mishap_nth call that takes memory fails on one rank, once. */
+static void arm(const model *m) {
+  armed.nth = m->p->mishap_nth;
+  armed.delay = 0;
+  if (m->rank == m->p->mishap_rank) STORE(armed.call, m->p->mishap_call);
+}
+static void disarm(const model *m) {
+  if (m->p->mishap) STORE(armed.call, 0);
+}
+
 /* Saves or loads the weights, and the states of an optimizer of the program's own. */
 static cddp_result checkpoint(model *m, cddp_group *g, bool save) {
   static const char *const names[PARAMS] = {"ma", "mb", "mc", "md", "me"};
@@ -1524,8 +1804,10 @@ static cddp_result checkpoint(model *m, cddp_group *g, bool save) {
   cddp_result r = CDDP_OK;
   int n = m->p->count, k;
   memset(&c, 0, sizeof c);
-  c.optim = m->optim;
+  c.optim = m->partial && save && m->p->partial == NO_STATES ? NULL : m->optim;
   c.ddp = m->ddp;
+  c.sampler = m->p->data ? &m->sampler : NULL;
+  c.partial = m->partial && !save && m->p->partial;
   memcpy(all, m->params, sizeof m->params);
   for (k = 0; m->p->optim == OWN && k < m->p->count; k++) {
     all[n] = m->params[k];
@@ -1534,9 +1816,12 @@ static cddp_result checkpoint(model *m, cddp_group *g, bool save) {
   }
   if (save && m->p->finish == PARTITIONS) r = cddp_ddp_gather_states(m->ddp, all + m->p->count);
   if (r != CDDP_OK) return r;
+  if (m->arms) arm(m);
   r = save ? cddp_save(g, shared->path, all, n, &c) : cddp_load(g, shared->path, all, n, &c);
-  for (k = 0; k < m->p->count && !save && shared->phase > 0; k++)
-    m->own_steps[k] = (int)cddp_ddp_steps(m->ddp); /* each parameter was in each step */
+  disarm(m);
+  if (r == CDDP_OK && m->p->data && !save) resume_samples(m);
+  for (k = 0; k < m->p->count && !save && phase() > 0; k++)
+    m->own_steps[k] = (int)(m->base + cddp_ddp_steps(m->ddp)); /* each was in each step */
   return r;
 }
 
@@ -1549,6 +1834,96 @@ static cddp_result save_and_load(model *m) {
   return r == CDDP_OK ? checkpoint(m, m->g, false) : r;
 }
 
+/* Ends an operation in one of three ways, and checks what each promises. */
+static cddp_result await(cddp_work *w, uint64_t h) {
+  bool done = false;
+  cddp_result r = CDDP_TIMEOUT;
+  double limit = h % 5 == 1 ? 0 : 1e-3 * (double)(h / 5 % 4);
+  if (h % 5 < 2) {
+    for (; !done; ranks_sleep(2e-5))
+      if (cddp_test(w, &done) != CDDP_OK) complain("cddp_test: %s", cddp_error());
+    return cddp_wait(w);
+  }
+  if (h % 5 == 2) return cddp_wait(w);
+  if (h % 5 == 3 && (r = cddp_wait_for(w, -1)) != CDDP_INVALID_ARGUMENT) {
+    complain("cddp_wait_for(-1): %s", cddp_result_name(r));
+    return CDDP_IO;
+  }
+  while ((r = cddp_wait_for(w, limit)) == CDDP_TIMEOUT) ranks_sleep(2e-5);
+  return r;
+}
+
+/* Messages to the next rank and from the one before, all with handles. A rank that has lost the one
+   still serves the other. */
+static cddp_result poll_messages(cddp_group *g, uint64_t h) {
+  enum { MOST = 20000, MANY = 140 };
+  static const int counts[] = {1, 4, MANY};
+  static __thread float out[MOST], into[MOST];
+  cddp_work *sends[MANY], *w;
+  int size = cddp_world_size(g), rank = cddp_rank(g), step = 1 + (int)(h % 7), i;
+  int to = (rank + step) % size, from = (rank + size - step % size) % size;
+  int n = counts[h / 7 % 3], posted = 0;
+  size_t count = h / 21 % 2 ? MOST : 1 + h / 42 % 300;
+  bool any = h / 84 % 2;
+  float *data = h / 168 % 2 ? (float *)cddp_alloc(g, MOST * sizeof *data) : out;
+  cddp_result r = CDDP_OK, end, first = CDDP_OK;
+  if (data == NULL) return CDDP_OUT_OF_MEMORY;
+  data[0] = data[count - 1] = (float)rank;
+  for (i = 0; i < n && r == CDDP_OK; i++) {
+    r = cddp_send(g, data, count, CDDP_F32, to, 5, &sends[i]);
+    posted += r == CDDP_OK;
+  }
+  first = r;
+  for (i = 0, r = CDDP_OK; i < n && r == CDDP_OK; i++) {
+    r = cddp_recv(g, into, count, CDDP_F32, any ? CDDP_ANY : from, 5, &w);
+    if (r == CDDP_OK) r = await(w, ranks_mix(h, (uint64_t)rank, (uint64_t)i));
+    if (r == CDDP_OK && (into[0] != (float)from || into[count - 1] != (float)from))
+      complain("a message of %zu is wrong", count);
+    if (r == CDDP_OK && cddp_source() != from)
+      complain("cddp_source is %d, not %d", cddp_source(), from);
+  }
+  if (first == CDDP_OK) first = r;
+  if (first == CDDP_OK) /* those that have been received do not hold it up */
+    first = cddp_send(g, data, 1, CDDP_F32, to, 6, NULL);
+  if (r == CDDP_OK) r = cddp_recv(g, into, 1, CDDP_F32, from, 6, NULL);
+  if (first == CDDP_OK) first = r;
+  for (i = posted - 1; i >= 0; i--) {
+    end = await(sends[i], ranks_mix(h, (uint64_t)rank + 1000, (uint64_t)i));
+    if (first == CDDP_OK) first = end;
+  }
+  if (data != out) cddp_free(g, data);
+  return first;
+}
+
+/* A caller's mistake on some ranks: refused, and without an effect. */
+static cddp_result slip(model *m, cddp_group *g, uint64_t h) {
+  uint64_t mine = ranks_mix(h, (uint64_t)cddp_rank(g), 4);
+  int size = cddp_world_size(g), twice[] = {0, 0}, which = (int)(mine % 13);
+  float x = 0;
+  cddp_result r = CDDP_INVALID_ARGUMENT;
+  cddp_group *part = NULL;
+  bool done;
+  switch (which) {
+  case 0: r = cddp_all_reduce(g, NULL, 1, CDDP_F32, CDDP_SUM, NULL); break;
+  case 1: r = cddp_all_reduce(g, &x, 1, (cddp_dtype)99, CDDP_SUM, NULL); break;
+  case 2: r = cddp_all_reduce(g, &x, 1, CDDP_F32, (cddp_op)99, NULL); break;
+  case 3: r = cddp_send(g, &x, 1, CDDP_F32, size, 3, NULL); break;
+  case 4: r = cddp_recv(g, &x, 1, CDDP_F32, 0, -1, NULL); break;
+  case 5: r = cddp_broadcast(g, &x, 1, CDDP_F32, -1, NULL); break;
+  case 6: r = cddp_optim_set_lr(m->optim, -1); break;
+  case 7: r = cddp_ddp_clip_grad_norm(m->ddp, -1, NULL); break;
+  case 8: r = cddp_wait(NULL); break;
+  case 9: r = cddp_test(NULL, &done); break;
+  case 10: r = cddp_group_new(g, twice, 2, &part); break;
+  case 11: r = cddp_send(g, NULL, 1, CDDP_F32, 0, 3, NULL); break;
+  default: if (cddp_alloc(g, SIZE_MAX / 4) != NULL) r = CDDP_OK;
+  }
+  if (r != CDDP_INVALID_ARGUMENT && !(m->p->elastic && r == CDDP_PEER_LOST))
+    complain("mistake %d: %s", which, cddp_result_name(r));
+  if (cddp_error()[0] == 0) complain("mistake %d has no text", which);
+  return reduce_some(m, g, h / 13);
+}
+
 static cddp_result between_steps(model *m, uint64_t t) {
   const program *p = m->p;
   uint64_t h = ranks_mix(p->seed ^ 3, t, 1);
@@ -1557,15 +1932,218 @@ static cddp_result between_steps(model *m, uint64_t t) {
   if (p->between == 0 || h % 3 == 0) return CDDP_OK;
   h /= 3;
   if (g == NULL) return CDDP_ABORTED;
-  switch (p->between == 7 ? 1 + (int)(h % 5) : p->between) {
-  case 1: r = reduce_some(m, g, h / 5); break;
-  case 2: r = move_some(m, g, h / 5); break;
-  case 3: r = send_ring(m, g, h / 5); break;
-  case 4: r = p->elastic ? reduce_some(m, g, h / 5) : use_subgroup(g, h / 5); break;
-  case 5: return allocate(m, m->g, h / 5);
+  switch (p->between == BY_CHANCE ? 1 + (int)(h % 5) : p->between) {
+  case REDUCES: r = reduce_some(m, g, h / 5); break;
+  case MOVES: r = move_some(m, g, h / 5); break;
+  case SENDS: r = send_ring(m, g, h / 5); break;
+  case SPLITS: r = p->elastic ? reduce_some(m, g, h / 5) : use_subgroup(g, h / 5); break;
+  case ALLOCATES: return allocate(m, m->g, h / 5);
+  case POLLS: r = m->p->gpu ? send_ring(m, g, h / 5) : poll_messages(g, h / 5); break;
+  case SLIPS: r = m->p->gpu ? CDDP_OK : slip(m, g, h / 5); break;
   default: r = p->elastic ? CDDP_OK : save_and_load(m); break;
   }
   return p->elastic && r == CDDP_PEER_LOST ? CDDP_OK : r;
+}
+
+/* --- a second model: of one parameter, whose gradient depends on rank and element --- */
+
+enum { FEW = 4 }; /* elements after which it repeats */
+
+typedef struct second {
+  cddp_group *g;
+  cddp_ddp *ddp;
+  cddp_optim *optim;
+  cddp_param p;
+  int steps;
+  bool failed; /* and is not made again */
+  double w[FEW], v[FEW], q[FEW];
+} second;
+
+static void drop_second(model *m) {
+  second *s = m->second;
+  if (s == NULL) return;
+  cddp_optim_destroy(s->optim);
+  cddp_ddp_destroy(s->ddp);
+  if (s->p.data != NULL) cddp_free(m->g, s->p.data);
+  free(s);
+  m->second = NULL;
+}
+
+static cddp_result make_second(model *m, cddp_group *g) {
+  const program *p = m->p;
+  second *s = (second *)calloc(1, sizeof *s);
+  cddp_ddp_desc desc;
+  cddp_sgd_desc sgd;
+  cddp_adamw_desc adamw;
+  cddp_result r;
+  size_t i;
+  if (s == NULL) return CDDP_OUT_OF_MEMORY;
+  memset(&desc, 0, sizeof desc);
+  memset(&sgd, 0, sizeof sgd);
+  memset(&adamw, 0, sizeof adamw);
+  m->second = s;
+  s->g = g;
+  s->p.name = "second";
+  s->p.count = 1 + p->seed % 7 * 700;
+  if ((s->p.data = cddp_alloc(m->g, s->p.count * sizeof(float))) == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < s->p.count; i++)
+    ((float *)s->p.data)[i] = cddp_rank(g) == 0 ? (float)(i % FEW) : -1;
+  for (i = 0; i < FEW; i++) s->w[i] = (double)i;
+  desc.shards = p->seed % 2 ? 0 : cddp_world_size(g);
+  desc.elastic = !p->elastic && p->seed % 4 == 0;
+  if ((r = cddp_ddp_create(&s->ddp, g, &s->p, 1, &desc)) != CDDP_OK) return r;
+  sgd.ddp = adamw.ddp = p->seed % 3 ? s->ddp : NULL;
+  sgd.lr = adamw.lr = 0.25;
+  sgd.momentum = 0.5;
+  sgd.sharded_states = adamw.sharded_states = p->seed % 3 == 1 && !desc.elastic;
+  return p->optim == ADAMW ? cddp_adamw_create(&s->optim, &s->p, 1, &adamw)
+                           : cddp_sgd_create(&s->optim, &s->p, 1, &sgd);
+}
+
+static cddp_result step_second(model *m) {
+  second *s = m->second;
+  int size = cddp_world_size(s->g), k;
+  size_t i;
+  double sum, none = 0;
+  rule u = {0};
+  cddp_result r;
+  u.adamw = m->p->optim == ADAMW;
+  u.momentum = true;
+  u.sign = u.take = 1, u.rate = 0.25, u.keep = 0.5;
+  u.steps = s->steps++;
+  u.first = u.steps == 0;
+  while (cddp_ddp_next_shard(s->ddp, &k)) { /* one */
+    for (i = 0; i < s->p.count; i++) ((float *)s->p.grad)[i] += (float)(1 + k * (int)(i % FEW));
+    (void)cddp_ddp_ready(s->ddp, 0);
+  }
+  if ((r = cddp_ddp_step(s->ddp, s->optim)) != CDDP_OK) return r;
+  for (i = 0; i < FEW; i++) {
+    for (k = 0, sum = 0; k < size; k++) sum += 1 + k * (int)i;
+    s->w[i] = update(&u, s->w[i], in(CDDP_F32, sum / size), &s->v[i], &s->q[i], &none);
+  }
+  for (i = 0; i < s->p.count; i++)
+    if ((double)((float *)s->p.data)[i] != s->w[i % FEW]) {
+      complain("the second model's element %zu is %.9g, not %.9g, after %d steps", i,
+               (double)((float *)s->p.data)[i], s->w[i % FEW], s->steps);
+      break;
+    }
+  return r;
+}
+
+/* Whether that many ranks have a second model on g, and so need no new one. */
+static cddp_result have_second(const model *m, cddp_group *g, int32_t *all) {
+  *all = m->second != NULL && m->second->g == g;
+  return cddp_all_reduce(g, all, 1, CDDP_I32, CDDP_MIN, NULL);
+}
+
+/* In an elastic job a model that is not elastic ends with the first rank that is lost. That on the
+   elastic model's group is made anew with the group, that on the job's group is not. */
+static cddp_result second_step(model *m) {
+  const program *p = m->p;
+  cddp_group *g = p->second == ON_ITS_GROUP ? group_of(m) : m->g;
+  cddp_result r = CDDP_OK;
+  int32_t all = 1;
+  if (g == NULL) return CDDP_ABORTED;
+  if (p->second == ON_ITS_GROUP) r = have_second(m, g, &all);
+  else if (m->second == NULL || m->second->failed) return CDDP_OK;
+  if (r == CDDP_OK && !all) drop_second(m), r = make_second(m, g);
+  if (r == CDDP_OK) r = step_second(m);
+  if (r == CDDP_OK || !p->elastic) return r;
+  if (r != CDDP_PEER_LOST && !shared->struck)
+    complain("the second model: %s: %s", cddp_result_name(r), cddp_error());
+  if (p->second == ON_ITS_GROUP || p->seed % 2) drop_second(m);
+  else m->second->failed = true;
+  return CDDP_OK;
+}
+
+/* --- models and optimizers made anew --- */
+
+/* Before step t. */
+static cddp_result renew(model *m, uint64_t t) {
+  const program *p = m->p;
+  cddp_optim *kept = m->optim;
+  if (p->renewal == SPARE_OPTIMIZER && !me->joins && t % 3 == 0 && m->other == NULL)
+    return create_optimizer(m, &m->other, false);
+  if (p->renewal == SPARE_OPTIMIZER && t % 3 == 2) {
+    cddp_optim_destroy(m->other);
+    m->other = NULL;
+  }
+  if (p->renewal == TWO_OPTIMIZERS && t > me->begin) m->optim = m->other, m->other = kept;
+  if (t != (uint64_t)p->at) return CDDP_OK;
+  if (p->renewal == NEW_OPTIMIZER) {
+    destroy_optimizers(m);
+    return create_optimizer(m, &m->optim, false);
+  }
+  if (p->renewal != NEW_MODEL) return CDDP_OK;
+  if (!p->apart) destroy_optimizers(m);
+  drop_model(m);
+  m->base = t;
+  return make_model(m, t);
+}
+
+/* Whether `yes` is true on all ranks. */
+static bool all_agree(model *m, bool yes) {
+  int32_t all = yes;
+  cddp_result r = cddp_all_reduce(m->g, &all, 1, CDDP_I32, CDDP_MIN, NULL);
+  const char *none = strstr(cddp_error(), "out of memory allocating ");
+  me->no_memory = r == CDDP_OUT_OF_MEMORY && none != NULL && atoi(none + 25) < 20000;
+  if (r != CDDP_OK && !me->no_memory)
+    complain("the group cannot be used after a mishap: %s", cddp_error());
+  return all;
+}
+
+/* One more time if it failed on any rank: the mishap happens once. */
+static cddp_result make_again(model *m, uint64_t t, bool file) {
+  int k;
+  cddp_result r;
+  destroy_optimizers(m);
+  drop_model(m);
+  for (k = 0; k < m->p->count && !file; k++) set_weights(m, t, k);
+  m->base = base_of(m->p, t + 1);
+  if (m->arms) arm(m);
+  r = make_model(m, t);
+  disarm(m);
+  if (!all_agree(m, r == CDDP_OK)) return r;
+  m->arms = m->arms && m->p->at % 2;
+  zero_gradients(m);
+  return file ? checkpoint(m, m->g, false) : CDDP_OK;
+}
+
+/* Step t, in which one rank fails alone. All go on from a file, or with rank 0's weights. */
+static cddp_result step_with_mishap(model *m, uint64_t t) {
+  const program *p = m->p;
+  bool file = has_file(p), certain = p->mishap <= MISSING;
+  int32_t own_steps[PARAMS];
+  cddp_result r = CDDP_OK;
+  memcpy(own_steps, m->own_steps, sizeof own_steps);
+  m->arms = p->mishap == NO_MEMORY_TO_SAVE;
+  if (file) r = checkpoint(m, m->g, true);
+  m->arms = false;
+  if (!all_agree(m, r == CDDP_OK)) {
+    if (r == CDDP_OK) complain("cddp_save succeeds where it failed on another rank");
+    if (me->no_memory) return CDDP_OUT_OF_MEMORY;
+    if ((r = checkpoint(m, m->g, true)) != CDDP_OK) return r;
+  }
+  if (p->mishap == NO_MEMORY) arm(m);
+  m->fails = certain || p->mishap == NO_MEMORY_AFTER
+                 ? (m->rank == p->mishap_rank) * (certain ? p->mishap : TWICE)
+                 : 0;
+  r = train_step(m, t);
+  disarm(m);
+  m->fails = 0;
+  if (r != CDDP_OK && cddp_error()[0] == 0) complain("a failed step has no text");
+  if ((certain || p->mishap == NO_MEMORY_AFTER) && r == CDDP_OK)
+    complain("a step succeeds in which rank %d failed", p->mishap_rank);
+  if (all_agree(m, r == CDDP_OK)) return CDDP_OK;
+  if (me->no_memory) return CDDP_OUT_OF_MEMORY;
+  m->arms = p->mishap == NO_MEMORY_AFTER;
+  r = make_again(m, t, file);
+  m->arms = false;
+  if (!all_agree(m, r == CDDP_OK) && (r = make_again(m, t, file)) != CDDP_OK) return r;
+  memcpy(m->own_steps, own_steps, sizeof own_steps);
+  if (m->base + cddp_ddp_steps(m->ddp) != t)
+    complain("%" PRIu64 " steps after a mishap, not %" PRIu64, cddp_ddp_steps(m->ddp), t - m->base);
+  return (r = check_weights(m, t)) == CDDP_OK ? train_step(m, t) : r;
 }
 
 /* --- what all ranks must refuse, in a group that can be used afterwards --- */
@@ -1600,7 +2178,8 @@ static const struct {
     {"cddp_ddp_all_gather alone", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
     {"cddp_ddp_wait on the last rank, cddp_ddp_step elsewhere", CDDP_MISMATCH, CDDP_MISMATCH},
     {"cddp_ddp_step with no_sync", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
-    {"host memory in a model on a GPU", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT}};
+    {"host memory in a model on a GPU", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT},
+    {"an optimizer of a longer parameter", CDDP_INVALID_ARGUMENT, CDDP_INVALID_ARGUMENT}};
 
 /* Up to its refusal by cddp_ddp_create. */
 static cddp_result illegal_model(model *m, int kind, bool last) {
@@ -1644,7 +2223,7 @@ static cddp_result illegal_optimizer(model *m, int kind, bool last) {
   memset(&a, 0, sizeof a);
   s.lr = a.lr = kind == NEGATIVE ? -1 : kind == LAST_RATE && last ? 0.5 : 0.25;
   s.momentum = kind == LAST_MOMENTUM && last ? 0.5 : 0.25;
-  s.ddp = a.ddp = m->ddp;
+  s.ddp = a.ddp = kind == COUNT_CHANGED ? NULL : m->ddp;
   s.sharded_states = kind == SHARDED_ELASTIC || kind == SHARDED_ROWS || kind == SHARDED_APART;
   if (kind == ADAMW_HALF || kind == ADAMW_ROWS)
     return cddp_adamw_create(&m->optim, m->params, m->p->count, &a);
@@ -1654,6 +2233,11 @@ static cddp_result illegal_optimizer(model *m, int kind, bool last) {
 static cddp_result illegal_step(model *m, int kind, bool last) {
   cddp_result r = CDDP_OK;
   int k;
+  if (kind == COUNT_CHANGED) {
+    drop_model(m);
+    m->params[0].count -= 1;
+    r = cddp_ddp_create(&m->ddp, m->g, m->params, m->p->count, NULL);
+  }
   if (kind == GATHER_ALONE) return cddp_ddp_all_gather(m->ddp);
   cddp_ddp_no_sync(m->ddp, kind == NO_SYNC_STEP);
   for (k = m->p->count - 1; k >= 0 && r == CDDP_OK; k--)
@@ -1662,6 +2246,9 @@ static cddp_result illegal_step(model *m, int kind, bool last) {
       cddp_ddp_ready(m->ddp, 0) != CDDP_INVALID_ARGUMENT)
     complain("a second cddp_ddp_ready was not refused");
   if (r != CDDP_OK) return r;
+  if (kind == COUNT_CHANGED && m->p->seed % 3 == 0) return checkpoint(m, m->g, true);
+  if (kind == COUNT_CHANGED && m->p->seed % 3 == 1 && (r = cddp_ddp_wait(m->ddp)) == CDDP_OK)
+    return cddp_optim_step(m->optim);
   if (kind == SHARDED_APART && (r = cddp_ddp_wait(m->ddp)) == CDDP_OK)
     return cddp_optim_step(m->optim);
   if (kind == LAST_WAITS && last) return cddp_ddp_wait(m->ddp);
@@ -1683,13 +2270,60 @@ static cddp_result refuse(model *m) {
   return r;
 }
 
+/* --- what is left behind, or never comes --- */
+
+/* Rank p->mishap_rank has returned from its thread: the others hear of it in a group of theirs. */
+static cddp_result see_the_end(model *m) {
+  cddp_result r = m->p->seed % 2 ? cddp_barrier(m->half) : cddp_barrier(m->g);
+  if (r != CDDP_PEER_LOST) complain("after the end of a thread: %s", cddp_result_name(r));
+  return CDDP_OK;
+}
+
+static bool has_lost_rank(void) {
+  int i;
+  for (i = 0; i < shared->process_count && i < PROCESSES; i++) {
+    const process *q = &shared->processes[i];
+    int state = LOAD(q->state);
+    if (state == DYING || (state == ENDED && !q->joins)) return true;
+  }
+  return shared->struck || shared->p.supervised;
+}
+
+/* A receive from the next of the first ranks, which sends nothing: it ends as a rank is lost or has
+   left, and not before; on this host within moments. */
+static void check_standing(model *m, bool last) {
+  const process *peer = &shared->processes[(m->rank + 1) % m->p->ranks];
+  bool done = false, dead;
+  float x[2] = {0, 0};
+  cddp_result r;
+  if (m->stands == NULL) return;
+  dead = !m->p->supervised && LOAD(peer->state) == DYING;
+  do {
+    if (cddp_test(m->stands, &done) != CDDP_OK) complain("cddp_test: %s", cddp_error());
+    if (last && dead && !done) ranks_sleep(1e-4);
+  } while (last && dead && !done);
+  if (!done && !last) return;
+  if (!done && cddp_cancel(m->stands) == CDDP_OK) {
+    m->stands = NULL;
+    return;
+  }
+  r = cddp_wait(m->stands);
+  m->stands = NULL;
+  if (r != CDDP_PEER_LOST && !shared->struck)
+    complain("a receive ends with %s", cddp_result_name(r));
+  if (!has_lost_rank()) complain("a receive ends without a lost rank: %s", cddp_error());
+  if (!dead || shared->struck) return;
+  r = cddp_send(m->g, x, 2, CDDP_F32, (m->rank + 1) % m->p->ranks, 4, NULL);
+  if (r != CDDP_PEER_LOST) complain("a send to a lost rank: %s", cddp_result_name(r));
+}
+
 /* --- from cddp_init to cddp_destroy --- */
 
 /* Whether the job goes on after t steps: the first rank that asks decides. */
 static bool goes_on(const program *p, uint64_t t) {
   uint64_t since = (uint64_t)LOAD(shared->last_join);
   bool more;
-  if (p->restart > 0 && shared->phase == 0) return t < (uint64_t)p->restart;
+  if (p->restart > 0 && phase() == 0) return t < (uint64_t)p->restart;
   if (t < (uint64_t)p->steps) return true;
   if (LOAD(shared->decided[t]) == 0) {
     more = LOAD(shared->joins_left) > 0 || t < since + 2;
@@ -1739,40 +2373,84 @@ static void announce(model *m) { /* the model exists */
   if (m->p->supervised) ADD(shared->joins_left, -1);
 }
 
+/* After the restart: what the file lacks, another save has. With another number of samples the file
+   is refused in the middle of an epoch, and then changes nothing. */
+static cddp_result load_whole(model *m) {
+  const program *p = m->p;
+  bool refused = p->data && p->seed % 3 && shared->samples > 0;
+  cddp_result r;
+  refused = refused && shared->samples < (uint64_t)p->data;
+  m->partial = true;
+  r = checkpoint(m, group_of(m), false);
+  if (refused && r != CDDP_INVALID_ARGUMENT)
+    complain("cddp_load of another dataset: %s", cddp_result_name(r));
+  if (refused) begin_samples(m, false), r = checkpoint(m, group_of(m), false);
+  m->partial = false;
+  if (p->partial && r == CDDP_OK) r = checkpoint(m, group_of(m), true);
+  if (p->partial && r == CDDP_OK) r = checkpoint(m, group_of(m), false);
+  return r;
+}
+
+static cddp_result save_partly(model *m) {
+  m->partial = true;
+  if (m->p->data && m->rank == 0) {
+    shared->epoch = m->epoch;
+    shared->samples = m->begin + m->drawn * (size_t)cddp_world_size(m->g);
+  }
+  return checkpoint(m, group_of(m), true);
+}
+
 static cddp_result train(model *m) {
   const program *p = m->p;
-  cddp_result r = p->illegal ? refuse(m) : create_model(m);
+  cddp_result r = CDDP_OK;
   uint64_t t = 0;
   bool launched;
-  if (p->illegal) return r;
-  if (r == CDDP_OK && shared->phase > 0) r = checkpoint(m, group_of(m), false);
+  int shard;
+  if (p->illegal) return refuse(m);
+  if (p->second == BEFORE_IT && !me->joins) r = make_second(m, m->g);
+  if (r == CDDP_OK) r = create_model(m);
+  if (p->second == AFTER_IT && !me->joins && r == CDDP_OK) r = make_second(m, m->g);
+  if (phase() > 0) m->base = base_of(p, (uint64_t)p->restart);
+  begin_samples(m, phase() > 0 && p->seed % 3);
+  if (r == CDDP_OK && phase() > 0) r = load_whole(m);
   if (r == CDDP_OK) announce(m);
-  if (r == CDDP_OK) me->begin = t = cddp_ddp_steps(m->ddp);
+  if (r == CDDP_OK) me->begin = t = m->base + cddp_ddp_steps(m->ddp);
   if (r == CDDP_OK && t > MOST_STEPS) complain("%" PRIu64 " steps at the start", t), r = CDDP_IO;
   if (r == CDDP_OK) r = check_weights(m, t);
-  if (p->buffers && shared->phase > 0) write_buffers(m, t); /* not in the checkpoint */
+  if (p->buffers && phase() > 0) write_buffers(m, t); /* not in the checkpoint */
   if (r == CDDP_OK && p->buffers && p->elastic) check_buffers(m, t);
   while (r == CDDP_OK && me->wrong == 0 && goes_on(p, t)) {
     if (p->uneven > 0 && t >= (uint64_t)p->uneven && m->rank >= p->ranks / 2) break;
     if (LOAD(shared->reached) < (int)t) STORE(shared->begun[t], (int64_t)(1e6 * test_now()));
     if (LOAD(shared->reached) < (int)t) STORE(shared->reached, (int)t);
     launched = p->graph > 0 && t >= (uint64_t)p->graph;
-    if ((r = launched ? run_graph(m, t) : train_step(m, t)) != CDDP_OK) break;
+    if ((r = renew(m, t)) != CDDP_OK) break;
+    if (p->mishap && t == (uint64_t)p->at) r = step_with_mishap(m, t);
+    else r = launched ? run_graph(m, t) : train_step(m, t);
+    if (r != CDDP_OK) break;
     at_step(m, t, 3);
-    if (cddp_ddp_steps(m->ddp) != ++t && !launched)
-      complain("%" PRIu64 " steps, not %" PRIu64, cddp_ddp_steps(m->ddp), t);
+    if (m->base + cddp_ddp_steps(m->ddp) != ++t && !launched)
+      complain("%" PRIu64 " steps, not %" PRIu64, m->base + cddp_ddp_steps(m->ddp), t);
     if ((r = check_weights(m, t)) != CDDP_OK) break;
     if (p->buffers && p->elastic) write_buffers(m, t);
     if (p->churn > 0 || p->steps >= LONG / 2) measure(m, t);
     r = between_steps(m, t);
+    if (r == CDDP_OK && p->second) r = second_step(m);
+    draw_sample(m);
+    check_standing(m, false);
+    if (r == CDDP_OK && p->leave >= RETURNS && t == (uint64_t)p->at + 1) {
+      me->steps = t;
+      return m->rank == p->mishap_rank ? CDDP_OK : see_the_end(m);
+    }
   }
   if (r == CDDP_OK && p->uneven > 0) {
+    if (p->looped) (void)cddp_ddp_next_shard(m->ddp, &shard); /* for which there is no data */
     r = cddp_ddp_join(m->ddp, m->optim);
     if (r == CDDP_OK) r = check_weights(m, t = (uint64_t)p->steps);
-    if (r == CDDP_OK && cddp_ddp_steps(m->ddp) != t)
+    if (r == CDDP_OK && m->base + cddp_ddp_steps(m->ddp) != t)
       complain("%" PRIu64 " steps after cddp_ddp_join", cddp_ddp_steps(m->ddp));
   }
-  if (r == CDDP_OK && shared->phase == 0 && p->restart > 0) r = checkpoint(m, group_of(m), true);
+  if (r == CDDP_OK && phase() == 0 && p->restart > 0) r = save_partly(m);
   me->steps = t;
   return r;
 }
@@ -1790,12 +2468,25 @@ static void check_descriptors(int expected) {
   if (more != 0) complain("%d descriptors left:%s", more, names);
 }
 
+static void live(cddp_group *g, int rank);
+
+/* The rest of the program in this process. */
+static void live_on(int rank) {
+  if (shared->p.again != SAME_PORT) ranks_setenv("MASTER_PORT", shared->other_port);
+  if (shared->p.again == BESIDE_BY_MPIRUN) unsetenv("MASTER_PORT");
+  me->lives_on = true;
+  STORE(me->state, STARTING);
+  live(NULL, rank);
+}
+
 /* Everything between the program's begin and its end. g: of a thread; NULL: cddp_init. */
 static void live(cddp_group *g, int rank) {
   const program *p = &shared->p;
-  int fds = ranks_open_fds(), threads = 1;
+  int fds = ranks_open_fds(), threads = p->again >= BESIDE ? ranks_threads() : 1;
   cddp_result r = CDDP_OK;
   cddp_group_desc desc;
+  bool beside = p->again >= BESIDE && !me->lives_on;
+  float never = 0;
   model m;
   memset(&m, 0, sizeof m);
   memset(&desc, 0, sizeof desc);
@@ -1808,11 +2499,14 @@ static void live(cddp_group *g, int rank) {
   die_early(0);
   if (g == NULL) r = cddp_init(&m.g, &desc);
   if (r == CDDP_OK) die_early(1);
-  if (r == CDDP_OK && cddp_world_size(m.g) != (shared->phase > 0 ? p->restart_ranks : p->ranks))
+  if (r == CDDP_OK && cddp_world_size(m.g) != (phase() > 0 ? p->restart_ranks : p->ranks))
     complain("cddp_world_size is %d", cddp_world_size(m.g));
   if (r == CDDP_OK && cddp_rank(m.g) != rank) complain("cddp_rank is %d", cddp_rank(m.g));
   if (r == CDDP_OK && p->gpu && g != NULL) r = cddp_set_device(g, desc.device, desc.backend);
   if (r == CDDP_OK && p->gpu) device_begin(&m);
+  if (r == CDDP_OK && p->leave) r = cddp_group_split(m.g, 0, rank, &m.half);
+  if (r == CDDP_OK && p->stands && !me->joins && p->ranks > 1)
+    r = cddp_recv(m.g, &never, 1, CDDP_F32, (rank + 1) % p->ranks, 9, &m.stands);
   if (r == CDDP_OK) r = train(&m);
   if (r != CDDP_OK && me->wrong == 0) snprintf(me->text, sizeof me->text, "%s", cddp_error());
   me->result = r;
@@ -1820,8 +2514,12 @@ static void live(cddp_group *g, int rank) {
   STORE(armed.call, 0);
   if (!p->threads && !swap(&me->state, RUNNING, ENDED) && !swap(&me->state, STARTING, ENDED))
     pause(); /* it is being killed */
+  if (beside && r == CDDP_OK && me->wrong == 0) live_on(rank);
+  check_standing(&m, true);
+  cddp_sampler_destroy(&m.sampler);
+  drop_second(&m);
   destroy_model(&m);
-  cddp_destroy(m.g);
+  if (!p->leave) cddp_destroy(m.g);
   device_end(&m);
   if (g != NULL) return;
   fds += device_left(&threads);
@@ -1834,7 +2532,8 @@ static int thread_life(cddp_group *g, void *arg) {
   (void)arg;
   me = &shared->processes[cddp_rank(g)];
   live(g, cddp_rank(g));
-  return 0;
+  if (me->rank == shared->p.mishap_rank && shared->p.leave == EXITS) pthread_exit(NULL);
+  return me->rank == shared->p.mishap_rank && shared->p.leave == FAILS;
 }
 
 /* All ranks as threads of this process. */
@@ -1847,13 +2546,29 @@ static int threads_life(int count, void *arg) {
   device_environment(&shared->p, 0);
   r = cddp_run_threads(thread_life, NULL, count);
   me = &shared->processes[0];
-  if (r != CDDP_OK) complain("cddp_run_threads: %s", cddp_error());
+  if (r != (shared->p.leave >= FAILS ? CDDP_PEER_LOST : CDDP_OK))
+    complain("cddp_run_threads: %s: %s", cddp_result_name(r), r ? cddp_error() : "");
   fds += device_left(&threads);
   check_descriptors(fds);
   mappings = ranks_mappings(" rw-s ") - mappings;
   if (mappings != 0) complain("%d mappings left", mappings);
   if (!ranks_threads_left(threads)) complain("%d threads left", ranks_threads() - threads);
   return 0;
+}
+
+/* The environment of Open MPI's mpirun instead. */
+static void use_mpirun(int rank) {
+  static const char *const names[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+                                      "MASTER_ADDR", "MASTER_PORT"};
+  char job[64];
+  int i;
+  for (i = 0; i < 6; i++) unsetenv(names[i]);
+  ranks_setenv("OMPI_COMM_WORLD_RANK", rank);
+  ranks_setenv("OMPI_COMM_WORLD_SIZE", shared->p.ranks);
+  ranks_setenv("OMPI_COMM_WORLD_LOCAL_RANK", rank);
+  ranks_setenv("OMPI_COMM_WORLD_LOCAL_SIZE", shared->p.ranks);
+  snprintf(job, sizeof job, "programs-%d-%d", (int)getppid(), shared->port);
+  setenv("PMIX_NAMESPACE", job, 1);
 }
 
 static int process_life(int number, void *arg) {
@@ -1864,7 +2579,7 @@ static int process_life(int number, void *arg) {
   me = &shared->processes[number];
   me->pid = getpid();
   if (p->hosts > 0) setenv("TEST_HOSTS", host_plans[p->hosts], 1);
-  ranks_environment(me->rank, shared->phase > 0 ? p->restart_ranks : p->ranks, shared->port);
+  ranks_environment(me->rank, phase() > 0 ? p->restart_ranks : p->ranks, shared->port);
   ranks_setenv("CDDP_TIMEOUT_S", DEADLINE_S);
   if (me->joins) setenv("CDDP_JOIN", "1", 1);
   if (p->secret) setenv("CDDP_SECRET", "of these programs", 1);
@@ -1872,7 +2587,9 @@ static int process_life(int number, void *arg) {
       p->e[me->event].arg == OTHER_SECRET)
     setenv("CDDP_SECRET", "another", 1);
   device_environment(p, me->rank);
+  if (p->again == BESIDE_BY_MPIRUN) use_mpirun(me->rank);
   live(NULL, me->rank);
+  if (p->again && !me->lives_on && me->result == CDDP_OK && me->wrong == 0) live_on(me->rank);
   mappings = ranks_mappings(" rw-s ") - mappings;
   if (mappings != 0) complain("%d mappings left", mappings);
   return 0;
@@ -2062,6 +2779,7 @@ static bool excused(const process *q) {
     members += other != q && (other->state != DYING || other->ended > q->started);
   }
   if (was_too_late(q) || saw_no_step(q)) return true;
+  if (p->mishap > MISSING && q->result == CDDP_OUT_OF_MEMORY) return q->no_memory;
   if (is_victim(q) && shared->struck) return true;
   if (!p->elastic && shared->struck) return true; /* such as cddp_save: all ranks fail alike */
   if (!p->elastic) return lost && q->result == CDDP_PEER_LOST;
@@ -2088,11 +2806,12 @@ static void describe_process(char *text, size_t size, const process *q, int stat
 static bool grows(const process *q, char *text, size_t size) {
   static const char *const names[] = {"descriptors", "threads", "mappings", "KiB from malloc",
                                       "KiB in common"};
-  int at[MEASURES], n = 0, kind, i, some;
+  int at[MEASURES], n = 0, kinds = RANKS_SLOW ? MAPPINGS : USES, kind, i, some;
   for (i = 1; i < MEASURES; i++)
     if (q->use[i].of[THREADS] > 0) at[n++] = i;
   some = n > 12 ? 4 : 2;
-  for (kind = 0; kind < (RANKS_SLOW ? MAPPINGS : USES) && n > 4; kind++) {
+  if (shared->p.second == ON_ITS_GROUP) kinds = MAPPINGS; /* lost ranks' groups keep memory */
+  for (kind = 0; kind < kinds && n > 4; kind++) {
     int begin = kind >= MAPPINGS ? n / 2 : 0; /* memory is not all in use at first */
     int least = kind >= PRIVATE ? n + 64 : (n - begin) / 3 + 1;
     int first = 0, last = INT_MAX, rises = 0;
@@ -2241,7 +2960,7 @@ static void judge_phase(watch *w, bool hung, verdict *v) {
     ADD(totals->deaths, q->state == DYING);
     ADD(totals->joined, q->joins && q->state == ENDED && q->result == CDDP_OK);
     ADD(totals->refused, q->joins && q->state == ENDED && q->result != CDDP_OK);
-    able += !q->joins && !is_victim(q);
+    able += !q->joins && !is_victim(q) && !q->no_memory;
   }
   if (!hung && finished == 0 && able > 0 && !v->failed &&
       (shared->p.elastic || events_of(&shared->p, NOTHING) == EVENTS) && !shared->struck)
@@ -2303,6 +3022,7 @@ static void run_phase(const program *p, int phase, verdict *v) {
     run_threads(&w, n, v);
   } else {
     shared->port = ranks_free_port();
+    shared->other_port = p->again ? ranks_free_port() : 0;
     for (i = 0; i < n; i++) (void)start(i, -1);
     hung = !await_processes(&w);
     end_processes(&w);
@@ -2326,8 +3046,9 @@ static verdict run_program(const program *p) {
            tmp != NULL ? tmp : "/tmp", (int)getpid());
   reference(p);
   run_phase(p, 0, &v);
-  if (p->restart > 0 && !v.failed) run_phase(p, 1, &v);
+  if (p->restart > 0 && !v.failed && !p->again) run_phase(p, 1, &v);
   unlink(shared->path);
+  if (shared->odd_bucket) fail(&v, "a bucket has other parameters than those with gradients");
   ADD(totals->faults, shared->struck);
   if (!ranks_no_children()) fail(&v, "a process is left");
   if (ranks_open_fds() != fds) fail(&v, "the judge has descriptors left");
@@ -2347,6 +3068,17 @@ static void print_program(const program *p) {
                                        "before the step's last call", "after the step"};
   static const char *const misfits[] = {"the RANK of a living one", "another count",
                                         "another optimizer", "another secret"};
+  static const char *const renewals[] = {"", "a new optimizer", "a new model", "two by turns",
+                                         "a second optimizer that does not step"};
+  static const char *const mishaps[] = {"", "is ready twice", "is not ready", "lacks memory",
+                                        "fails, then lacks memory", "lacks memory for cddp_save"};
+  static const char *const agains[] = {"new processes", "the same ones", "at another port",
+                                       "beside the first", "beside the first, by mpirun"};
+  static const char *const partials[] = {"all of it", "but the last parameter", "but the states",
+                                         "but one state"};
+  static const char *const leaves[] = {"", "groups are left behind", "a thread returns",
+                                       "a thread fails", "a thread exits"};
+  static const char *const seconds[] = {"", "before it", "after it", "on cddp_ddp_group"};
   int k;
   printf("    %d ranks as %s%s%s%s\n", p->ranks,
          p->supervised ? "processes of cddp_spawn_elastic"
@@ -2395,9 +3127,17 @@ static void print_program(const program *p) {
     if (e->kind == REFUSED)
       printf("    a process with %s is refused in step %d\n", misfits[e->arg % 4], e->step);
   }
+  if (p->renewal) printf("    %s, step %d\n", renewals[p->renewal], p->at);
+  if (p->mishap > 0)
+    printf("    rank %d alone %s, at step %d (call %d of %s)\n", p->mishap_rank,
+           mishaps[p->mishap], p->at, p->mishap_nth, call_names[p->mishap_call % CALL_NAMES]);
+  if (p->second) printf("    a second model %s\n", seconds[p->second]);
   if (p->churn > 0) printf("    the last rank is killed and replaced %d times\n", p->churn);
   if (p->restart > 0)
-    printf("    saved after step %d, loaded by %d ranks\n", p->restart, p->restart_ranks);
+    printf("    saved after step %d, loaded by %d ranks, %s, %s; %d samples\n", p->restart,
+           p->restart_ranks, agains[p->again], partials[p->partial], p->data);
+  if (p->leave > 0) printf("    %s\n", leaves[p->leave]);
+  if (p->stands > 0) printf("    a receive without a message\n");
   if (p->fault > 0)
     printf("    call %d of %s %s in rank %d\n", p->fault_nth, call_names[p->fault % CALL_NAMES],
            p->fault_delay > 0 ? "is late" : "fails", p->fault_rank);
