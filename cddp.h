@@ -242,8 +242,9 @@ typedef enum cddp_dtype {
 } cddp_dtype;
 
 /* Reductions. AVG is the sum divided by the world size (integers: truncated towards zero). Integer
-   sums and products wrap around. MIN and MAX give NaN if any input is NaN, like PyTorch's (MPI has
-   rules of its own). BAND, BOR and BXOR are for integers only, and CDDP_UNSUPPORTED with NCCL. */
+   sums and products wrap around. MIN and MAX give NaN if any input is NaN, like PyTorch's (for both
+   MPI has rules of its own). BAND, BOR and BXOR are for integers only, and CDDP_UNSUPPORTED with
+   NCCL. */
 typedef enum cddp_op {
   CDDP_SUM, CDDP_AVG, CDDP_PROD, CDDP_MIN, CDDP_MAX, CDDP_BAND, CDDP_BOR, CDDP_BXOR
 } cddp_op;
@@ -1223,9 +1224,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    then form one group.
 
    BACKEND MPI is for a network that only MPI supports. Large collectives and gradients use MPI,
-   with MPI's NaN rules and (without shards) summation order. Everything else uses shared memory and
-   TCP. A time-out inside an operation of MPI cannot tell which rank is late. If your program calls
-   MPI_Init_thread before cddp_init, ask for MPI_THREAD_SERIALIZED or more.
+   with MPI's NaN rules and (without shards) summation order. Sums of i8 and u8 that overflow can
+   stop at the largest value (Open MPI's do). Everything else uses shared memory and TCP. A time-out
+   inside an operation of MPI cannot tell which rank is late. If your program calls MPI_Init_thread
+   before cddp_init, ask for MPI_THREAD_SERIALIZED or more.
 
    FLOATING-POINT MODE. An operation uses the mode (FTZ, DAZ, rounding) of the calling thread. If
    it differs between ranks: CDDP_MISMATCH.
@@ -1779,7 +1781,7 @@ enum {
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
 
-#define CDDP__SENDS 128 /* in a slot; with more in flight, a send without a handle blocks */
+#define CDDP__SENDS 128 /* in a slot; with more to one rank, a send without a handle blocks */
 #define CDDP__SEND_BLOCKS 16 /* blocks of send requests: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 #define CDDP__WHERE_MAX 160 /* bytes of slot.where */
@@ -2123,7 +2125,7 @@ typedef struct cddp__p2p {
   cddp_work *recvs; /* pending receives, oldest first */
   int next_any; /* the rank that the next CDDP_ANY checks first */
   uint64_t send_number; /* of the last posted send */
-  uint64_t sends_open; /* upper bound on the sends in flight; each scan refreshes it */
+  uint64_t sends_open; /* sends in flight to the last scan's receiver, and all since then */
   uint64_t sends_staged; /* the same for the bytes of their copies */
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's blocks of requests */
   int send_blocks; /* number of blocks */
@@ -13408,8 +13410,8 @@ static bool cddp__reclaim_send(cddp__send_request *p) {
 }
 
 /* Frees the requests of taken copies, and their memory beyond CDDP__STAGED_MAX. Counts the sends in
-   flight. Returns the free request with the memory that fits `bytes` best; -1: none. */
-static int cddp__scan_sends(cddp_group *g, size_t bytes) {
+   flight to rank `to`. Returns the free request whose memory fits `bytes` best; -1: none. */
+static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
   size_t kept = 0, best_size = 0;
   int i, best = -1, n = cddp__send_count(g);
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
@@ -13420,16 +13422,16 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
     cddp__send_request *p = cddp__send_at(g, i);
     bool better = p->stage_size >= bytes && (best_size < bytes || p->stage_size < best_size);
     bool is_free = cddp__reclaim_send(p);
-    if (p->staged) { /* not taken yet */
-      g->p2p.sends_staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
-    } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
+    if (cddp__load32(&p->state) == CDDP__POSTED_TO(to)) {
+      g->p2p.sends_open++;
+      if (p->staged) g->p2p.sends_staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
+    }
+    if (!p->staged && p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
       cddp__arena_free(g->host, p->stage);
       p->stage = NULL;
       p->stage_size = 0;
     }
-    if (cddp__send_open(p)) {
-      g->p2p.sends_open++;
-    } else if (is_free && (best < 0 || better)) {
+    if (is_free && (best < 0 || better)) {
       best = i;
       best_size = p->stage_size;
     }
@@ -13437,7 +13439,7 @@ static int cddp__scan_sends(cddp_group *g, size_t bytes) {
   return best;
 }
 
-/* Whether the sends in flight, the last one with `bytes`, are within the limits: else a send
+/* Whether the counted sends, the last one with `bytes`, are within the limits: else a send
    without a handle waits. A single one can have any size. p2p.lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
   return g->p2p.sends_open <= CDDP__SENDS &&
@@ -13504,7 +13506,8 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   cddp_result r = CDDP_OUT_OF_MEMORY;
   int i = 0; /* a short message uses request 0 without a scan, if it is free */
   pthread_mutex_lock(&g->p2p.lock);
-  if (!eager || !cddp__reclaim_send(cddp__send_at(g, 0))) i = cddp__scan_sends(g, bytes);
+  if (!eager || !cddp__reclaim_send(cddp__send_at(g, 0)))
+    i = cddp__scan_sends(g, call->root, bytes);
   if (i < 0) i = cddp__grow_sends(g);
   if (i >= 0) {
     p = cddp__send_at(g, i);
@@ -13601,7 +13604,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
     /* If the group has failed, the sender may have stopped waiting for this copy (see
        cddp__finish_send) and changed the bytes. */
-    if (r == CDDP_OK) r = cddp__check_group(g);
+    if (r == CDDP_OK) r = cddp__check_failure(g); /* can be another rank's, which is a thread */
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
     cddp__exchange32(&p->state, CDDP__SEND_DONE);
@@ -13743,25 +13746,11 @@ static bool cddp__message_ready(cddp_work *work) {
   } else if (g->members[work->call.root] < 0) {
     ready = cddp__hosts_can_post(g, work->call.root, bytes);
   } else {
-    (void)cddp__scan_sends(g, bytes);
+    (void)cddp__scan_sends(g, work->call.root, bytes);
     ready = cddp__sends_fit(g, bytes);
   }
   pthread_mutex_unlock(&g->p2p.lock);
   return ready;
-}
-
-/* Breaks the group if the receiver of a message in flight is lost: its send would stay posted. */
-static cddp_result cddp__check_receivers(cddp_group *g) {
-  int i, to, gone = -1;
-  pthread_mutex_lock(&g->p2p.lock);
-  for (i = cddp__send_count(g) - 1; i >= 0 && gone < 0; i--) {
-    uint32_t state = cddp__load32(&cddp__send_at(g, i)->state); /* CDDP__POSTED_TO(to) */
-    to = (int)(state >> 8);
-    if ((state & 255) == CDDP__SEND_POSTED && to != g->rank && cddp__rank_gone(g, to)) gone = to;
-  }
-  pthread_mutex_unlock(&g->p2p.lock);
-  if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(g, gone, "a send, while messages to it were in flight");
 }
 
 /* Reports a timeout: of the caller's limit, or (limit < 0) of the group's, which breaks it. */
@@ -13836,9 +13825,6 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if (cddp__wait_yields(&w)) continue;
     if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
     if (cddp__lost_peer(work) >= 0 && !cddp__message_ready(work)) r = cddp__check_peer(work);
-    if (r == CDDP_OK && w.due && work->call.kind == CDDP__KIND_SEND && work->send < 0 &&
-        g->members[work->call.root] >= 0) /* waits until fewer messages are in flight */
-      r = cddp__check_receivers(g);
     if (r == CDDP_OK && w.late && limit >= 0 && cddp__peer_is_lost(work))
       r = cddp__check_peer(work);
     if (r == CDDP_OK && w.late) r = cddp__message_timeout(work, limit);
@@ -24030,7 +24016,7 @@ static cddp_result cddp__start_counted(
     received += part->in;
   }
   if (sent == 0) c->send = g; /* not read; NULL + 0 would be undefined */
-  if (received == 0) c->recv = g;
+  if (received == 0) c->recv = g->host; /* not g: Open MPI takes equal buffers for MPI_IN_PLACE */
   c->count = g->size > 1 ? CDDP__COUNTED : received;
   c->shares = g->size > 1 ? parts : NULL;
   r = p == g->size ? cddp__check_call(g, c)
@@ -24667,6 +24653,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A rank that could not open its flight recorder left the others without a reason.
      Mended, launchers
               Backend MPI: a rank that called exit() or returned from main cost timeout_s.
+              Backend MPI: after an all_to_all_v with nothing for a rank the next call timed out.
               RANK=0 WORLD_SIZE=1 exported under mpirun or srun: each process was a job of its own.
               cddprun --elastic, cddp_spawn_elastic: a rank that died before the model existed.
      Mended, groups and models
@@ -24674,7 +24661,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               returns CDDP_ABORTED if the group itself times out.
               cddp_run_threads with one thread could unmap memory of the program. A thread that
               returned left the others waiting in groups that it had not destroyed.
-              130 finished sends with handles held up the next send.
+              130 finished sends with handles held up the next send, as did messages to others.
               A rank without /proc, or without descriptors, waited timeout_s for a zombie process.
               Faults (SIGSEGV) in hooks and handles' operations did not run the program's handler.
               A model created anew after a failure on one rank: states differed without an error.

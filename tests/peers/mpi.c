@@ -180,12 +180,19 @@ static void test_counts(void) {
   size_t c, out[4] = {0, 0, 0, 0}, in[4] = {0, 0, 0, 0};
   cddp_group *other = NULL;
   float x[8] = {0}, y[8] = {0};
+  int32_t own[50], got[50] = {0};
   int t;
+  for (t = 0; t < 50; t++) own[t] = 21;
   for (c = 0; c < 4; c++)
     for (t = CDDP_F32; t <= (c < 3 ? CDDP_I64 : CDDP_F32); t++) {
       counted((cddp_dtype)t, counts[c], false);
       counted((cddp_dtype)t, counts[c], true);
     }
+  out[0] = in[0] = me == 0 ? 50 : 0; /* only rank 0 has elements, for itself; then another call */
+  CHECK_OK(cddp_all_to_all_v(g, own, out, got, in, CDDP_I32, NULL));
+  CHECK_OK(cddp_broadcast(g, got, 50, CDDP_I32, 0, NULL));
+  CHECK_EQ(got[49], 21);
+  out[0] = in[0] = 0;
   CHECK_OK(cddp_group_split(g, 0, me, &other));
   out[3] = me == 2 ? 7 : 0; /* which rank 3 does not expect */
   CHECK_IS(cddp_all_to_all_v(other, x, out, y, in, CDDP_F32, NULL), CDDP_MISMATCH);

@@ -424,6 +424,30 @@ static void test_a_call_on_one_rank_alone(void) {
     }
 }
 
+/* A thread that waits takes another rank's message: each rank has one thread all the same. */
+static int cross_after_message(cddp_group *g, void *arg) {
+  int rank = cddp_rank(g);
+  char bytes[1000] = {0};
+  cddp_group *twin = NULL;
+  cddp_work *work = NULL;
+  (void)arg;
+  CHECK_OK(cddp_group_split(g, 0, 0, &twin));
+  if (rank == 1) CHECK_OK(cddp_recv(g, bytes, sizeof bytes, CDDP_U8, 0, 0, &work));
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 0) CHECK_OK(cddp_send(g, bytes, sizeof bytes, CDDP_U8, 1, 0, NULL));
+  if (rank == 1) ranks_sleep(0.1); /* meanwhile rank 0 waits */
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 1) CHECK_OK(cddp_wait(work));
+  CHECK_IS(cddp_barrier(rank == 0 ? g : twin), CDDP_MISMATCH);
+  cddp_destroy(twin);
+  return 0;
+}
+
+static void test_waits_for_each_other_after_a_message(void) {
+  CHECK_OK(ranks_run(cross_after_message, NULL, 2, true));
+  CHECK_OK(ranks_run(cross_after_message, NULL, 2, false));
+}
+
 /* What looks alike and is none: a third rank comes, another thread, an operation in flight, a hook,
    a message. Each rank that others wait for is late by so much. */
 #define LATE 0.4
@@ -1135,6 +1159,7 @@ int main(void) {
   RUN(test_buckets_have_a_line);
   RUN(test_a_parameter_ready_on_some_ranks);
   if (ranks_has_company(0, RANKS)) RUN(test_a_call_on_one_rank_alone); /* seen on one host only */
+  RUN(test_waits_for_each_other_after_a_message);
   RUN(test_what_is_no_deadlock);
   if (getenv("TEST_HOSTS") == NULL) RUN(test_a_time_out_says_where_peers_wait);
   if (getenv("TEST_HOSTS") == NULL) RUN(test_a_time_out_says_who_waits_for_a_message);

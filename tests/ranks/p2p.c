@@ -404,6 +404,22 @@ static int run_self(cddp_group *g, void *arg) {
   return test_failures != before;
 }
 
+/* Messages that wait for one rank do not hold up those to another. */
+static int run_two_boxes(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), k, x = 7;
+  (void)arg;
+  for (k = 0; rank == 0 && k < 256; k++)
+    CHECK_OK(cddp_send(g, &x, 1, CDDP_I32, 1 + k / 128, 0, NULL)); /* as many as do not block */
+  CHECK_OK(cddp_barrier(g));
+  for (k = 0; rank > 0 && k < 128; k++) CHECK_OK(cddp_recv(g, &x, 1, CDDP_I32, 0, 0, NULL));
+  return test_failures != before;
+}
+
+static void test_two_boxes(void) {
+  CHECK_OK(ranks_run(run_two_boxes, NULL, 3, false));
+  CHECK_OK(ranks_run(run_two_boxes, NULL, 3, true));
+}
+
 static void test_self(void) {
   CHECK_OK(ranks_run(run_self, NULL, 1, true));
   CHECK_OK(ranks_run(run_self, NULL, 2, true));
@@ -574,7 +590,8 @@ static void test_dead_peer(void) {
   munmap(l.died_at, 4096);
 }
 
-/* Rank 0 has so many messages on their way to rank 1, which goes, that one to rank 2 waits. */
+/* Rank 0 has so many messages on their way to rank 1 that one more waits, and fails when rank 1
+   goes. One to rank 2 does not wait. */
 typedef struct gone {
   double at; /* the time */
   int told;  /* rank 0's send has failed */
@@ -597,13 +614,14 @@ static int fill_up_rank(int rank, void *arg) {
     CHECK_OK(cddp_send(g, &x, 1, CDDP_F32, 1, 5, &w));
     CHECK_OK(cddp_wait(w));
   }
+  if (rank == 0) CHECK_OK(cddp_send(g, &x, 1, CDDP_F32, 2, 5, NULL));
   CHECK_OK(cddp_barrier(g));
   if (rank == 1) {
     ranks_sleep(0.05);
     l->at = test_now();
     if (l->killed) raise(SIGKILL);
   } else if (rank == 0) {
-    CHECK_IS(cddp_send(g, &x, 1, CDDP_F32, 2, 5, NULL), CDDP_PEER_LOST);
+    CHECK_IS(cddp_send(g, &x, 1, CDDP_F32, 1, 5, NULL), CDDP_PEER_LOST);
     CHECK(mentions("rank 1") && mentions(l->killed ? "signal 9" : "left the group"));
     CHECK(test_now() - l->at < RANKS_WITHIN(1));
     __atomic_store_n(&l->told, 1, __ATOMIC_SEQ_CST);
@@ -1170,6 +1188,7 @@ int main(void) {
   RUN(test_take_and_leave);
   RUN(test_beside_collective);
   RUN(test_talkers);
+  RUN(test_two_boxes);
   RUN(test_self);
   RUN(test_mismatch);
   RUN(test_thread_leaves);
