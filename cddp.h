@@ -903,10 +903,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
    models: there it has the model's present ranks, belongs to d, and changes when ranks are lost or
-   join. Ask for it anew in each step that uses it, at the same place on all ranks, and wait for its
-   handles before the next cddp_ddp_next_shard. Its rank 0 can be any process. If one of its ranks
-   is lost, its calls return CDDP_PEER_LOST, and training continues. NULL, with a cddp_error, if the
-   model has failed. */
+   join. Ask for it anew in each step that uses it, at the same place on all ranks; a handle can be
+   waited for in a later step. Its rank 0 can be any process. If one of its ranks is lost, its calls
+   return CDDP_PEER_LOST, and training continues. NULL, with a cddp_error, if the model has
+   failed. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -1311,6 +1311,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    LIMITS OF ELASTIC TRAINING.
      - Only the group of cddp_init or cddp_run_threads can have an elastic model, one at a time.
+       After a loss it can have no further one. If a rank fails between two models, the job ends.
      - A process that was in a job can join it again (CDDP_JOIN) after it has destroyed its models
        and groups of that job. CDDP_JOIN counts for each of its calls of cddp_init: unset it before
        one that starts another job.
@@ -1931,7 +1932,7 @@ typedef struct cddp__host {
   cddp__process *ranks; /* [size] the ranks of the job's first group */
   cddp__process *others; /* processes that joined, until their memory is freed: a list; lock */
   uint32_t joins_seen; /* number of joined processes that are, or were, in the list */
-  int models; /* number of cddp_ddps of this rank; lock */
+  int models; /* the sum of its groups'; lock */
   uint64_t started_before; /* ticks since boot; a process that began later reuses a rank's pid */
   /* The rendezvous and joins. */
   bool joined; /* this process joined with CDDP_JOIN */
@@ -2187,7 +2188,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
   /* Life. host.lock. */
   struct cddp_group *next; /* in host.groups */
-  int models; /* cddp_ddps that use the group's memory */
+  int models; /* cddp_ddps, and handles if elastic, that use the group's memory */
   bool of_model; /* private to a cddp_ddp, which leaves it */
   cddp__atomic_u32 left; /* 1: this rank has left the group; any thread reads it */
 };
@@ -2546,6 +2547,10 @@ static void cddp__join_close(cddp__host *host);
    ranks' numbers in the job; NULL: the same. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
+
+/* >>groups: for models, and for the handles of an elastic group, which can be replaced first. */
+enum cddp__hold { CDDP__REMOVE_USE = -1, CDDP__LEAVE_GROUP, CDDP__ADD_USE };
+static void cddp__group_hold(cddp_group *g, enum cddp__hold change);
 
 /* >>elastic. _close closes this rank's listeners and connections: the other members count it as
    lost. _pair makes `optim` the optimizer of the elastic model with its parameters, if there is
@@ -14285,6 +14290,7 @@ static void cddp__work_free(cddp_work *work) {
   cddp_group *g = work->group;
   if (work == &g->engine.own) cddp__store32(&g->engine.own_state, CDDP__OWN_FREE);
   else cddp__free(&g->host->allocator, work);
+  if (g->elastic) cddp__group_hold(g, CDDP__REMOVE_USE);
 }
 
 static void cddp__work_init(cddp_work *work, cddp_group *g) {
@@ -14296,7 +14302,9 @@ static void cddp__work_init(cddp_work *work, cddp_group *g) {
 /* more: bytes behind the cddp_work. */
 static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
   cddp_work *work = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
-  if (work != NULL) cddp__work_init(work, g);
+  if (work == NULL) return NULL;
+  cddp__work_init(work, g);
+  if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE);
   return work;
 }
 
@@ -14518,12 +14526,22 @@ static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
 }
 
+/* Whether its elastic group has been replaced: it has ended, and the group's locks do not exist. */
+static bool cddp__work_outlived(const cddp_work *work) {
+  return cddp__load32(&work->group->left) != 0 && !work->on_stream;
+}
+
 /* Waits at most `limit` seconds, or CDDP__NO_LIMIT. Frees the work, unless the limit has passed. */
 static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_result r;
   cddp__note_thread(g->host);
-  r = (g->backend->wait)(work, limit);
+  if (!cddp__work_outlived(work))
+    r = (g->backend->wait)(work, limit);
+  else if (work->run != NULL)
+    r = work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
+  else
+    r = cddp__fail(CDDP_PEER_LOST, "the group of this message has been replaced, as ranks changed");
   if (r == CDDP__CONTINUES) return CDDP_TIMEOUT;
   if (work->run == NULL) cddp__record_finish(g, work->record, r); /* else `run` has */
   cddp__work_free(work);
@@ -14564,7 +14582,8 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cd
 CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
   const char *why;
   CDDP__CHECK(work != NULL, "the work is NULL");
-  if (work->on_stream) why = "it uses device memory";
+  if (cddp__work_outlived(work)) why = "it has ended with its group";
+  else if (work->on_stream) why = "it uses device memory";
   else if (work->call.kind != CDDP__KIND_RECV)
     why = "only the receive of a message can be canceled, no send and no collective";
   else if (!cddp__abort_recv(work)) why = "its message has arrived, or it has failed";
@@ -15251,6 +15270,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
                 started->stage == NULL);
     started->group = g;
     started->done = false;
+    if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE);
   } else {
     started = cddp__work_new(g, call->shares != NULL ? cddp__counts_memory(g) : 0);
     if (started == NULL) return CDDP_OUT_OF_MEMORY;
@@ -15553,10 +15573,8 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
   return CDDP_OK;
 }
 
-enum cddp__hold { CDDP__REMOVE_MODEL = -1, CDDP__LEAVE_GROUP, CDDP__ADD_MODEL };
-
-/* Adds `change` to the number of models that use the group's memory, or (0) notes that this rank
-   has left. Frees a left group without models. */
+/* Adds `change` to the number of models and handles that use the group's memory, or (0) notes that
+   this rank has left. Frees a left group without them. */
 static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host *host = g->host;
   bool last;
@@ -19199,7 +19217,7 @@ static void cddp__ddp_free(cddp_ddp *d) {
   for (i = 0; d->rows.sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->rows.sparse[i]);
   g = d->group;
   cddp__free(a, d); /* and its arrays */
-  cddp__group_hold(g, CDDP__REMOVE_MODEL); /* frees g if the program has destroyed it */
+  cddp__group_hold(g, CDDP__REMOVE_USE); /* frees g if the program has destroyed it */
   memcpy(cddp__error_text, text, sizeof text);
 }
 
@@ -19260,7 +19278,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   if (d == NULL) return NULL;
   (void)cddp__ddp_arrays(d, (char *)(d + 1), g, count, desc);
   d->group = g;
-  cddp__group_hold(g, CDDP__ADD_MODEL);
+  cddp__group_hold(g, CDDP__ADD_USE);
   d->id = cddp__add32(&cddp__models_made, 1);
   d->params = params;
   d->count = count;
@@ -20528,7 +20546,8 @@ static bool cddp__window_in_use(const cddp_ddp *d, int window) {
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     for (k = 0; k < g->size && !in_use; k++)
       in_use = g->members[k] == window &&
-               (cddp__group_in_use(g) || (other_models && g != d->group));
+               (cddp__group_in_use(g) ||
+                (other_models && g != d->group && (g->models > 0 || g->of_model)));
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     in_use = g->block_ref.kind == CDDP__REF_EXTENT &&
              cddp__window_of(host, g->block_ref.base) == window && !cddp__keep_block(g);
@@ -24088,7 +24107,7 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *work, double timeout_s) {
 
 CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
   CDDP__CHECK(work != NULL && done != NULL, "the work or done is NULL");
-  *done = (work->group->backend->done)(work);
+  *done = cddp__work_outlived(work) || (work->group->backend->done)(work);
   return CDDP_OK;
 }
 
@@ -24623,6 +24642,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               The memory of lost ranks is freed a step later. Any number of processes can join.
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
               A core dump of an elastic rank allocated memory that it had freed or never used.
+              A handle of cddp_ddp_group that outlived its group was used after it had been freed.
+              Beside another model, split groups kept the memory of lost ranks.
               Too little memory for a group, a step or a collective is an error, not SIGBUS.
               A rank that had failed alone, or was stopped, wrote to freed memory of the others.
               cddp_group_split on another thread crashed when a rank was lost meanwhile (SIGSEGV).

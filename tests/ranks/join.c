@@ -188,6 +188,7 @@ static cddp_result model_open(model *m, const process_config *v) {
   }
   if (v->beside && v->join == NULL) {
     m->q = m->p;
+    cddp_destroy(m->some); /* of `splits` */
     CHECK_OK(cddp_group_split(m->g, v->rank, 0, &m->some));
     CHECK_OK(cddp_ddp_create(&m->own, m->some, &m->q, 1, NULL));
   }
@@ -889,7 +890,7 @@ static void test_memory_without_a_meeting(void) {
 
 /* Rank 0 dies. A step later its memory is gone, though the others keep cddp_init's group and groups
    whose control blocks are there. */
-static void test_memory_of_rank_0(void) {
+static void lose_rank_0(bool beside) {
   process_config v = usual();
   resources before, after;
   pid_t pids[3];
@@ -898,6 +899,7 @@ static void test_memory_of_rank_0(void) {
   v.world_size = 3;
   v.extra = (size_t)24 << 20;
   v.splits = true;
+  v.beside = beside;
   begin_job(pids, &v);
   ask_resources(3);
   before = shared->use[1];
@@ -910,6 +912,11 @@ static void test_memory_of_rank_0(void) {
   CHECK(after.kib < before.kib - (v.extra >> 10));
   CHECK(after.kib > 2 * (v.extra >> 10));
   end_job(pids + 1, 2);
+}
+
+static void test_memory_of_rank_0(void) {
+  lose_rank_0(false);
+  lose_rank_0(true); /* the groups that it splits have no model */
 }
 
 /* One rank trains alone, a second one joins. Then the first one dies: the second one has all. */

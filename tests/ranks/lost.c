@@ -1179,6 +1179,77 @@ static void test_split_with_a_lost_rank(void) {
   CHECK_EQ(status[2], 0);
 }
 
+/* --- handles that outlive their group: waited for after the next step's shards --- */
+
+static int late_life(int rank, void *arg) {
+  enum { COUNT = 2000 };
+  float w[4] = {0}, sums[2][COUNT], from = 0;
+  cddp_param p = {"w", w, NULL, 4, CDDP_F32};
+  cddp_work *work[4] = {NULL}; /* two collectives, one of them in the engine's own work; messages */
+  cddp_ddp_desc with;
+  cddp_group *g = NULL;
+  cddp_ddp *d = NULL;
+  cddp_result r;
+  int shard, i, k, after = 0, size = 0;
+  bool done;
+  (void)arg;
+  memset(&with, 0, sizeof with);
+  with.elastic = true;
+  with.shards = 6;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &with));
+  if (d == NULL) return 1;
+  while (test_failures == 0 && after < 3) {
+    if (rank == 1 && cddp_ddp_steps(d) == 3) raise(SIGKILL);
+    while (cddp_ddp_next_shard(d, &shard)) CHECK_OK(cddp_ddp_ready(d, 0));
+    for (i = 0; i < 4; i++) {
+      if (work[i] == NULL) continue;
+      CHECK_OK(cddp_test(work[i], &done));
+      if (i == 3) CHECK(cddp_cancel(work[i]) == CDDP_OK || cddp_wait(work[i]) != CDDP_OK);
+      else if ((r = cddp_wait(work[i])) != CDDP_PEER_LOST) CHECK_OK(r);
+      if (i < 2 && r == CDDP_OK)
+        for (k = 0; k < COUNT; k++) CHECK(sums[i][k] == (float)(size * (k % 7)));
+      work[i] = NULL;
+    }
+    CHECK_OK(cddp_ddp_wait(d));
+    after += (size = cddp_world_size(cddp_ddp_group(d))) == 2;
+    for (i = 0; i < 2; i++) {
+      for (k = 0; k < COUNT; k++) sums[i][k] = (float)(k % 7);
+      r = cddp_all_reduce(cddp_ddp_group(d), sums[i], COUNT, CDDP_F32, CDDP_SUM, &work[i]);
+      if (r != CDDP_PEER_LOST) CHECK_OK(r);
+    }
+    for (i = 2; i < 4; i++) { /* from the rank before, which sends one message: tag 2 */
+      k = (cddp_rank(cddp_ddp_group(d)) + size - 1) % size;
+      r = cddp_recv(cddp_ddp_group(d), &from, 1, CDDP_F32, k, i, &work[i]);
+      if (r != CDDP_PEER_LOST) CHECK_OK(r);
+    }
+    k = (cddp_rank(cddp_ddp_group(d)) + 1) % size;
+    r = cddp_send(cddp_ddp_group(d), w, 1, CDDP_F32, k, 2, NULL);
+    if (r != CDDP_PEER_LOST) CHECK_OK(r);
+  }
+  for (i = 0; i < 3; i++)
+    if (work[i] != NULL && (r = cddp_wait(work[i])) != CDDP_PEER_LOST) CHECK_OK(r);
+  if (work[3] != NULL) CHECK_OK(cddp_cancel(work[3]));
+  cddp_ddp_destroy(d);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+static void test_late_waits(void) {
+  static const char *const hosts[] = {"aaa", "aab"};
+  int status[3], i;
+  inside_at_point = NULL;
+  for (i = 0; i < 2; i++) {
+    setenv("TEST_HOSTS", hosts[i], 1);
+    ranks_script(late_life, NULL, 3, RANKS_WITHIN(20.0), status);
+    CHECK(WIFSIGNALED(status[1]) && WTERMSIG(status[1]) == SIGKILL);
+    CHECK_EQ(status[0], 0);
+    CHECK_EQ(status[2], 0);
+  }
+  unsetenv("TEST_HOSTS");
+  inside_at_point = elastic_point;
+}
+
 int main(void) {
   reports = (report *)ranks_shared(MOST * sizeof *reports);
   inside_at_point = elastic_point;
@@ -1196,6 +1267,7 @@ int main(void) {
     RUN(test_mean_of_joined);
     RUN(test_crashing_joins);
     RUN(test_split_with_a_lost_rank);
+    RUN(test_late_waits);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
     RUN(test_hosts_recovery);
