@@ -18950,8 +18950,9 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
   uint64_t record;
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
+  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r;
   record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0);
-  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d);
+  if (r == CDDP_OK) r = cddp__check_group(g);
   if (r == CDDP_OK)
     r = d->memory->publish != NULL
             ? d->memory->publish(d)

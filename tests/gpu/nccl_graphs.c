@@ -187,6 +187,15 @@ static int refused_capture(cddp_group *g, void *arg) {
     CHECK_OK(cddp_ddp_step(d, optim));
   }
   check_fill(g, (float *)p[0].data, 64, -1.5 * step);
+  if (o->kind == REFUSED_STAGED) {
+    refused_gradients(g, o, d, p, CDDP_OK);
+    CHECK_OK(cddp_ddp_reduce_scatter(d));
+    CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    CHECK_IS(cddp_ddp_all_gather(d), CDDP_UNSUPPORTED);
+    CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+    if (graph != NULL) cudaGraphDestroy(graph);
+    CHECK_OK(cddp_ddp_all_gather(d));
+  }
   cddp_optim_destroy(optim);
   cddp_ddp_destroy(d);
   cddp_set_stream(g, NULL);
