@@ -142,6 +142,8 @@ static int train(int rank, void *arg) {
     failed = failed || !(loss < 1.5 * first_loss + 0.001);
     if (rank == 0) printf("%-13s  %8zu bytes a rank, loss %.5f\n", names[how], sent, loss);
   }
+  if (rank == 0 && failed)
+    fprintf(stderr, "failed: a loss is above 1.5 times that of data parallel training\n");
   cddp_destroy(g);
   return failed;
 }

@@ -169,7 +169,7 @@ static int train(int rank, void *arg) {
     printf("mesh of %d by %d ranks, %d hidden units each\n", cddp_world_size(data),
            cddp_world_size(tensor), units);
     printf("loss %.6f, of one process %.6f\n", loss[0], loss[1]);
-    printf("largest difference of a weight: %.2g\n", difference);
+    printf("largest difference of a weight: %.2g%s\n", difference, difference < 1e-5 ? "" : " (!)");
   }
   cddp_optim_destroy(sgd[1]);
   cddp_optim_destroy(sgd[0]);

@@ -175,8 +175,8 @@ static int train(int rank, void *arg) {
     if (r == 0) first_loss = loss;
     failed = failed || !(loss < 1.25 * first_loss);
     if (rank == 0)
-      printf("R = %d: %8zu bytes (%5.1f %%), loss %.4f\n", r, sent,
-             100 * (double)sent / (4.0 * STEPS * PARAMS * OUT * IN), loss);
+      printf("R = %d: %8zu bytes (%5.1f %%), loss %.4f%s\n", r, sent,
+             100 * (double)sent / (4.0 * STEPS * PARAMS * OUT * IN), loss, failed ? " (!)" : "");
   }
   cddp_destroy(g);
   return failed;
