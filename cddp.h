@@ -6614,16 +6614,19 @@ static int cddp__window_of(const cddp__host *host, uint64_t base) {
 
 /* Allocates the pages of a range of the memfd. Returns false with errno set if memory is short: a
    write would end the process by SIGBUS. In pieces, as in older kernels a signal undoes the whole
-   call that it interrupts. */
+   call that it interrupts; in ever smaller ones, as a profiler's timer can interrupt each. */
 static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t size) {
-  const uint64_t piece = (uint64_t)16 << 20, end = base + size;
+  const uint64_t end = base + size;
+  uint64_t piece = (uint64_t)16 << 20, n;
   if (!cddp__memfd_is_open(host)) return true; /* fd can now be a file of the program */
-  for (; base < end; base += cddp__min(piece, end - base))
-    while (syscall(SYS_fallocate, host->arena.fd, 0, (off_t)base,
-                   (off_t)cddp__min(piece, end - base)) != 0) {
-      if (errno == ENOMEM || errno == ENOSPC) return false;
-      if (errno != EINTR) return true; /* not supported: the first access allocates */
-    }
+  for (; base < end; base += n) {
+    n = cddp__min(piece, end - base);
+    if (syscall(SYS_fallocate, host->arena.fd, 0, (off_t)base, (off_t)n) == 0) continue;
+    if (errno == ENOMEM || errno == ENOSPC) return false;
+    if (errno != EINTR) return true; /* not supported: the first access allocates */
+    if (piece > (uint64_t)64 << 10) piece /= 2;
+    n = 0;
+  }
   return true;
 }
 
@@ -24684,6 +24687,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               cddp_run_threads with one thread could unmap memory of the program. A thread that
               returned left the others waiting in groups that it had not destroyed.
               130 finished sends with handles held up the next send, as did messages to others.
+              cddp_alloc never returned under a timer of 10 ms (a profiler's; older kernels).
               A rank without /proc, or without descriptors, waited timeout_s for a zombie process.
               Faults (SIGSEGV) in hooks and handles' operations did not run the program's handler.
               A model created anew after a failure on one rank: states differed without an error.
