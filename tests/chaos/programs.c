@@ -171,7 +171,8 @@ static int shards_of(const program *p, uint64_t t) {
 
 /* The shards of a step that have data. */
 static int present_of(const program *p, uint64_t t) {
-  return p->uneven > 0 && t >= (uint64_t)p->uneven ? p->ranks / 2 : shards_of(p, t);
+  bool uneven = p->uneven > 0 && t >= (uint64_t)p->uneven && t < (uint64_t)p->steps;
+  return uneven ? p->ranks / 2 : shards_of(p, t); /* after cddp_ddp_join one more step by all */
 }
 
 /* NCCL adds in an order of its own, and cddp multiplies by 1 / ranks. */
@@ -196,7 +197,7 @@ static int joins_of(const program *p) {
 
 /* While processes join, the job goes on for at most so many steps. */
 static int last_step(const program *p) {
-  int most = p->steps + 30 * joins_of(p);
+  int most = p->steps + 30 * joins_of(p) + (p->uneven > 0);
   return most < MOST_STEPS ? most : MOST_STEPS;
 }
 
@@ -1605,6 +1606,9 @@ static cddp_result train_step(model *m, uint64_t t) {
     check_buffers(m, t);
   }
   if (m->optim != NULL) r = cddp_optim_set_lr(m->optim, learning_rate(m->p, t));
+  if (r == CDDP_OK && p->renewal == SPARE_OPTIMIZER && !me->joins && t % 3 == 0 && !m->other)
+    r = create_optimizer(m, &m->other, false);
+  if (r != CDDP_OK) return r;
   if (!p->looped) {
     for (micro = 0; micro < p->micro && r == CDDP_OK; micro++) {
       cddp_ddp_no_sync(m->ddp, micro + 1 < p->micro);
@@ -2062,8 +2066,6 @@ static cddp_result second_step(model *m) {
 static cddp_result renew(model *m, uint64_t t) {
   const program *p = m->p;
   cddp_optim *kept = m->optim;
-  if (p->renewal == SPARE_OPTIMIZER && !me->joins && t % 3 == 0 && m->other == NULL)
-    return create_optimizer(m, &m->other, false);
   if (p->renewal == SPARE_OPTIMIZER && t % 3 == 2) {
     cddp_optim_destroy(m->other);
     m->other = NULL;
@@ -2086,7 +2088,8 @@ static bool all_agree(model *m, bool yes) {
   int32_t all = yes;
   cddp_result r = cddp_all_reduce(m->g, &all, 1, CDDP_I32, CDDP_MIN, NULL);
   const char *none = strstr(cddp_error(), "out of memory allocating ");
-  me->no_memory = r == CDDP_OUT_OF_MEMORY && none != NULL && atoi(none + 25) < 20000;
+  me->no_memory = r == CDDP_OUT_OF_MEMORY && /* for a message between hosts, too */
+                  (m->p->hosts > 0 || (none != NULL && atoi(none + 25) < 20000));
   if (r != CDDP_OK && !me->no_memory)
     complain("the group cannot be used after a mishap: %s", cddp_error());
   return all;
@@ -2449,6 +2452,8 @@ static cddp_result train(model *m) {
     if (r == CDDP_OK) r = check_weights(m, t = (uint64_t)p->steps);
     if (r == CDDP_OK && m->base + cddp_ddp_steps(m->ddp) != t)
       complain("%" PRIu64 " steps after cddp_ddp_join", cddp_ddp_steps(m->ddp));
+    if (r == CDDP_OK && p->optim != OWN && (r = train_step(m, t)) == CDDP_OK)
+      r = check_weights(m, ++t);
   }
   if (r == CDDP_OK && phase() == 0 && p->restart > 0) r = save_partly(m);
   me->steps = t;
