@@ -14520,18 +14520,22 @@ static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
       cddp__shapes[work->call.kind].name, work->group->rank, limit);
 }
 
-static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
-  double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
-  if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
-  if (work->run == NULL /* a send */) return cddp__finish_send(work, limit);
-  if (!cddp__engine_wait(&work->group->engine, work, deadline))
-    return cddp__fail_unfinished(work, limit);
-  return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
-}
-
 /* Whether its elastic group has been replaced: it has ended, and the group's locks do not exist. */
 static bool cddp__work_outlived(const cddp_work *work) {
   return cddp__load32(&work->group->left) != 0 && !work->on_stream;
+}
+
+static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
+  double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
+  bool outlived = cddp__work_outlived(work);
+  if (outlived && work->run == NULL)
+    return cddp__fail(CDDP_PEER_LOST,
+                      "the group of this message has been replaced, as ranks changed");
+  if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
+  if (work->run == NULL /* a send */) return cddp__finish_send(work, limit);
+  if (!outlived && !cddp__engine_wait(&work->group->engine, work, deadline))
+    return cddp__fail_unfinished(work, limit);
+  return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
 }
 
 /* Waits at most `limit` seconds, or CDDP__NO_LIMIT. Frees the work, unless the limit has passed. */
@@ -14539,12 +14543,7 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_result r;
   cddp__note_thread(g->host);
-  if (!cddp__work_outlived(work))
-    r = (g->backend->wait)(work, limit);
-  else if (work->run != NULL)
-    r = work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
-  else
-    r = cddp__fail(CDDP_PEER_LOST, "the group of this message has been replaced, as ranks changed");
+  r = (g->backend->wait)(work, limit);
   if (r == CDDP__CONTINUES) return CDDP_TIMEOUT;
   if (work->run == NULL) cddp__record_finish(g, work->record, r); /* else `run` has */
   cddp__work_free(work);
