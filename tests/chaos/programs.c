@@ -1838,15 +1838,20 @@ static cddp_result save_and_load(model *m) {
   return r == CDDP_OK ? checkpoint(m, m->g, false) : r;
 }
 
-/* Ends an operation in one of three ways, and checks what each promises. */
-static cddp_result await(cddp_work *w, uint64_t h) {
+/* Ends an operation in one of three ways, and checks what each promises. from: the sender of a
+   receive, else -1. */
+static cddp_result await(cddp_work *w, int from, uint64_t h) {
   bool done = false;
+  int source;
   cddp_result r = CDDP_TIMEOUT;
   double limit = h % 5 == 1 ? 0 : 1e-3 * (double)(h / 5 % 4);
   if (h % 5 < 2) {
     for (; !done; ranks_sleep(2e-5))
       if (cddp_test(w, &done) != CDDP_OK) complain("cddp_test: %s", cddp_error());
-    return cddp_wait(w);
+    source = cddp_source();
+    if ((r = cddp_wait(w)) == CDDP_OK && from >= 0 && source != from)
+      complain("cddp_source after cddp_test is %d, not %d", source, from);
+    return r;
   }
   if (h % 5 == 2) return cddp_wait(w);
   if (h % 5 == 3 && (r = cddp_wait_for(w, -1)) != CDDP_INVALID_ARGUMENT) {
@@ -1881,7 +1886,7 @@ static cddp_result poll_messages(cddp_group *g, uint64_t h) {
   if (r == CDDP_PEER_LOST) r = CDDP_OK; /* after another failure this rank ends */
   for (i = 0; i < n && r == CDDP_OK; i++) {
     r = cddp_recv(g, into, count, CDDP_F32, any ? CDDP_ANY : from, 5, &w);
-    if (r == CDDP_OK) r = await(w, ranks_mix(h, (uint64_t)rank, (uint64_t)i));
+    if (r == CDDP_OK) r = await(w, from, ranks_mix(h, (uint64_t)rank, (uint64_t)i));
     if (r == CDDP_OK && (into[0] != (float)from || into[count - 1] != (float)from))
       complain("a message of %zu is wrong", count);
     if (r == CDDP_OK && cddp_source() != from)
@@ -1893,7 +1898,7 @@ static cddp_result poll_messages(cddp_group *g, uint64_t h) {
   if (r == CDDP_OK) r = cddp_recv(g, into, 1, CDDP_F32, from, 6, NULL);
   if (first == CDDP_OK) first = r;
   for (i = posted - 1; i >= 0; i--) {
-    end = await(sends[i], ranks_mix(h, (uint64_t)rank + 1000, (uint64_t)i));
+    end = await(sends[i], -1, ranks_mix(h, (uint64_t)rank + 1000, (uint64_t)i));
     if (first == CDDP_OK) first = end;
   }
   if (data != out) cddp_free(g, data);
