@@ -1580,7 +1580,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
      A rank dies while others wait for it
        cddp__wait_slow                 wakes every 20 ms: cddp__wait_tick, then
          cddp__check_peers             cddp__rank_gone: slot, pidfd and lock of the awaited rank
-           cddp__report_lost           the text: the rank, its pid, and cddp__describe_end
+           cddp__break_lost           the text: the rank, its pid, and cddp__describe_end
              cddp__break               breaks the group, wakes all ranks
        cddp__end_access                waits until no peer uses this rank's memory; CDDP_PEER_LOST
        cddp__elastic_next              elastic models: cddp__elastic_regroup makes new groups; the
@@ -1813,7 +1813,7 @@ typedef struct cddp__slot {
   /* Messages, and counters. */
   cddp__atomic_u32 events;   /* peers increment it after they change a send from or for this rank,
                                 if this rank sleeps or the group has several hosts */
-  cddp__atomic_u32 waiting; /* threads of this rank that sleep on `events` */
+  cddp__atomic_u32 event_sleepers; /* threads of this rank that sleep on `events` */
   cddp__atomic_u32 send_top; /* send requests from this index on have never been used */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
   cddp__atomic_u32 works; /* operations queued or running in its engine */
@@ -1828,7 +1828,7 @@ typedef struct cddp__slot {
      Writer: the waiting thread. */
   cddp__atomic_u64 wait; /* the awaited round: low half of the group's id << 32 | its number;
                             UINT64_MAX: a message; 0: no thread has waited for long */
-  cddp__atomic_u32 failed; /* 1: the last wait ended in a failure */
+  cddp__atomic_u32 wait_failed; /* 1: the last wait ended in a failure */
   cddp__atomic_u32 multithreaded; /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX]; /* the operation and call site of that wait */
   /* Memory of this rank, and its calls on device memory. */
@@ -1896,7 +1896,7 @@ typedef struct cddp__process {
   int pidfd;       /* tells how it ended; only of the next rank and joined processes. -1: none */
   bool member;     /* of this rank's elastic model */
   bool use_locked; /* this rank locks the process's use byte, and can have mapped its memory */
-  uint64_t lost;   /* 1 + the step in which the model lost it; 1: never a member; 0: not lost */
+  uint64_t lost_in_step;   /* 1 + the step in which the model lost it; 1: never a member; 0: not lost */
   struct cddp__process *next; /* joined processes */
 } cddp__process;
 
@@ -2039,7 +2039,7 @@ typedef struct cddp__backend {
    connections between hosts, or MPI. */
 typedef struct cddp__carrier {
   bool foreign; /* another library: it reduces over all ranks, also those in cddp_ddp_join */
-  bool shared;  /* every rank can read all gradients: `average` is not called */
+  bool shares_memory;  /* every rank can read all gradients: `average` is not called */
   cddp_result (*run)(cddp_group *g, const cddp__call *c);
   /* The mean of the ranks' c->count elements, to c->recv. arrays: [local_size] those of this
      host's ranks. */
@@ -2065,7 +2065,7 @@ struct cddp_work {
   void *context; /* for run; if staged through the host: the result's address on the device */
   uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
   bool anywhere; /* a thread that waits can run it too; false: only the engine's */
-  uint32_t tick; /* engine.tick when it was pushed */
+  uint32_t pushed_at_poll; /* engine.tick when it was pushed */
 
   /* Messages. p2p.lock */
   int send; /* send: index of its request, which has the buffer's address; -1: none has it */
@@ -2089,7 +2089,7 @@ CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_wo
 typedef struct cddp__engine {
   cddp__atomic_u32 own_state; /* CDDP__OWN_*, of `own` */
   cddp__atomic_u32 *works; /* slot.works, which peers read too */
-  cddp__atomic_u32 tick; /* polls of the thread; operations pushed before the last one are due */
+  cddp__atomic_u32 poll_count; /* polls of the thread; operations pushed before the last one are due */
   cddp__atomic_u32 idle; /* polls since the last operation was pushed */
   cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
@@ -2142,7 +2142,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   uint64_t id; /* the same on all ranks of the group; odd: of a split; 0: the world */
   bool elastic; /* of an elastic model: its ranks continue without one that fails */
   int rank, size;
-  int *members; /* [size] each rank's index on this host; -1: on another host */
+  int *host_index; /* [size] each rank's index on this host; -1: on another host */
   int *world; /* [size] each rank's rank in the job; NULL in a job on one host */
   int local_size, local_rank; /* the group's ranks on this host; this rank's index among them */
   int *slot_index; /* [size] each rank's index in slots */
@@ -2218,13 +2218,13 @@ typedef struct cddp__tensor {
   size_t padded_bytes; /* in the arena to the end of a cache line: the padding stays zero */
   size_t begin, end; /* bytes that this rank updates; end <= begin: none */
   size_t first_piece; /* index in addresses.squares of its first piece's sum */
-  size_t dense; /* sparse, on a device: arena offset of the mean as a dense gradient */
+  size_t dense_offset; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready; /* cddp_ddp_ready was called in this step; lock */
   bool noted; /* cddp_ddp_ready was called under no_sync since the last step; lock */
   bool used; /* by some rank, in the step that is being reduced */
   bool shared; /* the weights of all ranks are in shared memory */
   float restored_steps; /* in a rank that joined: the parameter's steps in the snapshot */
-  const void *data; /* elastic: param.data, for cddp__elastic_pair in any thread */
+  const void *data; /* elastic: param.data, for cddp__elastic_set_optim in any thread */
   int bucket;
 } cddp__tensor;
 
@@ -2270,7 +2270,7 @@ typedef struct cddp__snapshot {
   double settings[CDDP__SETTING_COUNT + 1]; /* the last: weight_decay of the first parameter */
   uint64_t lr_scales, weight_decays; /* hashes */
   int32_t state_count; /* of each parameter */
-  bool known; /* false: the members have no cddp_optim yet; only `stepped` is valid */
+  bool has_optim; /* false: the members have no cddp_optim yet; only `stepped` is valid */
   bool stepped; /* false: no step, so no states */
 } cddp__snapshot;
 
@@ -2296,8 +2296,8 @@ typedef struct cddp__leader_info {
 /* Sizes of the model and of this rank's gradient memory. Written by cddp__set_layout; in an elastic
    model `slots` grows later. */
 typedef struct cddp__layout {
-  int *order;         /* [count] parameters in the order of the model; sparse ones come last */
-  size_t dense;       /* bytes of the dense model */
+  int *param_order;         /* [count] parameters in the order of the model; sparse ones come last */
+  size_t dense_bytes;       /* bytes of the dense model */
   size_t starts[CDDP__DTYPE_COUNT + 1]; /* offset of each dtype in it; the last is `dense` */
   size_t model_bytes; /* elastic: with sparse gradients, as dense ones */
   size_t bytes;       /* of the arena's gradients; on a device sparse ones are last */
@@ -2334,7 +2334,7 @@ typedef struct cddp__plan {
 
 /* The step in progress. Written by the training thread when buckets are at rest. */
 typedef struct cddp__step {
-  bool early; /* buckets are reduced when full; false: when the step needs them */
+  bool reduces_early; /* buckets are reduced when full; false: when the step needs them */
   bool divides; /* the optimizer's kernel can divide sums, so buckets need no mean; constant */
   bool sums; /* `divides`, behind a cddp_ddp_step: buckets are sums, not means */
   bool scatters; /* NCCL reduces each part of a bucket to the rank that steps it */
@@ -2357,7 +2357,7 @@ typedef struct cddp__shards {
   int own_count; /* number of this rank's shards; elastic: 1 */
   int taken; /* how many cddp_ddp_next_shard returned in this step; not elastic */
   int current; /* being computed; -1: none */
-  bool spread; /* more shards than ranks, or shards with NCCL: slots hold the sums of own_nodes */
+  bool uses_slots; /* more shards than ranks, or shards with NCCL: slots hold the sums of own_nodes */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [node_count] nodes of all ranks, ascending */
@@ -2398,7 +2398,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp_group *group; /* the caller's */
   cddp_group *comm; /* its engine reduces buckets; with NCCL the caller's group */
   cddp_group *control; /* rounds of waits and steps, on the caller's thread */
-  cddp_group *hooks; /* passed to communication hooks, on the engine's thread; NULL: no hook */
+  cddp_group *hook_group; /* passed to communication hooks, on the engine's thread; NULL: no hook */
   cddp_param *params; /* the caller's */
   int count;
   cddp_ddp_desc desc;
@@ -2471,16 +2471,16 @@ typedef struct cddp__net {
 } cddp__net;
 
 /* A host of a group. */
-typedef struct cddp__group_node {
+typedef struct cddp__group_host {
   int first, size; /* its ranks: hosts.ranks[first] .. */
   size_t headers_at; /* offset of its headers and their shares in hosts.headers */
   size_t received; /* bytes of them, in this round */
   size_t bytes, bytes_at; /* of the host's sums of one element; of the earlier hosts' together */
-} cddp__group_node;
+} cddp__group_host;
 
 /* A rank of a group, as seen by another rank. */
 typedef struct cddp__peer {
-  int host, number; /* of its host in the group; among the ranks there */
+  int host, local_rank; /* of its host in the group; among the ranks there */
   cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
                                 connected at the same time. Any thread may read these */
   uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from it, to it waited; p2p.lock */
@@ -2497,7 +2497,7 @@ typedef struct cddp__hosts {
   int count, mine; /* hosts of the group; index of this one */
   int max_locals, min_locals; /* most, fewest ranks of the group on a host */
   cddp__peer *peers; /* [size] */
-  cddp__group_node *nodes; /* [count] */
+  cddp__group_host *group_hosts; /* [count] */
   int *ranks; /* [size] all, sorted by host */
   struct cddp__subtree *subtrees; /* of the canonical tree, by rank */
   int subtree_count;
@@ -2528,7 +2528,7 @@ typedef struct cddp__hosts {
 
 /* >>p2p: serves the pending receives of this process. g: the group in which the caller waits; NULL:
    none. Returns whether a receive got its message. */
-static bool cddp__serve_idle(cddp_group *g);
+static bool cddp__serve_all_recvs(cddp_group *g);
 
 /* >>hosts, for groups that span hosts. _exchange exchanges a round's headers with the other hosts.
    _poll accepts connections, reads notices and sends pending bytes. _disconnect ends the links.
@@ -2557,7 +2557,7 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change);
    one. */
 static void cddp__elastic_close(cddp_ddp *d);
 enum cddp__pairing { CDDP__PAIR_NEW, CDDP__PAIR_STEPS };
-static cddp_result cddp__elastic_pair(cddp_optim *optim, enum cddp__pairing when);
+static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing when);
 
 /* cddp_kernels.cuh; without CDDP_CUDA the end of >>public. _give_device, collective: creates the
    device context of a group that has none. _follow_stream makes a stream wait for the group's.
@@ -2895,7 +2895,7 @@ static uint32_t cddp__exchange32(cddp__atomic_u32 *a, uint32_t v) {
 static uint32_t cddp__add32(cddp__atomic_u32 *a, uint32_t v) { /* returns the new value */
   return __atomic_add_fetch(&a->v, v, __ATOMIC_SEQ_CST);
 }
-static bool cddp__swap32(cddp__atomic_u32 *a, uint32_t expected, uint32_t desired) {
+static bool cddp__compare_swap32(cddp__atomic_u32 *a, uint32_t expected, uint32_t desired) {
   return __atomic_compare_exchange_n(&a->v, &expected, desired, false, __ATOMIC_SEQ_CST,
                                      __ATOMIC_ACQUIRE);
 }
@@ -3523,7 +3523,7 @@ typedef struct cddp__challenge {
   const char *secret;  /* must outlive the struct; the called end's can be NULL: no secret */
   const char *purpose; /* part of the labels */
   bool caller;
-  int state, step; /* cddp__challenge_state; number of messages received */
+  int state, messages_received; /* cddp__challenge_state; number of messages received */
   char why;        /* state REFUSED: the letter received */
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
@@ -3578,7 +3578,7 @@ static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char 
 static void cddp__challenge_message(cddp__challenge *challenge) {
   unsigned char proof[CDDP__PROOF_SIZE];
   challenge->in_size = 0;
-  if (challenge->step++ == 0) { /* the other end's nonce */
+  if (challenge->messages_received++ == 0) { /* the other end's nonce */
     memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0), challenge->in + 8,
            CDDP__NONCE_SIZE);
     cddp__challenge_prove(challenge, CDDP__END_CALLER, proof); /* a caller sends it */
@@ -3615,7 +3615,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
   while (used < n && challenge->state == CDDP__CHALLENGE_ON) {
     size_t k = cddp__min(challenge->in_size + 1, 8); /* bytes of the tag so far */
     challenge->in[challenge->in_size++] = p[used++];
-    if (memcmp(challenge->in, tags[challenge->caller][challenge->step], k) == 0) {
+    if (memcmp(challenge->in, tags[challenge->caller][challenge->messages_received], k) == 0) {
       if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
     } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, k) != 0) {
       challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* a called end gets no REFUSAL */
@@ -3677,7 +3677,7 @@ static void cddp__in_forked_child(void) {
 static void cddp__watch_forks(void) { (void)pthread_atfork(NULL, NULL, cddp__in_forked_child); }
 
 /* Adds a valid fd to the table, if that is large enough. Returns fd. */
-static int cddp__register_socket(int fd) {
+static int cddp__disconnect_in_forks(int fd) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, cddp__watch_forks);
   if (fd >= 0 && fd < CDDP__OWN_SOCKETS)
@@ -3701,7 +3701,7 @@ static int cddp__lower_fd(int fd) {
     close(copy);
     return fd;
   }
-  (void)cddp__register_socket(copy);
+  (void)cddp__disconnect_in_forks(copy);
   cddp__close_fd(&fd);
   return copy;
 }
@@ -3728,7 +3728,7 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
     if (n > 0) return CDDP_OK;
     if (n < 0 && errno != EINTR) return cddp__fail_errno("poll");
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
-    cddp__serve_idle(NULL /* no group */); /* safe: of locks a caller holds at most a store's */
+    cddp__serve_all_recvs(NULL /* no group */); /* safe: of locks a caller holds at most a store's */
   }
 }
 
@@ -3943,14 +3943,14 @@ static int cddp__stream_ready(int fd) {
 
 /* A non-blocking socket that forked children and exec close; -1 and errno on failure. */
 static int cddp__socket(int family) {
-  return cddp__register_socket(
+  return cddp__disconnect_in_forks(
       cddp__above_stdio(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)));
 }
 
 /* Accepts the next connection; -1 and errno on failure, ECONNABORTED also if cddp__stream_ready
    fails. */
 static int cddp__accept(int listener) {
-  int fd = cddp__register_socket(cddp__above_stdio(
+  int fd = cddp__disconnect_in_forks(cddp__above_stdio(
       (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)));
   if (fd < 0 || cddp__stream_ready(fd) == 0) return fd;
   cddp__close_fd(&fd);
@@ -4283,7 +4283,7 @@ struct cddp__connection {
   bool caller;     /* this end has connected */
   bool local;      /* a Unix socket: descriptors can travel with the bytes */
   bool ready;      /* set by cddp__connections_poll */
-  bool early;      /* it ended before it was UP */
+  bool ended_early;      /* it ended before it was UP */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
   cddp__challenge challenge;
   cddp__buffer out, in;      /* to be sent; received and not parsed */
@@ -4305,7 +4305,7 @@ struct cddp__connection {
 };
 
 /* What is known of a peer. cddp__rank_end (>>failure) decides about a rank of a group,
-   cddp__link_end about the peer of a connection that has ended with this error. */
+   cddp__end_from_error about the peer of a connection that has ended with this error. */
 enum cddp__end {
   CDDP__IS_ALIVE,      /* or not known: the caller connects again, and a dead process refuses */
   CDDP__HAS_LEFT,      /* in good order: cddp_destroy, BYE */
@@ -4313,7 +4313,7 @@ enum cddp__end {
   CDDP__IS_UNREACHABLE /* its host does not answer */
 };
 
-static enum cddp__end cddp__link_end(int error) {
+static enum cddp__end cddp__end_from_error(int error) {
   if (error == CDDP__LEFT) return CDDP__HAS_LEFT;
   if (error == ECONNREFUSED || error == EPROTO /* not cddp */) return CDDP__HAS_ENDED;
   if (error == 0 || error == ECONNRESET || error == EPIPE || error == ENOBUFS || error == ENOMEM ||
@@ -4340,7 +4340,7 @@ static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *al
 /* Ends the connection; later calls change nothing. The system still sends the bytes that it has. */
 CDDP__OUT_OF_LINE void cddp__connection_end(cddp__connection *c, int error) {
   if (c->state == CDDP__CONNECTION_ENDED) return;
-  c->early = c->state != CDDP__CONNECTION_UP;
+  c->ended_early = c->state != CDDP__CONNECTION_UP;
   c->state = CDDP__CONNECTION_ENDED;
   c->error = error;
   if (c->fd >= 0) shutdown(c->fd, SHUT_WR);
@@ -4359,7 +4359,7 @@ static void cddp__connection_close(cddp__connection *c) {
 }
 
 /* Begins the proof of the secret: cddp__challenge_begin. */
-static cddp_result cddp__connection_challenge(cddp__connection *c, const char *secret,
+static cddp_result cddp__connection_begin_proof(cddp__connection *c, const char *secret,
                                               const char *purpose, const void *context, size_t n) {
   cddp_result r = cddp__challenge_begin(&c->challenge, secret, purpose, c->caller, context, n);
   if (r == CDDP_OK)
@@ -4859,7 +4859,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
   int spare_fd;           /* closed when no descriptor is left, to accept one more */
-  cddp__atomic_u32 ended; /* 1: the thread must return; set by cddp__store_close */
+  cddp__atomic_u32 stop; /* 1: the thread must return; set by cddp__store_close */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map */
   uint64_t seed; /* of the map's hash: secret */
   size_t keys;   /* in the map */
@@ -5033,7 +5033,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
 #define CDDP__SERVER_CHECK_MS 250 /* between checks of deadlines */
 
 typedef struct cddp__client { /* Owner: the server's thread */
-  cddp__connection c; /* fd -1: closed, to be freed. deadline: CDDP__GREETING_S, _COMMAND_S */
+  cddp__connection connection; /* fd -1: closed, to be freed. deadline: CDDP__GREETING_S, _COMMAND_S */
   struct cddp__client *next; /* older */
   bool greeted;              /* its first command was a valid VALIDATE */
   bool blocked;              /* the command at the head of c.in is a WAIT for a missing key */
@@ -5060,23 +5060,23 @@ static void cddp__client_set_blocked(cddp__server *server, cddp__client *client,
 static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
-  if (client->c.fd >= 0) { /* a forked child can have a copy, which close would leave connected */
-    cddp__server_watch(server, client->c.fd, EPOLL_CTL_DEL, 0, 0 /* unused */);
-    shutdown(client->c.fd, SHUT_RDWR);
+  if (client->connection.fd >= 0) { /* a forked child can have a copy, which close would leave connected */
+    cddp__server_watch(server, client->connection.fd, EPOLL_CTL_DEL, 0, 0 /* unused */);
+    shutdown(client->connection.fd, SHUT_RDWR);
   }
-  cddp__connection_close(&client->c);
+  cddp__connection_close(&client->connection);
 }
 
 /* Removes the command at the head of the input. */
 static void cddp__client_advance(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
-  client->c.in.start += client->parser.end;
+  client->connection.in.start += client->parser.end;
   memset(&client->parser, 0, sizeof client->parser);
 }
 
 /* Executes the command at the head of the input, where a WAIT for a missing key stays. */
 static void cddp__client_execute(cddp__server *server, cddp__client *client) {
-  cddp__connection *c = &client->c;
+  cddp__connection *c = &client->connection;
   int ran = cddp__server_execute(server, &client->parser, c->in.data + c->in.start, &c->out);
   if (ran == CDDP__COMMAND_FAILED || server->buffered > CDDP__SERVER_MEMORY ||
       cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
@@ -5092,7 +5092,7 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
 /* Handles the challenge, then one command. Returns false if more input is needed. During a WAIT
    only CANCEL_WAIT is executed. */
 static bool cddp__client_step(cddp__server *server, cddp__client *client) {
-  cddp__connection *c = &client->c;
+  cddp__connection *c = &client->connection;
   size_t keys_before = server->keys;
   cddp__client *other;
   cddp__span in;
@@ -5126,7 +5126,7 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
 /* Executes the received commands, each after the client has read the last answer. Sets the events
    that epoll watches. */
 static void cddp__client_run(cddp__server *server, cddp__client *client) {
-  cddp__connection *c = &client->c;
+  cddp__connection *c = &client->connection;
   bool more = true;
   uint32_t events;
   while (more && c->fd >= 0) {
@@ -5149,7 +5149,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
 }
 
 static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
-  cddp__connection *c = &client->c;
+  cddp__connection *c = &client->connection;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
   int got = 0;
   if (c->fd < 0) return; /* closed meanwhile */
@@ -5173,7 +5173,7 @@ static void cddp__server_settle(cddp__server *server) {
   cddp__client *client, **link;
   if (tick) server->checked = now;
   for (client = server->clients; client != NULL && tick; client = client->next) {
-    cddp__connection *c = &client->c;
+    cddp__connection *c = &client->connection;
     bool runs = client->greeted && cddp__buffer_size(&c->out) == 0; /* else it must greet or read */
     double extra_s = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
     /* Between commands (no input) and in a WAIT a client has no deadline. */
@@ -5184,8 +5184,8 @@ static void cddp__server_settle(cddp__server *server) {
   while (server->unsettled) {
     server->unsettled = false;
     for (link = &server->clients; (client = *link) != NULL;) {
-      if (client->c.fd >= 0) cddp__client_run(server, client);
-      if (client->c.fd >= 0) {
+      if (client->connection.fd >= 0) cddp__client_run(server, client);
+      if (client->connection.fd >= 0) {
         link = &client->next;
         continue;
       }
@@ -5203,9 +5203,9 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   cddp__client *client, *oldest = NULL;
   int silent = 0;
   for (client = server->clients; client != NULL; client = client->next) {
-    if (client->c.fd < 0 || client->greeted) continue;
+    if (client->connection.fd < 0 || client->greeted) continue;
     silent++;
-    if (server->secret == NULL || client->c.challenge.state != CDDP__CHALLENGE_PROVEN)
+    if (server->secret == NULL || client->connection.challenge.state != CDDP__CHALLENGE_PROVEN)
       oldest = client; /* the list begins with the newest */
   }
   if (!spare || silent >= cddp__unproven_most(0 /* ranks: unknown */)) {
@@ -5222,13 +5222,13 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     cddp__close_fd(&fd);
     return;
   }
-  cddp__connection_begin(&client->c, &server->allocator, fd, CDDP__END_CALLED);
-  client->c.in.total = client->c.out.total = &server->buffered;
-  client->c.deadline = cddp__now() + CDDP__GREETING_S;
+  cddp__connection_begin(&client->connection, &server->allocator, fd, CDDP__END_CALLED);
+  client->connection.in.total = client->connection.out.total = &server->buffered;
+  client->connection.deadline = cddp__now() + CDDP__GREETING_S;
   client->next = server->clients;
   server->clients = client;
   client->events = EPOLLIN;
-  if (cddp__connection_challenge(&client->c, server->secret, "store", NULL /* no context */, 0) !=
+  if (cddp__connection_begin_proof(&client->connection, server->secret, "store", NULL /* no context */, 0) !=
           CDDP_OK ||
       !cddp__server_watch(server, fd, EPOLL_CTL_ADD, EPOLLIN, (uint64_t)(uintptr_t)client))
     cddp__client_close(server, client);
@@ -5263,7 +5263,7 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `en
     int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000; /* no deadlines */
     n = epoll_wait(server->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms);
-    if ((n < 0 && errno != EINTR) || cddp__load32(&server->ended) != 0) return NULL;
+    if ((n < 0 && errno != EINTR) || cddp__load32(&server->stop) != 0) return NULL;
     for (i = 0; i < n; i++) {
       uint64_t what = events[i].data.u64;
       if (what >= CDDP__ADDRESSES_MAX) /* a client's address */
@@ -5372,7 +5372,7 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
   cddp__span in;
   cddp_result r = CDDP_OK;
   if (store->secret != NULL)
-    r = cddp__connection_challenge(c, store->secret, "store", NULL /* no context */, 0);
+    r = cddp__connection_begin_proof(c, store->secret, "store", NULL /* no context */, 0);
   cddp__buffer_add(&c->out, cddp__greeting, sizeof cddp__greeting - 1);
   if (r == CDDP_OK) r = cddp__connection_exchange(c, 1 /* byte */, deadline);
   if (r == CDDP_OK) {
@@ -5613,7 +5613,7 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
     return r;
   }
   *fd_count = 1;
-  fds[0] = cddp__register_socket(fcntl(listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+  fds[0] = cddp__disconnect_in_forks(fcntl(listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
       !cddp__local_address(fds[0], &address[0]))
     return cddp__fail_errno("the launcher's listening socket");
@@ -5782,7 +5782,7 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
   bool may_serve = options->desc.is_server || options->elect, got_lock, named;
   uint32_t i;
   cddp_result r = CDDP_OK;
-  *fd = cddp__register_socket(cddp__above_stdio(open(store->name, flags, 0600)));
+  *fd = cddp__disconnect_in_forks(cddp__above_stdio(open(store->name, flags, 0600)));
   if (*fd < 0)
     return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
                       errno == ELOOP ? "it must not be a symbolic link"
@@ -5876,7 +5876,7 @@ static void cddp__store_close(cddp_store *store) {
   if (store == NULL) return;
   if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) unlink(store->name);
   if (store->server != NULL && store->server_pid == getpid()) {
-    cddp__store32(&store->server->ended, 1);
+    cddp__store32(&store->server->stop, 1);
     for (i = 0; i < store->server->fd_count; i++) /* wakes the thread */
       shutdown(store->server->fds[i], SHUT_RDWR);
     pthread_join(store->server->thread, NULL);
@@ -7164,19 +7164,19 @@ static void cddp__find_processes(cddp__host *host) {
     return;
   /* At a joined process's first call: the ranks that were lost before it joined. */
   for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
-    if (!host->ranks[window].member) host->ranks[window].lost = 1; /* 1 + step 0 */
+    if (!host->ranks[window].member) host->ranks[window].lost_in_step = 1; /* 1 + step 0 */
   for (; host->joins_seen < joins; host->joins_seen++) {
     window = host->size + (int)host->joins_seen; /* numbered as they join */
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
     if ((p = cddp__add_process(host, window, 0 /* no pid yet */)) == NULL) return;
-    p->lost = 1;
+    p->lost_in_step = 1;
   }
 }
 
 /* Makes p a member of this rank's model: from now on no process frees p's memory. */
 static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   p->member = true;
-  p->lost = 0;
+  p->lost_in_step = 0;
   if (host->arena.fd < 0 || p->window == host->arena.window) return CDDP_OK;
   if (cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES + p->window, 1)) {
     p->use_locked = true;
@@ -7226,7 +7226,7 @@ static void cddp__free_window(cddp__host *host, cddp__process *p) {
   if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return;
   (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
   (void)cddp__arena_lock(host, F_UNLCK, use, 1);
-  p->lost = 0;
+  p->lost_in_step = 0;
   cddp__close_fd(&p->pidfd);
   if (p->window < host->size) return;
   pthread_mutex_lock(&host->lock);
@@ -7376,7 +7376,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
       r = (errno == EAGAIN || errno == EACCES) && cddp__now() < deadline
               ? CDDP_OK /* another joining process takes this window */
               : cddp__fail_errno("lock on the shared memory");
-    else if (!(taken = cddp__swap32(&block->joins, joins, joins + 1)))
+    else if (!(taken = cddp__compare_swap32(&block->joins, joins, joins + 1)))
       (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1);
     if (!taken) cddp__sleep(0.001);
   }
@@ -8464,7 +8464,7 @@ static bool cddp__is_read(const cddp__call *call, int rank) {
 }
 
 /* all_to_all in place: received shares replace the sent ones. */
-static bool cddp__overwrites(const cddp__call *call) {
+static bool cddp__is_in_place_all_to_all(const cddp__call *call) {
   return call->kind == CDDP__KIND_ALL_TO_ALL && call->send == call->recv;
 }
 
@@ -8518,7 +8518,7 @@ static size_t cddp__counts_memory(const cddp_group *g) {
 }
 
 /* The bytes of both buffers that a collective uses on this rank: if they are one, on every rank. */
-static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *call, size_t *sent,
+static void cddp__call_bytes(const cddp_group *g, const cddp__call *call, size_t *sent,
                                size_t *received) {
   bool one = cddp__in_one_buffer(call);
   size_t share = call->count * call->esize;
@@ -8636,7 +8636,7 @@ static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32
   char *headers = (char *)g->block + CDDP__HEADERS_AT;
   return (cddp__op_header *)(void *)headers + 2 * (size_t)rank + (round & 1);
 }
-static cddp__atomic_u32 *cddp__reported_round_of(const cddp_group *g, int rank) {
+static cddp__atomic_u32 *cddp__reported_arrival_of(const cddp_group *g, int rank) {
   void *headers_end = cddp__op_header_of(g, g->size, 0);
   return (cddp__atomic_u32 *)headers_end + rank;
 }
@@ -8682,7 +8682,7 @@ static bool cddp__has_remote_headers(const cddp_group *g) {
 
 /* Stores a failure and its text. Returns false if one is already stored. */
 static bool cddp__set_cause(cddp__cause *cause, cddp_result r, const char *text) {
-  if (!cddp__swap32(&cause->state, 0, 1 /* being written */)) return false;
+  if (!cddp__compare_swap32(&cause->state, 0, 1 /* being written */)) return false;
   snprintf(cause->text, sizeof cause->text, "%s", text);
   cddp__store32(&cause->state, 2 + (uint32_t)r);
   return true;
@@ -8710,10 +8710,10 @@ static void cddp__wake_all(cddp_group *g) {
   if (on_rounds) cddp__futex_wake(&g->block->release);
   if (on_rounds) cddp__futex_wake(&g->block->arrivals);
   for (p = 0; p < g->size; p++) {
-    if (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->waiting) != 0)
+    if (g->host_index[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->event_sleepers) != 0)
       cddp__futex_wake(&cddp__slot_of(g, p)->events);
     if (!on_rounds) continue;
-    if (g->members[p] < 0 && (g->hosts == NULL || p != g->hosts->lowest_remote)) continue;
+    if (g->host_index[p] < 0 && (g->hosts == NULL || p != g->hosts->lowest_remote)) continue;
     cddp__futex_wake(&cddp__op_header_of(g, p, 0)->seq);
     cddp__futex_wake(&cddp__op_header_of(g, p, 1)->seq);
   }
@@ -8746,7 +8746,7 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   if (!cddp__is_broken(g)) {
     memcpy(g->slots[g->local_rank].failure, cddp__error_text, CDDP__ERROR_MAX);
     CDDP__POINT("breaking");
-    first = cddp__swap32(&g->block->broken, 0, (uint32_t)r | (uint32_t)g->local_rank << 8);
+    first = cddp__compare_swap32(&g->block->broken, 0, (uint32_t)r | (uint32_t)g->local_rank << 8);
   }
   pthread_mutex_unlock(&g->fail_lock);
   return first;
@@ -8870,12 +8870,12 @@ static bool cddp__process_gone(cddp__host *host, int at) {
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   bool gone, brief;
-  if (g->members[rank] < 0) {
+  if (g->host_index[rank] < 0) {
     const cddp__peer *peer = &g->hosts->peers[rank];
     enum cddp__end end;
     if (cddp__load32(&peer->lost) == 0) return CDDP__IS_ALIVE;
-    end = cddp__link_end(peer->error);
-    brief = end == CDDP__HAS_LEFT || g->hosts->nodes[peer->host].size == 1;
+    end = cddp__end_from_error(peer->error);
+    brief = end == CDDP__HAS_LEFT || g->hosts->group_hosts[peer->host].size == 1;
     if (peer->error != ENOMEM /* this rank's own failure: it sends the notice */ &&
         (!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause) &&
         cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
@@ -8886,10 +8886,10 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   gone = state == CDDP__SLOT_DEAD;
   if (!gone && g->host->one_process) /* the first group's slot is that of the whole thread */
     gone = g->host->slots != NULL &&
-           cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
+           cddp__load32(&g->host->slots[g->host_index[rank]].state) == CDDP__SLOT_DEAD;
   else if (!gone)
     gone = rank != g->rank /* own locks look free */ &&
-           cddp__process_gone(g->host, g->members[rank]);
+           cddp__process_gone(g->host, g->host_index[rank]);
   return gone ? CDDP__HAS_ENDED : CDDP__IS_ALIVE;
 }
 
@@ -8935,7 +8935,7 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
     return cddp__textf("rank %d (a thread of pid %d)", rank, (int)getpid());
   return cddp__textf("rank %d (pid %u on %s)", rank,
                      net != NULL ? entry->pid
-                                 : cddp__process_at(g->host, g->members[rank]).pid,
+                                 : cddp__process_at(g->host, g->host_index[rank]).pid,
                      net != NULL ? net->hosts[entry->host].name : g->host->name);
 }
 
@@ -8964,7 +8964,7 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
 /* Example: "exited with code 1" */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   cddp__host *host = g->host;
-  int status, at = g->members[rank];
+  int status, at = g->host_index[rank];
   uint32_t ended = 0;
   bool known;
   cddp__process process;
@@ -9006,14 +9006,14 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
    A rank that left, or that is on another host, can have ended because of a third rank: a notice is
    preferred as the cause, and the text also names a process that has died. own: this rank lacked
    memory for a message; an elastic model instead continues without the peer. */
-static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing) {
+static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
-  bool own = !g->elastic && g->members[rank] < 0 && g->hosts->peers[rank].error == ENOMEM;
+  bool own = !g->elastic && g->host_index[rank] < 0 && g->hosts->peers[rank].error == ENOMEM;
   cddp_result r = own ? CDDP_OUT_OF_MEMORY : CDDP_PEER_LOST;
-  bool left = g->members[rank] >= 0 && cddp__rank_end(g, rank) == CDDP__HAS_LEFT;
+  bool left = g->host_index[rank] >= 0 && cddp__rank_end(g, rank) == CDDP__HAS_LEFT;
   cddp__text loss;
   int p;
-  if ((left || g->members[rank] < 0) && cddp__has_cause(cause))
+  if ((left || g->host_index[rank] < 0) && cddp__has_cause(cause))
     return cddp__break(g, cddp__check_cause(cause));
   loss = cddp__textf("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
   for (p = 0; left && p < g->size; p++) {
@@ -9045,10 +9045,10 @@ static cddp_result cddp__check_peers(cddp_group *g) {
       cddp__load32(&g->block->generation) != g->block_generation) /* freed: not broken */
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
-    if (p == g->rank || g->members[p] < 0) continue;
+    if (p == g->rank || g->host_index[p] < 0) continue;
     if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_needed(g, p)) continue; /* it had announced the round before it ended */
-    return cddp__report_lost(g, p, NULL);
+    return cddp__break_lost(g, p, NULL);
   }
   return CDDP_OK;
 }
@@ -9090,7 +9090,7 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
 /* Where a rank publishes its waits; NULL: nowhere (on another host, or joined). */
 static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) {
   const cddp__host *host = g->host;
-  int at = g->members[rank];
+  int at = g->host_index[rank];
   return host->slots != NULL && at >= 0 && at < host->size ? &host->slots[at] : NULL;
 }
 
@@ -9106,7 +9106,7 @@ static void cddp__copy_text(char *to, const char *from, size_t n) {
 }
 
 static int cddp__job_rank(const cddp_group *g, int rank) { /* one host: its index there */
-  return g->world != NULL ? g->world[rank] : g->members[rank];
+  return g->world != NULL ? g->world[rank] : g->host_index[rank];
 }
 
 /* Example: "; rank 1 waits in cddp_ddp_step at train.c:71" */
@@ -9119,7 +9119,7 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   waits = cddp__load64(&slot->wait) != 0;
   cddp__copy_text(where, slot->where, sizeof where);
   threads = cddp__load32(&slot->multithreaded) != 0;
-  if (waits || cddp__load32(&slot->failed) != 0)
+  if (waits || cddp__load32(&slot->wait_failed) != 0)
     return cddp__textf("; rank %d %s in %s%s", rank, waits ? "waits" : "has failed", where,
                        threads ? " (one of its threads)" : "");
   /* The rank can wait for another host, or in a thread that publishes no wait. */
@@ -9149,7 +9149,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__text call;
   if (slot == NULL) return false;
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
-  if (!cddp__works_visible(g->host) || !cddp__swap32(&g->host->wait_shown, 0, 1)) return false;
+  if (!cddp__works_visible(g->host) || !cddp__compare_swap32(&g->host->wait_shown, 0, 1)) return false;
   if (where == NULL) { /* during a message's wait, the engine's thread can change g->round */
     const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
     call = cddp__describe_call(header->call, header->count, header->root);
@@ -9159,7 +9159,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
     wait = (uint64_t)(uint32_t)g->id << 32 | g->round;
   }
   cddp__copy_text(slot->where, where, CDDP__WHERE_MAX);
-  cddp__store32(&slot->failed, 0);
+  cddp__store32(&slot->wait_failed, 0);
   cddp__store64(&slot->wait, wait);
   return true;
 }
@@ -9168,7 +9168,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
 static void cddp__clear_wait(cddp_group *g, bool failed) {
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
   if (slot == NULL) return;
-  cddp__store32(&slot->failed, failed);
+  cddp__store32(&slot->wait_failed, failed);
   cddp__store64(&slot->wait, 0);
   cddp__store32(&g->host->wait_shown, 0);
 }
@@ -9267,8 +9267,8 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
     uint64_t awaits = cddp__load64(&cddp__slot_of(g, p)->awaits);
     uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + its rank */
     if (cddp__has_announced(g, p)) continue;
-    if (g->members[p] < 0)
-      set[p] = set[p] || (all_hosts && cddp__load32(cddp__reported_round_of(g, p)) != g->round);
+    if (g->host_index[p] < 0)
+      set[p] = set[p] || (all_hosts && cddp__load32(cddp__reported_arrival_of(g, p)) != g->round);
     else if (awaited != 0 && now_ms - at_ms < CDDP__AWAITS_MS)
       set[awaited - 1] = true;
     else
@@ -9296,7 +9296,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
   if (n == 0 && late < 0) cddp__append(names, sizeof names, "a rank"); /* that arrived meanwhile */
   for (p = 0; p < g->size && named < 3; p++) {
     if (!set[p]) continue;
-    far = far || g->members[p] < 0;
+    far = far || g->host_index[p] < 0;
     cddp__append(names, sizeof names, "%s%s", named++ > 0 ? ", " : "", cddp__name_rank(g, p).s);
     cddp__append(where, sizeof where, "%s", cddp__describe_wait(g, p).s);
     set[p] = false;
@@ -9304,7 +9304,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
   if (n > named)
     cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "",
                  cddp__list_ranks(set, g->size, 160).s);
-  for (; p < g->size; p++) far = far || (set[p] && g->members[p] < 0); /* of those without names */
+  for (; p < g->size; p++) far = far || (set[p] && g->host_index[p] < 0); /* of those without names */
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not reach %s%s%s", g->timeout_s, names,
              cddp__describe_current_call(g).s, far ? ", or their hosts cannot be reached" : "",
              where[0] != 0 ? where : cddp__describe_other_failure(g).s);
@@ -9390,7 +9390,7 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__wait_read_clock(w);
-  if (cddp__serve_idle(g)) w->since = w->now; /* short sleeps: more are likely to follow */
+  if (cddp__serve_all_recvs(g)) w->since = w->now; /* short sleeps: more are likely to follow */
   if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
   cddp__join_serve(g->host, CDDP__JOIN_POLL);
   if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
@@ -9418,9 +9418,9 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
    looks for messages once more. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *slot = cddp__slot_of(g, rank);
-  if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->waiting) == 0)) return;
+  if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->event_sleepers) == 0)) return;
   cddp__add32(&slot->events, 1);
-  if (cddp__load32(&slot->waiting) != 0) cddp__futex_wake(&slot->events);
+  if (cddp__load32(&slot->event_sleepers) != 0) cddp__futex_wake(&slot->events);
 }
 
 /* Every 20 ms of a wait for a round: breaks the group if a rank that the round needs has ended.
@@ -9525,7 +9525,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__store32(&mine->site_round, g->round);
   cddp__wait_begin(&w, 0.1); /* for call sites from this host: a rank can have just died */
   for (p = 0; p < g->size; p++)
-    while (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
+    while (g->host_index[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
            !cddp__is_broken(g) && cddp__wait_pause(&w)) {}
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
              cddp__describe_rank(g, first, reference).s);
@@ -9566,7 +9566,7 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
   cddp_result r;
   int p, size = g->size;
   for (p = 0; p < size; p++, header += 2 /* a rank's */) {
-    if (p == g->rank || (!all && g->members[p] < 0)) continue;
+    if (p == g->rank || (!all && g->host_index[p] < 0)) continue;
     if (!g->oversubscribed /* else cddp__arrive has waited */ &&
         (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK)
       return r;
@@ -9742,7 +9742,7 @@ static void cddp__links_free(cddp__connection *list) {
 
 /* Ends a link if the other host has not acknowledged sent bytes for CDDP__UNANSWERED_S, as after an
    unplugged cable. Without bytes in flight, the system's keepalive probes find this out. */
-static void cddp__link_end_if_silent(cddp__connection *c) {
+static void cddp__link_end_if_unacked(cddp__connection *c) {
   struct tcp_info info;
   socklen_t size = sizeof info;
   if (c->state == CDDP__CONNECTION_NEW) { /* connecting: the times of TCP_INFO are not set yet */
@@ -9785,7 +9785,7 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
     else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE) /* has a proof of its own */
       c->state = CDDP__CONNECTION_UP;
     else
-      (void)cddp__connection_challenge(c, n->secret, "link", h, sizeof *h);
+      (void)cddp__connection_begin_proof(c, n->secret, "link", h, sizeof *h);
   }
   return cddp__connection_progress(c);
 }
@@ -9820,7 +9820,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
 
 /* Whether a link has ended although its peer can be alive. */
 static bool cddp__link_is_cut(const cddp__connection *c) {
-  return c->state == CDDP__CONNECTION_ENDED && cddp__link_end(c->error) == CDDP__IS_ALIVE;
+  return c->state == CDDP__CONNECTION_ENDED && cddp__end_from_error(c->error) == CDDP__IS_ALIVE;
 }
 
 /* Connects a link again if its peer, which may have too many connections, closed it before it was
@@ -9828,7 +9828,7 @@ static bool cddp__link_is_cut(const cddp__connection *c) {
 static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
-  if (!cddp__link_is_cut(c) || !c->caller || !c->early || now > c->deadline) return false;
+  if (!cddp__link_is_cut(c) || !c->caller || !c->ended_early || now > c->deadline) return false;
   if (now < c->retry_at) return true;
   c->retry_at = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
@@ -9926,7 +9926,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   int p;
   if (cddp__exchange32(&g->block->reported, round) == round) return; /* sent before */
   for (p = 0; p < g->size; p++)
-    arrived[p] = g->members[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
+    arrived[p] = g->host_index[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
   list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* for the round */);
   if (list.s[0] != 0)
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
@@ -9945,7 +9945,7 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
     if (at == begin) break; /* "...": the list was too long */
     if (*at == '-') last = strtol(at + 1, &at, 10);
     for (; p >= 0 && p <= last && p < g->size; p++)
-      cddp__store32(cddp__reported_round_of(g, (int)p), round);
+      cddp__store32(cddp__reported_arrival_of(g, (int)p), round);
   }
   cddp__send_arrivals(g, round);
 }
@@ -10181,7 +10181,7 @@ typedef struct cddp__join_table {
 /* What a rank knows of its job. The secret's text follows the struct. */
 typedef struct cddp__job_info {
   cddp__join_table table;
-  char node[48];      /* name of the node's socket; the prefix of its ranks' socket names */
+  char node_name[48];      /* name of the node's socket; the prefix of its ranks' socket names */
   uint32_t node_hash; /* of node, never 0 */
   bool endpoint_here; /* the endpoint is an address of this host */
   char master[256];   /* MASTER_ADDR; with `port` for joins from other hosts */
@@ -10189,7 +10189,7 @@ typedef struct cddp__job_info {
   uint32_t foreign;   /* bit i: address i of MASTER_ADDR belongs to another job */
   double timeout_s;
   char endpoint[96];  /* where the ranks meet, for error texts: "port 29500" */
-  int claim_fd;       /* this rank's socket on its host, held while the group lives; -1: none */
+  int rank_claim_fd;       /* this rank's socket on its host, held while the group lives; -1: none */
   int port_fd;        /* keeps rank 0's port that long: cddp__close_port; -1: none */
   const char *secret; /* "": none; its proof then only rejects programs other than cddp */
 } cddp__job_info;
@@ -10203,10 +10203,10 @@ typedef struct cddp__registration { /* a rank, or another process with a rank's 
 
 typedef struct cddp__channel { /* a connection to the parent or a child */
   cddp__connection connection; /* deadline: for the first RANK */
-  bool known;                  /* the first RANK was received */
+  bool rank_received;                  /* the first RANK was received */
   bool ready;   /* the child's READY was received */
-  bool failed;  /* FAIL was sent by TCP: the connection stays until it has arrived */
-  bool awaited; /* its end is the loss of a rank: from a child's matching RANK, or the parent's
+  bool fail_sent;  /* FAIL was sent by TCP: the connection stays until it has arrived */
+  bool end_is_loss; /* its end is the loss of a rank: from a child's matching RANK, or the parent's
                    WAIT, until the parent's READY */
   size_t entry; /* of the first RANK: index in rendezvous.registered */
 } cddp__channel;
@@ -10345,7 +10345,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
   cddp_result r;
   host->job_info = job;
   if (job == NULL) return CDDP_OUT_OF_MEMORY;
-  job->claim_fd = job->port_fd = -1;
+  job->rank_claim_fd = job->port_fd = -1;
   job->secret = (char *)memcpy(job + 1, config->secret, n);
   job->timeout_s = config->timeout_s;
   job->table.size = config->world_size;
@@ -10357,9 +10357,9 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
     snprintf(job->endpoint, sizeof job->endpoint, "port %d", config->port);
   else
     snprintf(job->endpoint, sizeof job->endpoint, "%.80s", config->init_method);
-  r = cddp__node_name(config, job->secret, job->node, &job->endpoint_here);
+  r = cddp__node_name(config, job->secret, job->node_name, &job->endpoint_here);
   if (r != CDDP_OK) return r;
-  job->node_hash = (uint32_t)cddp__hash64(1, job->node, strlen(job->node)) | 1;
+  job->node_hash = (uint32_t)cddp__hash64(1, job->node_name, strlen(job->node_name)) | 1;
   info = &job->table.info;
   info->version = CDDP_VERSION;
   info->world_size = (uint32_t)config->world_size;
@@ -10378,7 +10378,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
 static void cddp__job_info_free(cddp__host *host) {
   cddp__job_info *job = host->job_info;
   if (job == NULL) return;
-  cddp__close_fd(&job->claim_fd);
+  cddp__close_fd(&job->rank_claim_fd);
   cddp__close_fd(&job->port_fd);
   cddp__free(&host->allocator, job);
   host->job_info = NULL;
@@ -10388,7 +10388,7 @@ static void cddp__job_info_free(cddp__host *host) {
    lives, "join-" for the one to which joining processes connect. */
 static cddp__address cddp__rank_socket(const cddp__job_info *job, const char *purpose, int rank) {
   cddp__address a;
-  cddp__unix_name(&a, cddp__textf("%s-%s%d", job->node, purpose, rank).s);
+  cddp__unix_name(&a, cddp__textf("%s-%s%d", job->node_name, purpose, rank).s);
   return a;
 }
 
@@ -10440,7 +10440,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   for (tries = 0; tries < 100; tries++) {
     uint32_t peer[3] = {0, 0, 0} /* pid, uid, gid */, pid;
     bool ended;
-    int fd, error = cddp__listen_address(&a, &job->claim_fd);
+    int fd, error = cddp__listen_address(&a, &job->rank_claim_fd);
     if (error == 0) return CDDP_OK;
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(rdv, error, "bind of an abstract Unix socket");
@@ -10474,16 +10474,16 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
    model exists. It does not listen, so another job can start at the endpoint. */
 static void cddp__hold_name(cddp__job_info *job) {
   cddp__address a = cddp__rank_socket(job, "", (int)job->table.info.rank);
-  job->claim_fd = cddp__socket(AF_UNIX);
-  (void)!bind(job->claim_fd, &a.any, a.size); /* fails in a second such job */
+  job->rank_claim_fd = cddp__socket(AF_UNIX);
+  (void)!bind(job->rank_claim_fd, &a.any, a.size); /* fails in a second such job */
 }
 
 /* The pid of another process that has connected in cddp__claim_rank, or 0. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3], second = 0;
   int tries;
-  for (tries = 0; tries < 64 && second == 0 && job->claim_fd >= 0; tries++) {
-    int fd = cddp__accept(job->claim_fd);
+  for (tries = 0; tries < 64 && second == 0 && job->rank_claim_fd >= 0; tries++) {
+    int fd = cddp__accept(job->rank_claim_fd);
     if (fd < 0 && errno != ECONNABORTED) break;
     if (fd >= 0 && cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid()) second = peer[0];
     if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* the answer */
@@ -10579,7 +10579,7 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   cddp__message *m;
   (void)cddp__connection_progress(c);
   /* Bytes before the proof is complete, or after it has failed, are no frames. */
-  if (c->state == CDDP__CONNECTION_PROVING || c->early) return NULL;
+  if (c->state == CDDP__CONNECTION_PROVING || c->ended_early) return NULL;
   m = cddp__connection_receive(c, most);
   if (m == NULL && c->got >= sizeof c->in_head && c->in_head.type == CDDP__FRAME_PIECE)
     cddp__connection_end(c, EPROTO); /* pieces are for >>hosts only */
@@ -10625,7 +10625,7 @@ static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, in
   c->local = local;
   c->deadline = cddp__now() + CDDP__GREETING_S;
   if (!local && fd >= 0)
-    (void)cddp__connection_challenge(c, rdv->job->secret, "rendezvous", rdv->root.token,
+    (void)cddp__connection_begin_proof(c, rdv->job->secret, "rendezvous", rdv->root.token,
                                      sizeof rdv->root.token);
 }
 
@@ -10714,7 +10714,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
     if (error == EAGAIN || error == EINVAL) return CDDP_OK; /* EINVAL: rank 0 has closed its port */
     for (i = 0; i < rdv->child_count; i++) {
       const cddp__channel *child = &rdv->children[i];
-      if (!child->known &&
+      if (!child->rank_received &&
           (silent++ == 0 || child->connection.deadline < rdv->children[oldest].connection.deadline))
         oldest = i;
     }
@@ -10763,7 +10763,7 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
   if (c->fds[0] < 0)
     return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of rank 0's listening socket");
   memcpy(root->token, m + 1, sizeof root->token);
-  root->fds[root->fd_count++] = cddp__register_socket(c->fds[0]);
+  root->fds[root->fd_count++] = cddp__disconnect_in_forks(c->fds[0]);
   c->fds[0] = -1;
   return CDDP_OK;
 }
@@ -10787,19 +10787,19 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   info.host.name[sizeof info.host.name - 1] = 0;
   info.joins = 0; /* joining processes do not take part in a rendezvous */
   *admitted = info.pid != 0 && info.port >= 0 && info.port <= 65535 &&
-              (child->known || cddp__admit_rank(rdv, c, &info));
+              (child->rank_received || cddp__admit_rank(rdv, c, &info));
   if (!*admitted) return CDDP_OK;
   /* an address that other nodes can reach */
   if (!c->local && (rdv->node_count == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
-  node = c->local ? 0 : child->known ? rdv->registered[child->entry].node : rdv->node_count++;
+  node = c->local ? 0 : child->rank_received ? rdv->registered[child->entry].node : rdv->node_count++;
   if (r == CDDP_OK) r = cddp__register_rank(rdv, &info, node);
-  if (r != CDDP_OK || child->known) return r;
-  child->known = true;
+  if (r != CDDP_OK || child->rank_received) return r;
+  child->rank_received = true;
   child->entry = rdv->registered_count - 1;
-  child->awaited = rdv->registered[child->entry].fits;
+  child->end_is_loss = rdv->registered[child->entry].fits;
   /* As rank 0's coordinator this rank is the root, unless another root has answered WAIT. */
-  if (!c->local || info.rank != 0 || rdv->parent.awaited) return CDDP_OK;
+  if (!c->local || info.rank != 0 || rdv->parent.end_is_loss) return CDDP_OK;
   cddp__close_parent(rdv);
   rdv->root.blocked.s[0] = 0;
   rdv->root.next = rdv->root.address_count; /* so cddp__find_root publishes this one */
@@ -10817,8 +10817,8 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
     uint32_t kind = m->head.number;
     bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than any job has */
     bool failed = kind >= CDDP__FAILED;
-    if (kind == CDDP__RENDEZVOUS_RANK && full) child->awaited = false; /* its end: no loss */
-    valid = kind == CDDP__RENDEZVOUS_PORT ? child->known : child->awaited;
+    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* its end: no loss */
+    valid = kind == CDDP__RENDEZVOUS_PORT ? child->rank_received : child->end_is_loss;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
       r = cddp__receive_rank(rdv, child, m, &valid);
     else if (failed && valid)
@@ -10835,7 +10835,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
     if (!valid) cddp__connection_end(c, EPROTO);
     cddp__free(c->in.allocator, m);
   }
-  if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED || !child->awaited) return r;
+  if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED || !child->end_is_loss) return r;
   return cddp__report_channel_lost(rdv, child);
 }
 
@@ -10881,7 +10881,7 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
   if (c->fds[0] < 0 || (hosts > 1 && c->fds[1] < 0))
     return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of the shared memory");
   rdv->memory_fd = c->fds[0];
-  rdv->registered[0].link_fd = cddp__register_socket(c->fds[1]);
+  rdv->registered[0].link_fd = cddp__disconnect_in_forks(c->fds[1]);
   c->fds[0] = c->fds[1] = -1;
   return CDDP_OK;
 }
@@ -11021,14 +11021,14 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
     if (m->head.number >= CDDP__FAILED) {
       rdv->common_failure = true;
       r = cddp__fail_by_message(m);
-    } else if (m->head.number == CDDP__RENDEZVOUS_WAIT && !rdv->parent.awaited) {
-      rdv->parent.awaited = true;
+    } else if (m->head.number == CDDP__RENDEZVOUS_WAIT && !rdv->parent.end_is_loss) {
+      rdv->parent.end_is_loss = true;
       rdv->root.blocked.s[0] = 0;
     } else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL) {
       r = cddp__take_table(rdv, m);
     } else if (m->head.number == CDDP__RENDEZVOUS_READY && rdv->net != NULL &&
-               rdv->parent.awaited) {
-      rdv->parent.awaited = false;
+               rdv->parent.end_is_loss) {
+      rdv->parent.end_is_loss = false;
     } else {
       valid = false;
     }
@@ -11036,7 +11036,7 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
     cddp__free(c->in.allocator, m);
   }
   if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED) return r;
-  if (rdv->parent.awaited) return cddp__report_channel_lost(rdv, &rdv->parent);
+  if (rdv->parent.end_is_loss) return cddp__report_channel_lost(rdv, &rdv->parent);
   if (rdv->net != NULL) return CDDP_OK; /* all ranks are ready */
   if (!c->local) return cddp__lose_root(rdv, 0);
   cddp__close_parent(rdv);
@@ -11053,7 +11053,7 @@ static bool cddp__has_news(const cddp__connection *c) {
 static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   const cddp_allocator *allocator = &rdv->host->allocator;
   cddp__connection *parent = &rdv->parent.connection;
-  int listeners[2 + CDDP__ADDRESSES_MAX] = {rdv->job->claim_fd, rdv->node_socket};
+  int listeners[2 + CDDP__ADDRESSES_MAX] = {rdv->job->rank_claim_fd, rdv->node_socket};
   size_t i, n = rdv->child_count, listener_count = 2;
   cddp__connection **list =
       (cddp__connection **)cddp__calloc(allocator, n + 1, sizeof *list);
@@ -11071,7 +11071,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
     cddp__channel *child = &rdv->children[i];
     const cddp__connection *c = &child->connection;
     if (cddp__has_news(c)) r = cddp__receive_from_child(rdv, child);
-    if (c->state != CDDP__CONNECTION_ENDED && (child->known || cddp__now() <= c->deadline))
+    if (c->state != CDDP__CONNECTION_ENDED && (child->rank_received || cddp__now() <= c->deadline))
       continue;
     rdv->root.refused_count += c->challenge.state == CDDP__CHALLENGE_WRONG;
     cddp__remove_child(rdv, i);
@@ -11361,7 +11361,7 @@ static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   cddp__address a;
   int error, fd;
   CDDP__POINT("store");
-  cddp__unix_name(&a, rdv->job->node);
+  cddp__unix_name(&a, rdv->job->node_name);
   error = cddp__listen_address(&a, &rdv->node_socket);
   if (error == 0) {
     CDDP__POINT("lead");
@@ -11456,8 +11456,8 @@ static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
                                                   entry->info.host.name));
   }
   for (i = 0; i < rdv->child_count; i++)
-    rdv->children[i].awaited =
-        rdv->children[i].known && rdv->registered[rdv->children[i].entry].fits;
+    rdv->children[i].end_is_loss =
+        rdv->children[i].rank_received && rdv->registered[rdv->children[i].entry].fits;
   net->listener = rdv->registered[0].link_fd;
   rdv->registered[0].link_fd = -1;
   if (rdv->job->secret[0] == 0 || rdv->config->launcher_secret || net->host_count == 1)
@@ -11620,7 +11620,7 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
     cddp__connection *c = &child->connection;
     int *link_fd = &rdv->registered[child->entry].link_fd;
     int fds[2] = {rdv->host->arena.fd, *link_fd};
-    if (!child->awaited) continue;
+    if (!child->end_is_loss) continue;
     CDDP__POINT("welcome");
     memcpy(c->send_fds, fds, sizeof fds); /* sent with the next bytes */
     r = cddp__connection_post(c, CDDP__RENDEZVOUS_TABLE, net->token,
@@ -11642,9 +11642,9 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   size_t i;
   if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
     deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* other coordinators check their ports */
-  rdv->parent.awaited = up->fd >= 0;
+  rdv->parent.end_is_loss = up->fd >= 0;
   for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
-    bool waits = rdv->children[i].awaited && !rdv->children[i].ready;
+    bool waits = rdv->children[i].end_is_loss && !rdv->children[i].ready;
     const cddp__rank_info *info = &rdv->registered[rdv->children[i].entry].info;
     if (waits && cddp__now() >= deadline)
       r = cddp__fail(CDDP_TIMEOUT,
@@ -11666,7 +11666,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   if (deadline < cddp__now() + rdv->config->timeout_s + 1)
     deadline = cddp__now() + rdv->config->timeout_s + 1;
   deadline += up->local ? 1 : 0.5;
-  while (r == CDDP_OK && rdv->parent.awaited) {
+  while (r == CDDP_OK && rdv->parent.end_is_loss) {
     if (cddp__now() < deadline)
       r = cddp__poll_channels(rdv, deadline);
     else
@@ -11678,7 +11678,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   if (r == CDDP_OK && up->fd < 0) r = cddp__poll_channels(rdv, 0); /* a child can have failed */
   for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
     cddp__channel *child = &rdv->children[i];
-    if (child->awaited) /* if it died, the group finds that */
+    if (child->end_is_loss) /* if it died, the group finds that */
       (void)cddp__send_message(&child->connection, CDDP__RENDEZVOUS_READY, NULL, 0, NULL,
                                cddp__now());
     child->ready = false; /* MPI's start is followed by another READY */
@@ -11691,14 +11691,14 @@ static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char
   cddp__connection *c = &channel->connection;
   if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger: no answer would come */
   (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
-  channel->failed = !c->local && shutdown(c->fd, SHUT_WR) == 0;
+  channel->fail_sent = !c->local && shutdown(c->fd, SHUT_WR) == 0;
 }
 
 /* Waits until the other side of a TCP connection has received FAIL and closed it. Closing a socket
    with unread bytes would reset the connection, and FAIL could be lost. */
 static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
   char unread[4096];
-  while (channel->failed && cddp__now() < deadline &&
+  while (channel->fail_sent && cddp__now() < deadline &&
          cddp__wait_fd(channel->connection.fd, POLLIN, deadline) == CDDP_OK &&
          recv(channel->connection.fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {}
 }
@@ -11708,7 +11708,7 @@ static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
 static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__channel *child) {
   uint32_t peer[3];
   size_t i;
-  if (child->known || !child->connection.local || !cddp__peer_process(child->connection.fd, peer))
+  if (child->rank_received || !child->connection.local || !cddp__peer_process(child->connection.fd, peer))
     return false;
   for (i = 0; i < rdv->registered_count; i++)
     if (rdv->registered[i].node == 0 && rdv->registered[i].info.pid == peer[0]) return true;
@@ -11733,12 +11733,12 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   do {
     for (draining = 0, k = rdv->child_count; k-- > 0;) {
       cddp__channel *child = &rdv->children[k];
-      draining += child->failed;
-      if (child->failed || (r == CDDP_OK && (!child->known || rdv->registered[child->entry].fits)))
+      draining += child->fail_sent;
+      if (child->fail_sent || (r == CDDP_OK && (!child->rank_received || rdv->registered[child->entry].fits)))
         continue;
       if (!cddp__registered_before(rdv, child))
         cddp__channel_fail(child, result, child->connection.local ? text : remote);
-      if (!child->failed) cddp__remove_child(rdv, k); /* new connections need its descriptor */
+      if (!child->fail_sent) cddp__remove_child(rdv, k); /* new connections need its descriptor */
     }
     if (r != CDDP_OK) (void)cddp__accept_channels(rdv, rdv->node_socket);
   } while (r != CDDP_OK && rdv->child_count > draining && rounds++ < CDDP__MAX_RANKS);
@@ -11829,7 +11829,7 @@ static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
                                                  &host->joins.spare, NULL /* starved */);
   for (c = host->joins.calls; c != NULL && c->state == CDDP__CONNECTION_NEW; c = c->next) {
     c->local = local;
-    (void)cddp__connection_challenge(c, host->job_info->secret, "join", NULL, 0 /* context */);
+    (void)cddp__connection_begin_proof(c, host->job_info->secret, "join", NULL, 0 /* context */);
   }
   return few;
 }
@@ -11857,17 +11857,17 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   int limit = few ? CDDP__FEW_UNPROVEN : cddp__unproven_most(host->size), silent = 0, proving = 0,
       n = 0;
   while ((c = *at) != NULL) {
-    bool began = c->challenge.step > 0;
+    bool began = c->challenge.messages_received > 0;
     if (cddp__connection_progress(c) && c->peer < 0) cddp__join_answer(host, c);
-    if (!began && c->challenge.step > 0) c->retry_at = cddp__now(); /* of the first message */
+    if (!began && c->challenge.messages_received > 0) c->retry_at = cddp__now(); /* of the first message */
     if (c->state == CDDP__CONNECTION_ENDED || (c->peer == 0 && cddp__buffer_size(&c->out) == 0) ||
         (few && cddp__now() > c->deadline) ||
-        (c->challenge.step == 0 ? ++silent : ++proving) > limit) {
+        (c->challenge.messages_received == 0 ? ++silent : ++proving) > limit) {
       *at = c->next;
       cddp__link_free(c);
       continue;
     }
-    if (c->challenge.step > 0 && c->retry_at >= begin && n < most) waiting[n++] = c;
+    if (c->challenge.messages_received > 0 && c->retry_at >= begin && n < most) waiting[n++] = c;
     at = &c->next;
   }
   return n;
@@ -11944,7 +11944,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     cddp__connection_begin(c, &host->allocator, fd, CDDP__END_CALLER);
     c->local = rank >= 0 && host->arena.fd < 0; /* no second descriptor: see >>arena */
     c->peer = rank;
-    r = cddp__connection_challenge(c, job->secret, "join", NULL, 0 /* context */);
+    r = cddp__connection_begin_proof(c, job->secret, "join", NULL, 0 /* context */);
     (void)cddp__connection_progress(c);
   }
   return r;
@@ -12151,7 +12151,7 @@ static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__connection **links;
   for (link->rank = 0; link->rank < g->size && g->world[link->rank] != link->peer; link->rank++) {}
   links = link->rank < g->size ? hosts->peers[link->rank].link : NULL;
-  if (links == NULL || g->members[link->rank] >= 0 || links[1] != NULL) {
+  if (links == NULL || g->host_index[link->rank] >= 0 || links[1] != NULL) {
     cddp__link_free(link);
     return;
   }
@@ -12323,7 +12323,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
   int p;
   if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return;
   for (p = 0; p < g->size && text.s[0] == 0; p++) {
-    if (p == g->rank || g->members[p] < 0 || cddp__rank_end(g, p) != CDDP__HAS_ENDED) continue;
+    if (p == g->rank || g->host_index[p] < 0 || cddp__rank_end(g, p) != CDDP__HAS_ENDED) continue;
     how = cddp__describe_end(g, p);
     if (!leaving && strcmp(how.s, "exited with code 0") == 0) continue;
     text = cddp__textf("%s %s; rank %d %s", cddp__name_rank(g, p).s, how.s, g->rank,
@@ -12346,19 +12346,19 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   struct epoll_event unused[16];
   double start;
   /* 1 ms for a rank of this host: it does not end epoll_wait */
-  int p, ms = peer != CDDP_ANY && g->members[peer] < 0 ? 5 : 1;
+  int p, ms = peer != CDDP_ANY && g->host_index[peer] < 0 ? 5 : 1;
   bool polls;
   cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
   for (p = 0; w->due && p < g->size; p++)
-    if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__ensure_link(g, p);
+    if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
   for (link = hosts->links; w->due && link != NULL; link = link->next)
-    cddp__link_end_if_silent(link);
+    cddp__link_end_if_unacked(link);
   polls = !hosts->polling && cddp__load32(&slot->events) == events;
   hosts->polling = hosts->polling || polls;
   pthread_mutex_unlock(&g->p2p.lock);
   if (!polls) {
-    cddp__wait_sleep(g, w, &slot->waiting, &slot->events, events);
+    cddp__wait_sleep(g, w, &slot->event_sleepers, &slot->events, events);
     return;
   }
   start = cddp__now();
@@ -12513,7 +12513,7 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
   if (frame->type == CDDP__FRAME_HEADERS &&
       (m = cddp__take_message(g, CDDP__FRAME_HEADERS, frame->rank, -1 /* any tag */)) != NULL) {
     memcpy(data, m + 1, cddp__min(m->head.size, size));
-    hosts->nodes[hosts->peers[frame->rank].host].received = m->head.size;
+    hosts->group_hosts[hosts->peers[frame->rank].host].received = m->head.size;
     cddp__free(&hosts->net->allocator, m);
     return true;
   }
@@ -12575,7 +12575,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
-  if (cddp__rank_gone(g, late)) return cddp__report_lost(g, late, NULL /* in a round */);
+  if (cddp__rank_gone(g, late)) return cddp__break_lost(g, late, NULL /* in a round */);
   starved = cddp__load32(&g->hosts->net->starved); /* nothing to accept a connection with */
   if (w->due && starved != 0) {
     pthread_mutex_lock(&g->p2p.lock);
@@ -12624,12 +12624,12 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
 
 /* The i-th of the group's ranks on a host; 0: the host's leader. */
 static int cddp__rank_on(const cddp__hosts *hosts, int host, int i) {
-  return hosts->ranks[hosts->nodes[host].first + i];
+  return hosts->ranks[hosts->group_hosts[host].first + i];
 }
 
 /* That rank's header in hosts.headers. */
 static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int i) {
-  return (cddp__op_header *)(void *)(hosts->headers + hosts->nodes[host].headers_at) + i;
+  return (cddp__op_header *)(void *)(hosts->headers + hosts->group_hosts[host].headers_at) + i;
 }
 
 /* Bytes of a rank's staging buffer that travel with a round's headers. header: any of its host. */
@@ -12652,9 +12652,9 @@ static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *hea
 static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction out) {
   cddp__hosts *hosts = g->hosts;
   char *headers = (char *)cddp__header_in(hosts, host, 0);
-  size_t at = (size_t)hosts->nodes[host].size * CDDP__HEADER_BYTES;
+  size_t at = (size_t)hosts->group_hosts[host].size * CDDP__HEADER_BYTES;
   int i;
-  for (i = 0; i < hosts->nodes[host].size; i++) {
+  for (i = 0; i < hosts->group_hosts[host].size; i++) {
     int rank = cddp__rank_on(hosts, host, i);
     size_t bytes = cddp__piggyback_of(g, cddp__header_in(hosts, host, 0), rank);
     void *staging = cddp__staging_of(g, rank, g->round);
@@ -12680,13 +12680,13 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
       in_limit = 0;
       for (k = 0; k < n; k++)
         in_limit +=
-            (size_t)hosts->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
+            (size_t)hosts->group_hosts[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
       if (known > 1) /* no shares; n hosts' headers, this one's first */
-        out_bytes = hosts->nodes[(hosts->mine + n) % count].headers_at;
+        out_bytes = hosts->group_hosts[(hosts->mine + n) % count].headers_at;
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT, cddp__rank_on(hosts, to, 0),
                        hosts->headers, out_bytes);
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_IN, cddp__rank_on(hosts, from, 0),
-                       hosts->headers + hosts->nodes[from].headers_at, in_limit);
+                       hosts->headers + hosts->group_hosts[from].headers_at, in_limit);
     }
     r = cddp__deliver(g, LONG_MAX /* all */);
   }
@@ -12715,14 +12715,14 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
   for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS; i++)
-    if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->nodes[i].received)
+    if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->group_hosts[i].received)
       return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
                                        cddp__rank_on(hosts, i, 0)));
   for (p = g->size - 1; p >= 0; p--) { /* lowest_remote's is last: _has_remote_headers */
     cddp__op_header *header = cddp__op_header_of(g, p, g->round);
     const cddp__op_header *in =
-        cddp__header_in(hosts, hosts->peers[p].host, hosts->peers[p].number);
-    if (g->members[p] >= 0) continue;
+        cddp__header_in(hosts, hosts->peers[p].host, hosts->peers[p].local_rank);
+    if (g->host_index[p] >= 0) continue;
     if (in->seq.v != g->round)
       return cddp__break(
           g, cddp__fail(CDDP_NETWORK, "rank %d is at round %u of the group, rank %d at %u", p,
@@ -12784,17 +12784,17 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp_
 static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
   size_t wide = cddp__dtype_half(c->dtype) ? 4 /* f32 */ : c->esize, total = 0;
   int i, single; /* single: a sum of one rank, which is its element */
-  for (i = 0; i < hosts->count; i++) hosts->nodes[i].bytes = 0;
+  for (i = 0; i < hosts->count; i++) hosts->group_hosts[i].bytes = 0;
   for (single = 0; single < 2; single++)
     for (i = 0; i < hosts->subtree_count; i++) {
-      cddp__group_node *node = &hosts->nodes[hosts->subtrees[i].host];
+      cddp__group_host *node = &hosts->group_hosts[hosts->subtrees[i].host];
       if ((hosts->widths[i] == 1) != single) continue;
       hosts->subtrees[i].at = node->bytes;
       node->bytes += single ? c->esize : wide;
     }
   for (i = 0; i < hosts->count; i++) {
-    hosts->nodes[i].bytes_at = total;
-    total += hosts->nodes[i].bytes;
+    hosts->group_hosts[i].bytes_at = total;
+    total += hosts->group_hosts[i].bytes;
   }
   return total;
 }
@@ -12822,7 +12822,7 @@ typedef struct cddp__flow {
   size_t begin, n;
   size_t piece_max;   /* elements of a piece of a part; the last one can have fewer */
   long pieces, ahead; /* of each part; see enum cddp__move */
-  bool whole;         /* short all_reduce: each host adds up the whole array, in equal slices */
+  bool hosts_sum_whole;         /* short all_reduce: each host adds up the whole array, in equal slices */
   /* Sums in transit, in hosts.stage. */
   char *out;        /* contributions to others' parts: CDDP__SUM_AREAS areas, used in turn */
   size_t out_bytes; /* of one area */
@@ -12866,7 +12866,7 @@ static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
 
 /* The rank that acts for its host towards the owner of a part: on the owner's host, the owner. */
 static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
-  return cddp__rank_on(hosts, host, hosts->peers[owner].number % hosts->nodes[host].size);
+  return cddp__rank_on(hosts, host, hosts->peers[owner].local_rank % hosts->group_hosts[host].size);
 }
 
 /* Number of elements in piece k of a rank's part. *begin: its offset in the chunk. */
@@ -12874,13 +12874,13 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__peer *p = &hosts->peers[rank];
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize;
-  int host_count = f->whole ? 1 : hosts->count;
+  int host_count = f->hosts_sum_whole ? 1 : hosts->count;
   bool one_buffer = cddp__in_one_buffer(f->c);
   *begin = 0;
-  if (one_buffer && p->number >= hosts->min_locals) return 0; /* as many owners on each host */
+  if (one_buffer && p->local_rank >= hosts->min_locals) return 0; /* as many owners on each host */
   if (one_buffer)
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
-                p->number * host_count + (f->whole ? 0 : p->host), begin, &end);
+                p->local_rank * host_count + (f->hosts_sum_whole ? 0 : p->host), begin, &end);
   *begin = cddp__min(*begin + (size_t)k * f->piece_max, end);
   return cddp__min(f->piece_max, end - *begin);
 }
@@ -12891,7 +12891,7 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = f->shape;
   int owner = result ? from : to, other = result ? to : from, host = hosts->peers[other].host;
-  if (cddp__in_one_buffer(f->c) ? result && f->whole : s->scatters == result) return false;
+  if (cddp__in_one_buffer(f->c) ? result && f->hosts_sum_whole : s->scatters == result) return false;
   if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, owner)) return false;
   if (s->from_root) /* the root's host contributes, the others get the results */
@@ -12908,7 +12908,7 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
   int i;
   for (i = s->low; i < s->high; i++)
     hosts->pointers[i - s->low] =
-        cddp__view_of(f, hosts->peers[hosts->leaves[i]].number, owner) + begin * f->c->esize;
+        cddp__view_of(f, hosts->peers[hosts->leaves[i]].local_rank, owner) + begin * f->c->esize;
   if (s->high - s->low == 1) return hosts->pointers[0];
   cddp__reduce_nodes(space, hosts->pointers, NULL, s->high - s->low, 0 /* partial */, n,
                      (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
@@ -12922,7 +12922,7 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
   int i;
   for (i = 0; i < hosts->subtree_count; i++) {
     const cddp__subtree *s = &hosts->subtrees[i];
-    char *at = f->in + f->piece_max * hosts->nodes[s->host].bytes_at + n * s->at;
+    char *at = f->in + f->piece_max * hosts->group_hosts[s->host].bytes_at + n * s->at;
     hosts->sums[i] = at;
     if (s->host == hosts->mine) hosts->sums[i] = cddp__subtree_sum(f, i, f->g->rank, begin, n, at);
   }
@@ -12948,7 +12948,7 @@ static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_
   const cddp__hosts *hosts = f->g->hosts;
   char *sums = f->sums, *to;
   int i;
-  f->sums += f->piece_max * hosts->nodes[hosts->mine].bytes;
+  f->sums += f->piece_max * hosts->group_hosts[hosts->mine].bytes;
   for (i = 0; i < hosts->subtree_count; i++) {
     if (hosts->subtrees[i].host != hosts->mine) continue;
     to = sums + n * hosts->subtrees[i].at;
@@ -12966,7 +12966,7 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
     return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
   if (move == CDDP__SEND_RESULT) return cddp__own_piece(f, k, begin);
   if (reduces && move == CDDP__RECV_CONTRIBUTION)
-    return f->in + f->piece_max * hosts->nodes[hosts->peers[p].host].bytes_at;
+    return f->in + f->piece_max * hosts->group_hosts[hosts->peers[p].host].bytes_at;
   if (reduces && contributes && f->g->local_size > 1) return cddp__host_sums(f, p, begin, n);
   return cddp__local_view(f, p, begin);
 }
@@ -12985,21 +12985,21 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   f->sums = f->out + (size_t)(k % CDDP__SUM_AREAS) * f->out_bytes;
   for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size; /* each rank begins with another peer */
-    if (g->members[p] >= 0 && !(cddp__is_pairwise(f) && sends)) continue;
+    if (g->host_index[p] >= 0 && !(cddp__is_pairwise(f) && sends)) continue;
     if (!cddp__sends_frames(f, sends ? me : p, sends ? p : me, result)) continue;
     if ((n = cddp__piece_elements(f, own ? me : p, k, &begin)) == 0) continue;
     if (f->shape->reduces && !result) /* the sums of a host's ranks */
-      bytes = n * hosts->nodes[sends ? hosts->mine : hosts->peers[p].host].bytes;
+      bytes = n * hosts->group_hosts[sends ? hosts->mine : hosts->peers[p].host].bytes;
     else if (sends) /* calls with counts send and receive different bytes */
       bytes = cddp__out_bytes(f->c, p, f->begin + begin, n);
     else
       bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
     if (bytes == 0) continue; /* an empty share */
     at = cddp__frame_at(f, p, k, begin, n, move);
-    if (g->members[p] < 0)
+    if (g->host_index[p] < 0)
       cddp__post_frame(g, CDDP__FRAME_PIECE, sends ? CDDP__GOES_OUT : CDDP__GOES_IN, p, at, bytes);
     else
-      cddp__copy(cddp__view_of(f, hosts->peers[p].number, me), at, bytes);
+      cddp__copy(cddp__view_of(f, hosts->peers[p].local_rank, me), at, bytes);
   }
 }
 
@@ -13011,7 +13011,7 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const char *from;
   int p, t;
   for (p = 0; p < g->size; p++) {
-    if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank || (f->whole && p != g->rank)) continue;
+    if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank || (f->hosts_sum_whole && p != g->rank)) continue;
     n = cddp__piece_elements(f, p, k, &begin);
     bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
     if (bytes == 0) continue;
@@ -13037,7 +13037,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     cddp__post_piece(f, s, CDDP__RECV_CONTRIBUTION);
     cddp__post_piece(f, complete, CDDP__RECV_RESULT);
     /* first sends what step s + 1 overwrites, from step s + 1 - CDDP__SUM_AREAS, or whole arrays */
-    r = cddp__deliver(g, s == last || f->whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
+    r = cddp__deliver(g, s == last || f->hosts_sum_whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
     if (r != CDDP_OK) break;
     if (shape->reduces && s >= 0 && s < f->pieces) {
       n = cddp__piece_elements(f, g->rank, s, &begin);
@@ -13057,7 +13057,7 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   f.c = c;
   f.shape = &cddp__shapes[c->kind];
   f.root_host = c->root >= 0 ? hosts->peers[c->root].host : -1;
-  f.local_root = f.root_host == hosts->mine ? hosts->peers[c->root].number : -1;
+  f.local_root = f.root_host == hosts->mine ? hosts->peers[c->root].local_rank : -1;
   return f;
 }
 
@@ -13070,11 +13070,11 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, then in all */
   size_t longest = f->n; /* elements of a rank's part */
   size_t piece = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count); /* of a host's sums */
-  f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
-  if (!f->whole) owners *= host_count;
+  f->hosts_sum_whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
+  if (!f->hosts_sum_whole) owners *= host_count;
   if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->piece_max = longest;
-  if (!f->whole && (one_buffer || f->shape->reduces))
+  if (!f->hosts_sum_whole && (one_buffer || f->shape->reduces))
     f->piece_max = cddp__min(longest, piece * host_count / sum_bytes);
   f->piece_max = cddp__round_up(cddp__max(f->piece_max, 1), granule);
   f->pieces = (long)((longest + f->piece_max - 1) / f->piece_max);
@@ -13084,10 +13084,10 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
 /* Sets the areas for sums in transit, in hosts.stage, which it can enlarge. */
 static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   cddp__hosts *hosts = f->g->hosts;
-  size_t locals = (size_t)hosts->nodes[hosts->mine].size;
+  size_t locals = (size_t)hosts->group_hosts[hosts->mine].size;
   size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals; /* owners on each host */
   size_t in, bytes;
-  f->out_bytes = f->piece_max * hosts->nodes[hosts->mine].bytes * (size_t)hosts->count * acts_for;
+  f->out_bytes = f->piece_max * hosts->group_hosts[hosts->mine].bytes * (size_t)hosts->count * acts_for;
   f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
   in = cddp__round_up(f->piece_max * sum_bytes, CDDP__CACHE_LINE);
   bytes = CDDP__SUM_AREAS * (f->out_bytes + f->piece_max * f->c->esize) + in;
@@ -13125,7 +13125,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
     void *at = NULL;
     bool scratch = ref->kind == CDDP__REF_NONE;
     *any_scratch = *any_scratch || scratch;
-    if (g->members[p] < 0) continue;
+    if (g->host_index[p] < 0) continue;
     if (scratch) ref = &cddp__slot_of(g, p)->scratch; /* NONE: it could not be allocated */
     if (ref->kind == CDDP__REF_NONE) /* elastic: the others continue without that rank */
       r = cddp__fail(g->elastic && p != g->rank ? CDDP_PEER_LOST : CDDP_OUT_OF_MEMORY,
@@ -13134,7 +13134,7 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
       r = cddp__map_ref(g->host, ref, &at);
     else if (p == g->rank)
       at = f->shape->reduces ? (void *)(uintptr_t)f->c->send : f->c->recv;
-    t = hosts->peers[p].number;
+    t = hosts->peers[p].local_rank;
     if (scratch) hosts->scratch[t] = (char *)at;
     g->buffers[t] = scratch ? NULL : at;
   }
@@ -13178,11 +13178,11 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__ref ref;
   cddp_result r;
   memset(&ref, 0, sizeof ref);
-  cddp__buffer_bytes(g, c, &sent, &received);
+  cddp__call_bytes(g, c, &sent, &received);
   if (f.shape->reduces) received = sent; /* the view of a sum is the send buffer */
-  if (received == 0 || (g->local_size == 1 && !cddp__overwrites(c)))
+  if (received == 0 || (g->local_size == 1 && !cddp__is_in_place_all_to_all(c)))
     ref.kind = CDDP__REF_UNUSED;
-  else if (!cddp__overwrites(c))
+  else if (!cddp__is_in_place_all_to_all(c))
     ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, received);
   f.in_scratch = ref.kind == CDDP__REF_NONE;
   if (f.in_scratch && *scratch == NULL) {
@@ -13229,19 +13229,19 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
     int *number = &index[hosts->net->ranks[g->world[p]].host]; /* 1 + that in the group */
     if (*number == 0) *number = ++hosts->count;
     hosts->peers[p].host = *number - 1;
-    hosts->peers[p].number = hosts->nodes[hosts->peers[p].host].size++;
+    hosts->peers[p].local_rank = hosts->group_hosts[hosts->peers[p].host].size++;
   }
   hosts->min_locals = g->size;
   for (h = 0; h < hosts->count; h++) {
-    cddp__group_node *node = &hosts->nodes[h];
+    cddp__group_host *node = &hosts->group_hosts[h];
     node->first = first;
     first += node->size;
     if (node->size > hosts->max_locals) hosts->max_locals = node->size;
     if (node->size < hosts->min_locals) hosts->min_locals = node->size;
   }
   for (p = g->size - 1; p >= 0; p--) {
-    hosts->ranks[hosts->nodes[hosts->peers[p].host].first + hosts->peers[p].number] = p;
-    if (g->members[p] < 0) hosts->lowest_remote = p;
+    hosts->ranks[hosts->group_hosts[hosts->peers[p].host].first + hosts->peers[p].local_rank] = p;
+    if (g->host_index[p] < 0) hosts->lowest_remote = p;
   }
   hosts->mine = hosts->peers[g->rank].host;
   if (hosts->count <= CDDP__DIRECT_HOSTS) { /* equal parts, in whole cache lines */
@@ -13249,7 +13249,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
     g->staging_size -= g->staging_size % CDDP__CACHE_LINE;
   }
   for (h = 0; h < hosts->count; h++) {
-    cddp__group_node *node = &hosts->nodes[(hosts->mine + h) % hosts->count];
+    cddp__group_host *node = &hosts->group_hosts[(hosts->mine + h) % hosts->count];
     node->headers_at = at;
     at += (size_t)node->size * (CDDP__HEADER_BYTES + g->staging_size);
   }
@@ -13259,15 +13259,15 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__POSTED_MAX * n;
   size_t shares = cddp__piggyback_bytes(g->size);
-  size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
+  size_t each = sizeof(cddp__peer) + sizeof(cddp__group_host) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
   size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__posted_frame) + n * each;
   cddp__hosts *hosts = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + shares);
   if (hosts == NULL) return NULL;
   /* By falling alignment. Headers and shares have multiples of 4 bytes. */
   hosts->peers = (cddp__peer *)(void *)(hosts + 1);
-  hosts->nodes = (cddp__group_node *)(void *)(hosts->peers + n);
-  hosts->subtrees = (cddp__subtree *)(void *)(hosts->nodes + n);
+  hosts->group_hosts = (cddp__group_host *)(void *)(hosts->peers + n);
+  hosts->subtrees = (cddp__subtree *)(void *)(hosts->group_hosts + n);
   hosts->posted = (cddp__posted_frame *)(void *)(hosts->subtrees + n);
   hosts->pointers = (const void **)(void *)(hosts->posted + frames);
   hosts->sums = hosts->pointers + n;
@@ -13359,7 +13359,7 @@ static void cddp__hosts_leave(cddp_group *g) {
    members[p] < 0: rank p is on another host. work->call.root: the peer, or CDDP_ANY. work->send:
    index of the send request that points to the caller's buffer; -1: none (a copy).
    Entry points: cddp__start_send and _finish_send; cddp__post_recv and _finish_recv, or
-   cddp__recv_directly and _end_recv; cddp__abort_recv; cddp__message_ready; cddp__serve_idle; for
+   cddp__recv_directly and _end_recv; cddp__abort_recv; cddp__message_ready; cddp__serve_all_recvs; for
    the end of a group cddp__send_at, _count and _open.
    How it works:
      1. The sender posts a send request (receiver, tag, address of the bytes) in its own slot. Large
@@ -13499,7 +13499,7 @@ static cddp__text cddp__describe_message(const cddp_work *work, const char *peer
 static cddp_result cddp__check_peer(const cddp_work *work) {
   int gone = cddp__lost_peer(work);
   if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(work->group, gone, cddp__describe_message(work, "it" /* gone */).s);
+  return cddp__break_lost(work->group, gone, cddp__describe_message(work, "it" /* gone */).s);
 }
 
 /* Posts a send to a rank of this host. Sets work->send if the buffer stays in use.
@@ -13605,7 +13605,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     cddp__notify(g, work->from);
     return;
   }
-  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return; /* withdrawn */
+  if (!cddp__compare_swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return; /* withdrawn */
   if (!cddp__recv_fits(g, work, p->count, p->dtype)) {
     cddp__exchange32(&p->state, CDDP__SEND_REFUSED);
   } else {
@@ -13649,7 +13649,7 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
 static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
   cddp__send_request *p;
   if (cddp__is_claimed(g, work)) return;
-  if (g->members[work->from] < 0) {
+  if (g->host_index[work->from] < 0) {
     cddp__take_remote(g, work);
     return;
   }
@@ -13707,7 +13707,7 @@ static bool cddp__recv_directly(cddp_work *work) {
 /* Sends waiting bytes and completes receives in each healthy group of the list cddp__served.
    g: the group in which this thread waits, or NULL. Returns whether a receive is done now. Keeps
    this thread's error text. */
-static bool cddp__serve_idle(cddp_group *g) {
+static bool cddp__serve_all_recvs(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
   cddp_group *s;
@@ -13753,7 +13753,7 @@ static bool cddp__message_ready(cddp_work *work) {
     ready = work->done;
   } else if (work->send >= 0) {
     ready = !cddp__send_open(cddp__send_at(g, work->send));
-  } else if (g->members[work->call.root] < 0) {
+  } else if (g->host_index[work->call.root] < 0) {
     ready = cddp__hosts_can_post(g, work->call.root, bytes);
   } else {
     (void)cddp__scan_sends(g, work->call.root, bytes);
@@ -13804,8 +13804,8 @@ static bool cddp__peer_is_lost(cddp_work *work) {
   if (g->hosts != NULL) {
     pthread_mutex_lock(&g->p2p.lock);
     for (p = 0; p < g->size; p++)
-      if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__ensure_link(g, p);
-    for (link = g->hosts->links; link != NULL; link = link->next) cddp__link_end_if_silent(link);
+      if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
+    for (link = g->hosts->links; link != NULL; link = link->next) cddp__link_end_if_unacked(link);
     pthread_mutex_unlock(&g->p2p.lock);
   }
   memcpy(cddp__error_text, text, sizeof text);
@@ -13843,10 +13843,10 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, work->call.root, events);
     else {
-      cddp__add32(&slot->waiting, 1); /* from now on peers that change a send increment events */
+      cddp__add32(&slot->event_sleepers, 1); /* from now on peers that change a send increment events */
       if (!cddp__message_ready(work))
-        cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
-      cddp__add32(&slot->waiting, (uint32_t)-1);
+        cddp__wait_sleep(g, &w, &slot->event_sleepers, &slot->events, events);
+      cddp__add32(&slot->event_sleepers, (uint32_t)-1);
     }
   }
   if (shown) cddp__clear_wait(g, r != CDDP_OK && limit < 0 /* failed */);
@@ -13857,7 +13857,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
    buffer is in use until cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_work *work, bool waits) {
   cddp_group *g = work->group;
-  bool here = g->members[work->call.root] >= 0, fits = false;
+  bool here = g->host_index[work->call.root] >= 0, fits = false;
   bool eager = work->call.count * work->call.esize <= CDDP__EAGER_MAX;
   cddp_result r = cddp__check_group(g);
   if (r == CDDP_OK && !(here && eager)) r = cddp__check_peer(work); /* else _post_send checks */
@@ -13887,7 +13887,7 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   if (r == CDDP__CONTINUES) return r;
   if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
   if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
-  if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
+  if (r == CDDP_OK || cddp__compare_swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   while (cddp__send_open(p) && !cddp__rank_gone(g, work->call.root) && cddp__wait_pause(&w)) {}
@@ -13999,7 +13999,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     if (cddp__now() < w.next_check) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* cddp__check_peers skips other hosts' ranks */
-      if (g->members[p] < 0 && cddp__rank_gone(g, p)) r = cddp__report_lost(g, p, NULL /* round */);
+      if (g->host_index[p] < 0 && cddp__rank_gone(g, p)) r = cddp__break_lost(g, p, NULL /* round */);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* no frame */);
   }
   g->round--;
@@ -14139,7 +14139,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
   void *copy = NULL;
   size_t sent, received;
   cddp_result r;
-  cddp__buffer_bytes(g, call, &sent, &received);
+  cddp__call_bytes(g, call, &sent, &received);
   r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0 /* no payload */);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK && !cddp__in_one_buffer(call) && send != NULL && recv != NULL &&
@@ -14179,7 +14179,7 @@ static void cddp__mpi_abandon(cddp_group *g) {
       pthread_mutex_unlock(&g->p2p.lock);
     } while (unsent > 0 && cddp__wait_pause(&w));
   }
-  cddp__swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN, CDDP__SLOT_DEAD);
+  cddp__compare_swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN, CDDP__SLOT_DEAD);
   cddp__wake_all(g);
 }
 
@@ -14341,7 +14341,7 @@ static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
 static bool cddp__engine_queue_held(cddp__engine *engine) {
   if (cddp__load32(&engine->own_state) == CDDP__OWN_HELD) {
     cddp__add32(engine->works, 1);
-    if (cddp__swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_LENT))
+    if (cddp__compare_swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_LENT))
       cddp__engine_append(engine, &engine->own);
     else /* a thread has taken it */
       cddp__add32(engine->works, (uint32_t)-1);
@@ -14376,7 +14376,7 @@ static void cddp__engine_run(cddp__engine *engine) {
 
 /* If the engine's own work is held, runs it on this thread, without a lock. Returns whether. */
 static bool cddp__engine_run_held(cddp__engine *engine) {
-  if (!cddp__swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
+  if (!cddp__compare_swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
   cddp__store32(&engine->own_state, CDDP__OWN_LENT); /* threads not yet in `waiters` poll for it */
   if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
@@ -14402,7 +14402,7 @@ static void *cddp__engine_main(void *arg) {
     awake = cddp__load32(&engine->asleep) == 0;
     if (engine->first == NULL && engine->stop) break;
     due = engine->first != NULL &&
-          (engine->stop || engine->first->tick != cddp__load32(&engine->tick));
+          (engine->stop || engine->first->pushed_at_poll != cddp__load32(&engine->poll_count));
     if (due && !busy) {
       interval = CDDP__ENGINE_POLL_S;
       cddp__engine_run(engine);
@@ -14412,7 +14412,7 @@ static void *cddp__engine_main(void *arg) {
                   engine->first == NULL && cddp__load32(&engine->idle) > CDDP__ENGINE_IDLE_POLLS);
     until = awake || cddp__load32(&engine->asleep) == 0 ? cddp__now() + interval : INFINITY;
     if (cddp__cond_wait_until(&engine->work, &engine->lock, until)) continue; /* woken */
-    cddp__add32(&engine->tick, 1);
+    cddp__add32(&engine->poll_count, 1);
     cddp__add32(&engine->idle, 1);
     if (interval < CDDP__ENGINE_POLL_MAX_S) interval *= 2;
   }
@@ -14424,7 +14424,7 @@ static void *cddp__engine_main(void *arg) {
 static void cddp__engine_make_due(cddp__engine *engine) {
   bool busy = cddp__engine_queue_held(engine);
   if (engine->first == NULL) return;
-  if (engine->last->tick == cddp__load32(&engine->tick)) cddp__add32(&engine->tick, 1);
+  if (engine->last->pushed_at_poll == cddp__load32(&engine->poll_count)) cddp__add32(&engine->poll_count, 1);
   /* Also if they were due before: the engine can be asleep. A busy thread signals when it ends. */
   if (!busy) pthread_cond_signal(&engine->work);
 }
@@ -14439,7 +14439,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
     engine->started = r == CDDP_OK;
     if (r != CDDP_OK) return r;
   }
-  work->tick = cddp__load32(&engine->tick);
+  work->pushed_at_poll = cddp__load32(&engine->poll_count);
   /* Buckets (!anywhere) wake the engine themselves: it need not poll for them. */
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
   if (work == &engine->own && cddp__load32(engine->works) == 0) {
@@ -14613,7 +14613,7 @@ static bool cddp__cpu_done(cddp_work *work) {
         cddp__last_source = work->from;
       return true;
     }
-    cddp__serve_idle(NULL /* no group */);
+    cddp__serve_all_recvs(NULL /* no group */);
     return cddp__peer_is_lost(work);
   }
   pthread_mutex_lock(&g->engine.lock);
@@ -14988,10 +14988,10 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   cddp__ref ref;
   size_t sent, received;
   memset(&ref, 0, sizeof ref);
-  cddp__buffer_bytes(g, call, &sent, &received);
+  cddp__call_bytes(g, call, &sent, &received);
   if (!cddp__in_one_buffer(call) && (sent == 0 || !cddp__is_read(call, g->rank)))
     ref.kind = CDDP__REF_UNUSED;
-  if (ref.kind == CDDP__REF_UNUSED || cddp__overwrites(call)) return ref;
+  if (ref.kind == CDDP__REF_UNUSED || cddp__is_in_place_all_to_all(call)) return ref;
   return cddp__ref_of(g->host, call->send, sent);
 }
 
@@ -15088,7 +15088,7 @@ CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *
   size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
   if (call->shares != NULL) {
-    cddp__buffer_bytes(g, call, &sent, &count);
+    cddp__call_bytes(g, call, &sent, &count);
     count /= call->esize; /* received elements */
   }
   return cddp__record_new(g, cddp__shapes[call->kind].name, count, call->dtype,
@@ -15337,7 +15337,7 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
   uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv, own;
   bool in_place = false;
   size_t sent, received;
-  cddp__buffer_bytes(g, call, &sent, &received);
+  cddp__call_bytes(g, call, &sent, &received);
   if (sent > 0 && call->send == NULL)
     return cddp__in_one_buffer(call) ? "buf is NULL" : "send is NULL";
   if (received > 0 && call->recv == NULL) return "recv is NULL";
@@ -15372,7 +15372,7 @@ static bool cddp__host_reads(const void *p) {
 static const char *cddp__memory_error(const cddp_group *g, const cddp__call *call) {
   size_t sent = 0, received = 0;
 #ifdef CDDP_CUDA
-  if (!g->backend->on_device) cddp__buffer_bytes(g, call, &sent, &received);
+  if (!g->backend->on_device) cddp__call_bytes(g, call, &sent, &received);
 #endif
   (void)g;
   if (sent > 0 && !cddp__host_reads(call->send)) return "send " CDDP__NO_HOST_MEMORY;
@@ -15446,10 +15446,10 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
   g->buffers = (void **)(void *)(g + 1);
   g->slices = g->buffers + size;
-  g->members = (int *)(void *)(g->slices + size);
-  g->slot_index = g->members + size;
+  g->host_index = (int *)(void *)(g->slices + size);
+  g->slot_index = g->host_index + size;
   for (i = 0; i < size; i++)
-    g->members[i] = members != NULL ? members[i]
+    g->host_index[i] = members != NULL ? members[i]
                     : host->net == NULL ? i /* the job is on one host */
                     : host->net->ranks[i].host == host->net->host ? host->net->ranks[i].index : -1;
   g->host = host;
@@ -15458,20 +15458,20 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->block = (cddp__control_block *)(void *)block;
   g->block_generation = cddp__load32(&g->block->generation);
   g->timeout_s = timeout_s;
-  for (i = 0; i < size; i++) g->local_size += g->members[i] >= 0;
+  for (i = 0; i < size; i++) g->local_size += g->host_index[i] >= 0;
   for (i = 0; i < size; i++) /* ranks of other hosts share a slot */
-    g->slot_index[i] = g->members[i] >= 0 ? slot_count++ : g->local_size;
+    g->slot_index[i] = g->host_index[i] >= 0 ? slot_count++ : g->local_size;
   g->local_rank = g->slot_index[rank];
   g->slots = (cddp__slot *)(void *)(block + cddp__slots_at(size));
   g->staging = block + cddp__head_bytes(size, g->local_size);
   l2 = CDDP__L2; /* bytes of the second-level cache; 0: unknown */
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
-  (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes); /* the first rank's choice stays */
+  (void)cddp__compare_swap32(&g->block->staging, 0, (uint32_t)bytes); /* the first rank's choice stays */
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0; /* else >>hosts */
   g->staging_ready = host->arena.fd < 0 || g->local_size < size ? SIZE_MAX /* all */ : 0;
   g->backend = &cddp__cpu_backend;
   g->carrier = &cddp__shm_carrier;
-  (void)cddp__swap32(&g->block->cores, 0, (uint32_t)host->cores);
+  (void)cddp__compare_swap32(&g->block->cores, 0, (uint32_t)host->cores);
   cddp__set_wait_policy(g);
   g->yields = CDDP__YIELDS;
   pthread_mutex_init(&g->fail_lock, NULL);
@@ -15549,7 +15549,7 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
   size_t bytes;
   int first = 0, here = 0, i; /* the first member on this host; the number of members here */
   for (i = n - 1; i >= 0; i--) {
-    if (g->members[members[i]] < 0) continue;
+    if (g->host_index[members[i]] < 0) continue;
     first = i;
     here++;
   }
@@ -15617,7 +15617,7 @@ static void cddp__group_leave(cddp_group *g) {
     else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
   for (i = 1; i < g->p2p.send_blocks; i++) cddp__arena_free_with(host, g->p2p.sends[i], g->block);
   (g->carrier->leave)(g);
-  (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT); /* DEAD stays */
+  (void)cddp__compare_swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT); /* DEAD stays */
   cddp__wake_all(g);
   cddp__add32(&g->block->left, 1);
   if (g->block_ref.kind == CDDP__REF_NONE) { /* the first group: its block is no extent */
@@ -15668,7 +15668,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   }
   for (i = 0; i < n; i++) {
     if (members[i] == g->rank) rank = i;
-    members[g->size + i] = g->members[members[i]];
+    members[g->size + i] = g->host_index[members[i]];
   }
   if (block != NULL)
     built = cddp__group_build(out, g->host, rank, n, members + g->size, block, g->timeout_s);
@@ -16076,7 +16076,7 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
    Owns: a cddp_optim and its states, except shared ones (>>ddp-states) and those on a device
    (cddp_kernels.cuh). Touches: the caller's parameters, gradients and copies.
    Entry points: the public functions; for a cddp_ddp's step cddp__update_of and _update_run,
-   _optim_*, _count_step; for states cddp__need_states and others; cddp__check_*, _param_name.
+   _optim_*, _count_step; for states cddp__ensure_states and others; cddp__check_*, _param_name.
    How it works:
      1. An optimizer is a table, cddp__algorithm: the states of a parameter, the scalars of a step,
         and a function that steps one block.
@@ -16133,7 +16133,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const cddp__algorithm *algorithm;
   const cddp__optim_backend *backend;
   cddp__optim_desc desc;
-  uint64_t settings, check; /* hashes of its numbers without lr, with lr: CDDP__OPTIM_HASH */
+  uint64_t settings_hash, check; /* hashes of its numbers without lr, with lr: CDDP__OPTIM_HASH */
 
   /* The states. */
   int state_count; /* of each parameter; with master_weights the last one is its master */
@@ -16550,7 +16550,7 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
 
 /* Allocates parameter i's missing states, zeroed. Large ones are on huge pages: a step takes up to
    a third less. */
-static cddp_result cddp__need_states(cddp_optim *optim, int i) {
+static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
   for (k = 0; n > 0 && k < optim->state_count; k++) {
@@ -16644,7 +16644,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
     if (sparse) CDDP__TRY(cddp__check_rows(optim, i));
     if (wrong != NULL)
       return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(optim->params, i).s, wrong);
-    r = cddp__need_states(optim, i);
+    r = cddp__ensure_states(optim, i);
   }
   return r;
 }
@@ -16653,7 +16653,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   /* It can be older than an elastic model: pairs with it now. */
-  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_pair(optim, CDDP__PAIR_STEPS));
+  if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_set_optim(optim, CDDP__PAIR_STEPS));
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
   for (i = 0; i < optim->count; i++)
@@ -16686,7 +16686,7 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
 
 static void cddp__set_lr(cddp_optim *optim, double lr) {
   optim->desc.lr = lr;
-  optim->check = CDDP__OPTIM_HASH(cddp__hash64(optim->settings, &lr, sizeof lr));
+  optim->check = CDDP__OPTIM_HASH(cddp__hash64(optim->settings_hash, &lr, sizeof lr));
 }
 
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
@@ -16694,7 +16694,7 @@ CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
   /* Pairing gives a joining process the job's rate. This one replaces it. */
   if (optim->model_link == NULL) /* with steps: from cddp_load */
-    CDDP__TRY(cddp__elastic_pair(
+    CDDP__TRY(cddp__elastic_set_optim(
         optim, cddp__most_steps(optim) > 0 ? CDDP__PAIR_STEPS : CDDP__PAIR_NEW));
   cddp__set_lr(optim, lr);
   return CDDP_OK;
@@ -16820,10 +16820,10 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
     optim->sparse = d->ddp->rows.sparse;
   }
   /* What must agree between ranks. lr, desc's first number, can change. */
-  optim->settings = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
+  optim->settings_hash = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
                                  (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
-  optim->settings = cddp__hash64(optim->settings, scales, 2 /* and decays */ * n * sizeof *scales);
-  optim->settings = CDDP__OPTIM_HASH(optim->settings);
+  optim->settings_hash = cddp__hash64(optim->settings_hash, scales, 2 /* and decays */ * n * sizeof *scales);
+  optim->settings_hash = CDDP__OPTIM_HASH(optim->settings_hash);
   cddp__set_lr(optim, d->lr);
   return CDDP_OK;
 }
@@ -16852,7 +16852,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 
 /* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
-  cddp_result (*use)(const cddp_ddp *d); /* selects its device for this thread */
+  cddp_result (*select_device)(const cddp_ddp *d); /* selects its device for this thread */
   /* The same, for a call of a step. CDDP_UNSUPPORTED: in a capture that cannot contain it. */
   cddp_result (*enter)(const cddp_ddp *d);
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
@@ -16904,7 +16904,7 @@ static void cddp__drain_buckets(const cddp_ddp *d) {
    rank (elastic: not this rank) can use the model any more. With NCCL that includes the caller's
    group. */
 static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
-  cddp_group *groups[] = {d->control, d->comm, d->hooks};
+  cddp_group *groups[] = {d->control, d->comm, d->hook_group};
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
@@ -16932,7 +16932,7 @@ static int cddp__part_count(const cddp_ddp *d) {
 }
 
 static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *end) {
-  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
+  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
 }
 
 /* Number of pieces in a range of the model, cut at multiples of CDDP__BLOCK_BYTES. Squares are
@@ -16946,20 +16946,20 @@ static size_t cddp__count_pieces(size_t begin, size_t end) {
 static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
                              size_t *end) {
   const cddp__tensor *tensor = &d->tensors[i];
-  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, part, begin, end);
+  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, parts, part, begin, end);
   *begin = cddp__max(*begin, tensor->offset);
   *end = cddp__min(*end, tensor->offset + tensor->bytes);
   return *begin < *end;
 }
 
 /* Whether ranks that cannot read each other's memory sum shards: cddp__gather_nodes. */
-static bool cddp__gathers(const cddp_ddp *d) {
-  return d->shards.spread && (!d->group->carrier->shared || d->group->backend->on_device);
+static bool cddp__gathers_nodes(const cddp_ddp *d) {
+  return d->shards.uses_slots && (!d->group->carrier->shares_memory || d->group->backend->on_device);
 }
 
 /* Bytes that cddp__gather_nodes can write behind a dtype's gradients: a cache line for each rank
    (elastic: shard). In slots, where elements can be twice as wide, it reads twice as many. */
-static size_t cddp__gather_slack(const cddp_ddp *d) {
+static size_t cddp__gather_nodes_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
 
@@ -16972,29 +16972,29 @@ static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
 /* Sets d->layout (to) and the tensors' offsets, which depend on the model alone, since norms do. */
 static void cddp__set_layout(cddp_ddp *d) {
   cddp__layout *to = &d->layout;
-  size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0, pieces = 0;
+  size_t slack = cddp__gathers_nodes(d) ? cddp__gather_nodes_slack(d) : 0, pieces = 0;
   int dtype, i, placed = 0; /* in layout.order */
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
-    to->starts[dtype] = to->dense;
+    to->starts[dtype] = to->dense_bytes;
     for (i = d->count - 1; i >= 0; i--) {
       cddp__tensor *tensor = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
-      tensor->offset = to->dense;
+      tensor->offset = to->dense_bytes;
       tensor->arena_offset = to->bytes;
       tensor->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
       tensor->padded_bytes = cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
-      to->dense += tensor->padded_bytes;
+      to->dense_bytes += tensor->padded_bytes;
       if (tensor->storage == CDDP__STORAGE_IN_PLACE) tensor->padded_bytes = tensor->bytes;
       else
         tensor->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
       if (tensor->storage != CDDP__STORAGE_IN_PLACE) to->bytes += tensor->padded_bytes;
-      if (cddp__sparse_of(d, i) == NULL) to->order[placed++] = i;
+      if (cddp__sparse_of(d, i) == NULL) to->param_order[placed++] = i;
     }
   }
-  to->starts[CDDP__DTYPE_COUNT] = to->dense;
+  to->starts[CDDP__DTYPE_COUNT] = to->dense_bytes;
   to->bytes += slack;
-  to->slot_stride = cddp__wide_bytes(d, 0, to->dense);
-  to->model_bytes = to->dense; /* elastic: + sparse ones, for their states */
+  to->slot_stride = cddp__wide_bytes(d, 0, to->dense_bytes);
+  to->model_bytes = to->dense_bytes; /* elastic: + sparse ones, for their states */
   for (i = 0; i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
     const cddp__sparse *s = cddp__sparse_of(d, i);
@@ -17006,8 +17006,8 @@ static void cddp__set_layout(cddp_ddp *d) {
     tensor->used = true; /* until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
     if (s == NULL) continue;
-    to->order[placed++] = i;
-    tensor->dense = to->bytes; /* behind the dense gradients; for place_rows */
+    to->param_order[placed++] = i;
+    tensor->dense_offset = to->bytes; /* behind the dense gradients; for place_rows */
     if (d->group->backend->on_device)
       to->bytes += cddp__round_up(s->rows * s->bytes, CDDP__CACHE_LINE);
     if (!d->desc.elastic) continue;
@@ -17040,7 +17040,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
           CDDP_ABORTED, "rank %d has revoked its shared memory after a failure: create the group "
           "and the model again", k);
   for (k = 0; r == CDDP_OK && k < g->size; k++) {
-    if (g->members[k] < 0) continue; /* on another host */
+    if (g->host_index[k] < 0) continue; /* on another host */
     r = cddp__map_ref(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at);
     *out++ = (char *)at;
   }
@@ -17085,12 +17085,12 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
   size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-  bool exchanged = !g->carrier->shared;
+  bool exchanged = !g->carrier->shares_memory;
   cddp__ref ref;
   memset(&ref, 0, sizeof ref);
   if (p == NULL || (gradient && bytes == 0)) return ref;
   if (gradient && (d->desc.elastic || d->desc.comm_hook != NULL ||
-                   (exchanged && d->shards.spread) || (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
+                   (exchanged && d->shards.uses_slots) || (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
     return ref;
   if (g->size > 1) return cddp__ref_of(g->host, p, bytes);
   ref.kind = CDDP__REF_POINTER; /* one rank: any memory */
@@ -17121,7 +17121,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
     for (k = 0; r == CDDP_OK && k < g->size; k++) {
       char **table = j % 2 == 0 ? d->addresses.weights : d->addresses.gradients;
       void *at = NULL;
-      if (g->members[k] < 0) continue;
+      if (g->host_index[k] < 0) continue;
       r = cddp__map_ref(g->host, &all[(size_t)k * n + j], &at);
       table[(size_t)local++ * (size_t)d->count + j / 2] = (char *)at;
     }
@@ -17154,7 +17154,7 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
     if (!next->used || tensor->storage == CDDP__STORAGE_IN_PLACE ||
         next->storage == CDDP__STORAGE_IN_PLACE ||
         next->arena_offset != tensor->arena_offset + tensor->padded_bytes ||
-        (d->shards.spread && next->offset != tensor->offset + tensor->padded_bytes) ||
+        (d->shards.uses_slots && next->offset != tensor->offset + tensor->padded_bytes) ||
         d->params[sorted[*i]].dtype != d->params[range->first].dtype)
       break;
     range->end += next->padded_bytes;
@@ -17165,7 +17165,7 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 /* --- collectives on the memory of a model --- */
 
 /* On the model's memory, which d->comm can reach if it is a device's. */
-static cddp_result cddp__run_collective(cddp_ddp *d, const cddp__call *c) {
+static cddp_result cddp__run_model_collective(cddp_ddp *d, const cddp__call *c) {
   cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
   g->stream = d->group->stream; /* cddp_set_stream */
   return (g->backend->start)(g, c, NULL /* no handle */);
@@ -17182,7 +17182,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
                                           int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
   const cddp__hosts *hosts = by_host ? d->control->hosts : NULL;
-  int parts = hosts != NULL ? hosts->nodes[0].size : d->group->size, i, n = 0;
+  int parts = hosts != NULL ? hosts->group_hosts[0].size : d->group->size, i, n = 0;
   int part = owners ? 0 : root, last = owners ? parts - 1 : root; /* or root instead of parts */
   cddp_result r = CDDP_OK;
   cddp__packet packet;
@@ -17287,7 +17287,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
   cddp__range range;
   cddp_result r = CDDP_OK;
   int i = 0, k;
-  while (r == CDDP_OK && cddp__next_range(d, d->layout.order, d->count, &i, &range)) {
+  while (r == CDDP_OK && cddp__next_range(d, d->layout.param_order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
     size_t esize = cddp__dtype_size(dtype);
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * esize) {
@@ -17325,7 +17325,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int *slot = &merge.node.slot, at = 0; /* at: the shard's place, whose slot is -1 */
   bool cleared = false;
   cddp_result r = CDDP_OK;
-  if (more || merge.count > 1 || cddp__gathers(d))
+  if (more || merge.count > 1 || cddp__gathers_nodes(d))
     *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
   while (merge.slots[at] >= 0) at++;
   if (at < merge.count - 1 && *slot != free_slot) {
@@ -17363,7 +17363,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
     int slot = i < d->shards.own_node_count ? d->shards.own_nodes[i].slot : 0; /* 0: not read */
     nodes = cddp__make_call(
         CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), all, n, wide, CDDP_SUM, -1);
-    r = cddp__run_collective(d, &nodes);
+    r = cddp__run_model_collective(d, &nodes);
   }
   CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->shards.node_count; i++)
@@ -17373,12 +17373,12 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   if (r == CDDP_OK)
     r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
                          d->shards.count, n, d->group->stream);
-  return r == CDDP_OK && ranks > 1 ? cddp__run_collective(d, &means) : r;
+  return r == CDDP_OK && ranks > 1 ? cddp__run_model_collective(d, &means) : r;
 }
 
 /* Takes the mean of all nodes, d->shards.nodes, into `out`, a buffer laid out as the arena. If the
    number of ranks does not divide the number of elements of a dtype, `out` is written, and slots
-   are read, past the dtype's end (cddp__gather_slack). The next dtype's means are written later. */
+   are read, past the dtype's end (cddp__gather_nodes_slack). The next dtype's means are written later. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
   size_t chunk = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
@@ -17492,7 +17492,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   unsigned char size[8];
   cddp_result r = CDDP_OK;
   int i;
-  if (!d->shards.spread) r = cddp__keep_rows(d, g->rank); /* else when a shard ended */
+  if (!d->shards.uses_slots) r = cddp__keep_rows(d, g->rank); /* else when a shard ended */
   if (r == CDDP_OK && g->hosts != NULL) {
     cddp__put64(size, d->rows.bytes);
     r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0 /* count */, size, sizeof size);
@@ -17591,7 +17591,7 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
     if (low >= high) continue; /* not in this rank's slice */
     mean = cddp__gradient_at(d, d->me, range.first, from);
     n = (high - low) / cddp__dtype_size(dtype);
-    if (d->shards.spread) {
+    if (d->shards.uses_slots) {
       cddp__reduce_shards(d, mean, (const void **)(void *)d->scratch.buffers, range.first, from, n);
     } else {
       for (k = 0; k < g->size; k++)
@@ -17624,8 +17624,8 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, sizeof absent);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) {
-    if (g->carrier->shared) cddp__reduce_slice(d, b);
-    while (r == CDDP_OK && !g->carrier->shared && /* ranks cannot read each other's memory */
+    if (g->carrier->shares_memory) cddp__reduce_slice(d, b);
+    while (r == CDDP_OK && !g->carrier->shares_memory && /* ranks cannot read each other's memory */
            cddp__next_range(d, b->sorted, b->count, &i, &range)) {
       for (k = 0; k < g->local_size; k++)
         d->scratch.buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
@@ -17655,7 +17655,7 @@ static cddp_result cddp__copy_bucket(const cddp_ddp *d, const cddp__bucket_state
   while (r == CDDP_OK && cddp__next_range(d, b->sorted, b->count, &i, &range)) {
     size_t n = range.end - range.begin;
     char *place = cddp__gradient_at(d, d->me, range.first, range.begin);
-    r = (d->memory->copy)(unpack ? place : flat, unpack ? flat : place, n, d->hooks->stream);
+    r = (d->memory->copy)(unpack ? place : flat, unpack ? flat : place, n, d->hook_group->stream);
     flat += n;
   }
   return r;
@@ -17699,7 +17699,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.bucket_count = d->plan.count;
   bucket.dtype = d->params[b->sorted[0]].dtype;
   bucket.count = bytes / cddp__dtype_size(bucket.dtype);
-  bucket.group = d->hooks;
+  bucket.group = d->hook_group;
   bucket.params = used =
       (int *)cddp__malloc(&d->group->host->allocator, (size_t)b->count * sizeof *used);
   if (used == NULL) return CDDP_OUT_OF_MEMORY;
@@ -17730,9 +17730,9 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   cddp__bucket_state *b = (cddp__bucket_state *)w->context;
   cddp_ddp *d = b->ddp;
   bool hooked = d->desc.comm_hook != NULL;
-  cddp_group *g = hooked ? d->hooks : d->comm;
+  cddp_group *g = hooked ? d->hook_group : d->comm;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK) r = d->memory->use(d);
+  if (r == CDDP_OK) r = d->memory->select_device(d);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* peers' calls in this hook must not match later ones */
@@ -17833,7 +17833,7 @@ static cddp_result cddp__copy_shared(cddp_optim *optim) {
   const cddp_ddp *d = optim->shared_by;
   int i;
   for (i = 0; i < optim->count; i++)
-    if (optim->steps[i] > 0 && cddp__need_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+    if (optim->steps[i] > 0 && cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
   return cddp__copy_states(
       d, optim, optim->shared_states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
 }
@@ -17845,7 +17845,7 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   cddp_result r = CDDP_OK;
   int k;
   cddp__part_of(d, d->group->local_rank, &from, &to);
-  if (to == d->layout.dense) to = stride;
+  if (to == d->layout.dense_bytes) to = stride;
   else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to);
   if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
@@ -17881,7 +17881,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
                      "than on rank 0, in %s: call cddp_load on all ranks, and create the "
                      "cddp_optim anew after a failure", i, here.s);
   if (r == CDDP_OK) {
-    while (g->members[k] < 0) k++; /* the first rank on this host */
+    while (g->host_index[k] < 0) k++; /* the first rank on this host */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
@@ -17953,7 +17953,7 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
     first = (begin - d->tensors[i].offset) / esize; /* element of the parameter */
     c = cddp__broadcast_call(
         whole + first * size, (end - begin) / esize, cddp__state_type(optim, i), p);
-    r = cddp__run_collective(d, &c);
+    r = cddp__run_model_collective(d, &c);
   }
   if (r == CDDP_OK && device) r = cddp__await_device(d->group, CDDP__AWAIT_GROUP);
   if (r == CDDP_OK) return r;
@@ -18096,7 +18096,7 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
 /* out = the mean of a block over shards, or over the ranks with data. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
-  if (d->shards.spread || d->desc.elastic) {
+  if (d->shards.uses_slots || d->desc.elastic) {
     cddp__reduce_shards(d, out, d->scratch.sources, i, at, n);
     return;
   }
@@ -18184,7 +18184,7 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
   int i, j, k;
   memset(&u, 0, sizeof u);
   for (j = 0; j < d->count; j++) {
-    const cddp__tensor *tensor = &d->tensors[i = d->layout.order[j]];
+    const cddp__tensor *tensor = &d->tensors[i = d->layout.param_order[j]];
     size_t at = cddp__max(begin, tensor->offset),
            high = cddp__min(end, tensor->offset + tensor->bytes), n;
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
@@ -18280,10 +18280,10 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
   int i;
   CDDP_ASSERT(pass->averaged && !pass->can_fuse);
   for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (!cddp__optim_skips(optim, i)) r = cddp__need_states(optim, i);
+    if (!cddp__optim_skips(optim, i)) r = cddp__ensure_states(optim, i);
   if (r != CDDP_OK) return r;
   pass->alone = true;
-  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin, &end);
+  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin, &end);
   cddp__run_pass(pass, begin, end);
   r = cddp__end_access(d->control, r);
   if (r == CDDP_OK) r = cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
@@ -18302,7 +18302,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   if (r == CDDP_OK && optim != NULL && optim->state_count > 0 && optim->shared_by == NULL &&
       !optim->partitioned)
     r = cddp__share_states(d, optim); /* the first step of optim by this model */
-  pass.can_fuse = optim != NULL && !averaged && !d->shards.spread && d->step.active_count == size &&
+  pass.can_fuse = optim != NULL && !averaged && !d->shards.uses_slots && d->step.active_count == size &&
                (size == 1 || size == 2 || size == 4);
   if (r == CDDP_OK && (optim == NULL || d->desc.max_grad_norm > 0))
     r = cddp__mean_part(&pass, kind);
@@ -18320,7 +18320,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   cddp__run_pass(&pass, begin, end);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
-    if (cddp__need_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+    if (cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
     cddp__optim_rows(optim, i, d->rows.sparse[i]);
   }
   return cddp__fetch_weights(d, optim);
@@ -18417,7 +18417,7 @@ static const cddp__ddp_memory cddp__host_memory = {
 /* Payload of a step's meeting. */
 typedef struct cddp__step_header {
   uint64_t missing;  /* parameters that are not ready on this rank */
-  uint64_t settings; /* of the cddp_optim without its lr; 0: none */
+  uint64_t settings_hash; /* of the cddp_optim without its lr; 0: none */
   double lr;
   uint32_t absent;   /* CDDP__ABSENT_*; 0: the rank has data */
 } cddp__step_header;
@@ -18456,7 +18456,7 @@ static cddp_result cddp__next_shard(cddp_ddp *d) {
 /* Starts full buckets in order, up to one that is not full. lock held. A lone rank needs none. */
 static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
-  if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.spread) return CDDP_OK;
+  if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.uses_slots) return CDDP_OK;
   while (r == CDDP_OK && d->plan.next < d->plan.count) {
     cddp__bucket_state *b = &d->plan.buckets[d->plan.next];
     if (b->remaining > 0) break;
@@ -18514,7 +18514,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   pthread_mutex_lock(&d->lock);
   CDDP_ASSERT(d->plan.buckets[tensor->bucket].remaining > 0);
   d->plan.buckets[tensor->bucket].remaining--;
-  if (d->step.early) r = cddp__launch_buckets(d);
+  if (d->step.reduces_early) r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   return r == CDDP_OK ? r : cddp__fail_model(d, r); /* a bucket cannot start again */
 }
@@ -18526,10 +18526,10 @@ static uint64_t cddp__add_sharing(const cddp_optim *optim, uint64_t hash) {
 
 /* What must agree between ranks, except lr, as a hash. optim NULL: 0. */
 static uint64_t cddp__optim_settings(const cddp_optim *optim) {
-  return cddp__add_sharing(optim, optim != NULL ? optim->settings : 0);
+  return cddp__add_sharing(optim, optim != NULL ? optim->settings_hash : 0);
 }
 
-static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
+static cddp__step_header cddp__step_header_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
   cddp__step_header m;
   memcpy(&m, cddp__op_header_of(d->control, rank, d->control->round)->u.bytes, sizeof m);
   return m;
@@ -18607,7 +18607,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   uint64_t check = cddp__add_sharing(optim, optim != NULL ? optim->check : 0);
   double lr = 0; /* of the first rank that is not absent */
   bool met = false, differ = false;
-  cddp_result r = d->memory->use(d);
+  cddp_result r = d->memory->select_device(d);
   int p, first_optim = -1; /* the first rank with a cddp_optim */
   *missing = 0;
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
@@ -18617,7 +18617,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   pthread_mutex_lock(&d->lock);
   if (d->uneven.absent == 0) m.missing = (uint64_t)(d->count - d->plan.arrived);
   pthread_mutex_unlock(&d->lock);
-  m.settings = cddp__optim_settings(optim);
+  m.settings_hash = cddp__optim_settings(optim);
   m.lr = optim != NULL ? optim->desc.lr : 0;
   m.absent = d->uneven.absent;
   g->calls++;
@@ -18625,17 +18625,17 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   if (r != CDDP_OK) return r;
   d->step.active_count = 0;
   for (p = 0; p < g->size; p++) {
-    m = cddp__header_of(d, p);
+    m = cddp__step_header_of(d, p);
     *missing += m.missing;
-    if (m.settings != 0 && settings == 0) {
+    if (m.settings_hash != 0 && settings == 0) {
       first_optim = p;
-      settings = m.settings;
+      settings = m.settings_hash;
     }
-    differ = differ || (m.settings != 0 && m.settings != settings);
+    differ = differ || (m.settings_hash != 0 && m.settings_hash != settings);
     if (m.absent != 0) continue;
     if (d->step.active_count == 0) {
       lr = m.lr;
-      active_settings = m.settings;
+      active_settings = m.settings_hash;
     }
     differ = differ || m.lr != lr;
     d->step.active[d->step.active_count++] = p;
@@ -18745,7 +18745,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, optim));
   i = 0;
   while (r == CDDP_OK && !in_kernel &&
-         cddp__next_range(d, d->layout.order, d->count, &i, &range)) {
+         cddp__next_range(d, d->layout.param_order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
     if (factor != 1 && range.begin < range.end)
@@ -18760,8 +18760,8 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
    a single host they are not: the next step reduces the gradients in its one pass. */
 static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
   const cddp_group *g = d->group;
-  bool one_pass = d->desc.comm_hook == NULL && g->carrier->shared && !g->backend->on_device;
-  if (d->shards.spread || d->desc.elastic) return false;
+  bool one_pass = d->desc.comm_hook == NULL && g->carrier->shares_memory && !g->backend->on_device;
+  if (d->shards.uses_slots || d->desc.elastic) return false;
   return !one_pass || (g->size > 1 && !stepped);
 }
 
@@ -18769,7 +18769,7 @@ static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
    on the first rank with data. */
 static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   cddp_result r = CDDP_OK;
-  d->step.early = cddp__reduces_early(d, stepped);
+  d->step.reduces_early = cddp__reduces_early(d, stepped);
   d->step.sums = stepped && d->step.divides;
   d->step.present = d->step.active_count;
   d->shards.taken = d->shards.own_node_count = 0;
@@ -18814,7 +18814,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
     for (i = 0; r == CDDP_OK && i < optim->count; i++) {
       cddp_param state = d->params[i];
       if (optim->steps[i] == 0) continue;
-      if (cddp__need_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+      if (cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
       if (!cddp__has_state(optim, k, i)) continue;
       state.data = *cddp__state_of(optim, k, i);
       state.dtype = cddp__state_type(optim, i);
@@ -18828,7 +18828,7 @@ enum { CDDP__NOT_CLEARED, CDDP__CLEARED }; /* of `bool cleared` */
 /* Ends an update by optim (NULL: none): counts the step and zeroes the gradients. cleared: the
    update has zeroed the reduced ones, except those that optim skipped. Else the whole arena is
    zeroed: a hook also reads that of an absent rank. */
-static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *optim, bool cleared) {
+static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
   int i;
@@ -18855,9 +18855,9 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *optim, bool cl
                 round, so that reading others' gradients needs another round */
 static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_optim *optim,
                                           bool *averaged, bool *wrote) {
-  bool gathers = cddp__gathers(d);
+  bool gathers = cddp__gathers_nodes(d);
   cddp_result r;
-  *averaged = gathers || d->step.early || kind == CDDP__KIND_DDP_WAIT;
+  *averaged = gathers || d->step.reduces_early || kind == CDDP__KIND_DDP_WAIT;
   if (!*averaged) return CDDP_OK;
   r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, kind, optim);
   *wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
@@ -18867,7 +18867,7 @@ static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_opti
 /* Whether NCCL reduces the next step's buckets only to the ranks that step them. The next step is
    assumed to be like this one. */
 static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *optim) {
-  return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues && !cddp__gathers(d) &&
+  return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues && !cddp__gathers_nodes(d) &&
          d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
 }
 
@@ -18890,7 +18890,7 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
   if (r == CDDP_OK)
     r = waits ? cddp__return_gradients(d) : (d->memory->step)(d, optim, averaged, wrote);
   if (r == CDDP_OK && optim != NULL) /* cddp__partitioned_step zeroes none */
-    r = cddp__clear_gradients(d, optim, optim->partitioned ? CDDP__NOT_CLEARED : CDDP__CLEARED);
+    r = cddp__end_update(d, optim, optim->partitioned ? CDDP__NOT_CLEARED : CDDP__CLEARED);
   d->step.scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
   d->step.scatters = cddp__scatters_next(d, kind, optim);
   if (r != CDDP_OK) return cddp__end_access(d->control, cddp__fail_model(d, r));
@@ -18937,9 +18937,9 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
           "until it returns false", d->group->rank, d->shards.own_count - d->shards.taken,
           d->shards.own_count);
   } else {
-    r = d->memory->use(d);
+    r = d->memory->select_device(d);
     /* else gradients are missing: the step fails */
-    if (r == CDDP_OK && d->shards.spread && d->plan.arrived == d->count)
+    if (r == CDDP_OK && d->shards.uses_slots && d->plan.arrived == d->count)
       r = cddp__end_shard(d, CDDP__LAST_SHARD);
     if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, optim, &missing);
   }
@@ -18961,7 +18961,7 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
     r = d->memory->publish != NULL
             ? d->memory->publish(d)
             : cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
-  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, !d->group->backend->on_device /* cleared */);
+  if (r == CDDP_OK) r = cddp__end_update(d, NULL, !d->group->backend->on_device /* cleared */);
   if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device /* stepped */);
   d->step.scattered = r != CDDP_OK;
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__fail_model(d, r));
@@ -18984,13 +18984,13 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
 static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t missing) {
   int lead = d->step.active[0];
   uint32_t kind = cddp__code_kind(cddp__op_header_of(d->control, lead, d->control->round)->call);
-  cddp__step_header theirs = cddp__header_of(d, lead);
+  cddp__step_header theirs = cddp__step_header_of(d, lead);
   cddp_result r;
   if (kind == CDDP__KIND_DDP_BUFFERS)
     return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, lead);
   if (kind == CDDP__KIND_DDP_WAIT) {
     r = cddp__finish_step(d, (int)kind, NULL, missing);
-    return r == CDDP_OK ? cddp__clear_gradients(d, NULL, CDDP__NOT_CLEARED) : r;
+    return r == CDDP_OK ? cddp__end_update(d, NULL, CDDP__NOT_CLEARED) : r;
   }
   if (optim == NULL)
     return cddp__fail(
@@ -19005,15 +19005,15 @@ static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
   int p, last = 0;
   cddp_result r;
   if (!d->uneven.had_absent) return CDDP_OK;
-  while (last < d->group->size - 1 && cddp__header_of(d, last).absent != CDDP__ABSENT_SINCE_NOW)
+  while (last < d->group->size - 1 && cddp__step_header_of(d, last).absent != CDDP__ABSENT_SINCE_NOW)
     last++;
   for (p = 0; p < d->group->size; p++)
-    if ((cddp__header_of(d, p).settings == 0) != (optim == NULL))
+    if ((cddp__step_header_of(d, p).settings_hash == 0) != (optim == NULL))
       return cddp__fail(
           CDDP_MISMATCH, "one of the ranks %d and %d called ddp_join with a cddp_optim, the other "
           "without: pass that of the training loop on all ranks, or NULL on all", d->group->rank,
           p);
-  if (optim != NULL) cddp__set_lr(optim, cddp__header_of(d, last).lr);
+  if (optim != NULL) cddp__set_lr(optim, cddp__step_header_of(d, last).lr);
   r = cddp__catch_up(d, optim, last);
   if (r == CDDP_OK)
     r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, last);
@@ -19043,7 +19043,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   d->shards.current = -1;
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   r = d->memory->enter(d);
-  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, CDDP__NOT_CLEARED);
+  if (r == CDDP_OK) r = cddp__end_update(d, NULL, CDDP__NOT_CLEARED);
   d->uneven.absent = CDDP__ABSENT_SINCE_NOW;
   while (r == CDDP_OK) {
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, optim, &missing);
@@ -19204,15 +19204,15 @@ static void cddp__ddp_free(cddp_ddp *d) {
   }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL; /* in the arena */
-  if (d->hooks != NULL && d->hooks != d->group && d->plan.next > 0) { /* a hook can be waiting */
+  if (d->hook_group != NULL && d->hook_group != d->group && d->plan.next > 0) { /* a hook can be waiting */
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
-    (void)cddp__break(d->hooks, CDDP_ABORTED);
+    (void)cddp__break(d->hook_group, CDDP_ABORTED);
     cddp__engine_drain(d->comm);
   }
   if (d->memory->free != NULL) (d->memory->free)(d);
   /* with NCCL both can be the caller's */
-  if (d->hooks != NULL && d->hooks != d->group) cddp__group_leave(d->hooks);
+  if (d->hook_group != NULL && d->hook_group != d->group) cddp__group_leave(d->hook_group);
   if (d->comm != NULL && d->comm != d->group) cddp__group_leave(d->comm);
   if (d->control != NULL) cddp__group_leave(d->control);
   cddp__arena_free(h, d->arena);
@@ -19243,7 +19243,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   size_t ranks = desc->elastic ? shards : size, at = 0; /* ranks: the most that can be */
   CDDP__TAKE(d->tensors, n);
   CDDP__TAKE(d->partitions, n);
-  CDDP__TAKE(d->layout.order, n);
+  CDDP__TAKE(d->layout.param_order, n);
   CDDP__TAKE(d->addresses.weights, ranks * n);
   CDDP__TAKE(d->addresses.gradients, ranks * n);
   CDDP__TAKE(d->addresses.squares, shards);
@@ -19295,16 +19295,16 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->shards.count = desc->shards > g->size || (g->host->joined && desc->elastic)
                         ? desc->shards
                         : g->size;
-  d->shards.spread = !desc->elastic && /* NCCL's own order of sums is not the canonical one */
+  d->shards.uses_slots = !desc->elastic && /* NCCL's own order of sums is not the canonical one */
                      (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
   cddp__rank_shards(d->shards.count, g->size, g->rank, &i /* unused */, &d->shards.own_count);
   cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
   if (desc->elastic) d->shards.own_count = 1;
   else
-    d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, cddp__gathers(d),
+    d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, cddp__gathers_nodes(d),
                                             d->shards.nodes, d->shards.widths, &d->layout.slots);
   d->shards.current = -1;
-  d->step.early = cddp__reduces_early(d, false /* no step yet */);
+  d->step.reduces_early = cddp__reduces_early(d, false /* no step yet */);
   d->plan.limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
   d->plan.limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
   pthread_mutex_init(&d->lock, NULL);
@@ -19398,7 +19398,7 @@ static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_g
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
   char **arenas = (char **)d->scratch.buffers;
-  cddp_result r = d->memory->use(d);
+  cddp_result r = d->memory->select_device(d);
   int k;
   if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
   if (d->control != NULL) d->control->of_model = true;
@@ -19410,7 +19410,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     if (r != CDDP_OK) return r;
     r = cddp__agree_on_params(d);
     if (r == CDDP_OK && d->desc.comm_hook != NULL)
-      r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hooks); /* + 1: not comm's */
+      r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hook_group); /* + 1: not comm's */
     if (r == CDDP_OK && !g->backend->on_device) r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
@@ -19482,7 +19482,7 @@ typedef struct cddp__meeting {
   cddp__member *members; /* [capacity + 1] by number; the last: this process while it joins */
   int me; /* this rank's member number; `capacity` while it joins */
   int leader; /* number of the member that leads this meeting, or led the last */
-  bool joining; /* this process joins, and has not received the weights yet */
+  bool self_joining; /* this process joins, and has not received the weights yet */
   bool admits; /* the next meeting makes joining processes members */
   uint64_t epoch; /* number of tables so far */
   cddp__connection **links; /* [capacity + JOIN_REQUESTS] to the leader, or (leader) by number to
@@ -19490,7 +19490,7 @@ typedef struct cddp__meeting {
   cddp__message **reports; /* [capacity + JOIN_REQUESTS] the reports from these links */
   int requests; /* number of joining processes that wait for a meeting */
   int unreachable; /* a member lost without proof that it ended; -1: none */
-  bool leader_called; /* a member that this rank counted as lost has called as leader */
+  bool lost_leader_called; /* a member that this rank counted as lost has called as leader */
   uint64_t *lives; /* [table_count][capacity] the members' lives in the last table that all
                       confirmed, and in each later one that arrived here */
   size_t table_count, lives_capacity;
@@ -19609,7 +19609,7 @@ static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capaci
   m->capacity = capacity;
   m->ended_at = bytes;
   m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t));
-  m->joining = host->joined;
+  m->self_joining = host->joined;
   m->me = host->joined ? capacity : g->rank;
   m->unreachable = -1;
   m->members = (cddp__member *)cddp__calloc( /* and the other arrays */
@@ -19700,10 +19700,10 @@ static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connecti
                        : 0;
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
     return true; /* a rank that is a thread has ended */
-  cddp__link_end_if_silent(link);
+  cddp__link_end_if_unacked(link);
   if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(m->net, link)) return false;
   if (link->error == 0) m->ended[member] = 1; /* no reset */
-  if (cddp__link_end(link->error) == CDDP__IS_UNREACHABLE) m->unreachable = member;
+  if (cddp__end_from_error(link->error) == CDDP__IS_UNREACHABLE) m->unreachable = member;
   return true;
 }
 
@@ -19739,7 +19739,7 @@ static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links,
   int listener = m->net->listener;
   (void)cddp__connections_poll(&m->net->allocator, links, (size_t)n, &listener, 1,
                                cddp__now() + 0.005);
-  cddp__serve_idle(NULL); /* pending receives */
+  cddp__serve_all_recvs(NULL); /* pending receives */
 }
 
 /* Sends the error text to a process that is no member. */
@@ -19776,7 +19776,7 @@ static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
   int p = link->peer;
   bool lost = p < m->capacity && m->members[p].life == 0;
   if (!cddp__revive_member(m, p, caller->life)) return false;
-  m->leader_called = m->leader_called || lost;
+  m->lost_leader_called = m->lost_leader_called || lost;
   return true;
 }
 
@@ -19906,7 +19906,7 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   for (;;) {
     cddp__answer_joins(m);
     cddp__accept_reports(m, CDDP__ACCEPT_MEMBERS);
-    if (m->leader_called) return CDDP_OK;
+    if (m->lost_leader_called) return CDDP_OK;
     for (p = missing = 0; p < m->capacity; p++) {
       cddp_result r = CDDP_OK;
       if (p == m->me || m->members[p].life == 0) continue;
@@ -19920,7 +19920,7 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
         r = cddp__check_answer(links[p]);
       if (r != CDDP_OK) return r;
       if (cddp__member_link_ended(m, p, links[p])) {
-        bool cut = cddp__link_is_cut(links[p]) && !links[p]->early; /* it was up */
+        bool cut = cddp__link_is_cut(links[p]) && !links[p]->ended_early; /* it was up */
         cddp__drop_link(m, p);
         if (!cut || !cddp__retries_member(m, p))
           cddp__remove_member(m, p);
@@ -20065,7 +20065,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   int report_count = 0, cut_off, p;
   reports[m->me] = mine;
   r = cddp__await_reports(m, deadline);
-  if (r == CDDP_OK && m->leader_called) {
+  if (r == CDDP_OK && m->lost_leader_called) {
     reports[m->me] = NULL;
     cddp__drop_links(m);
     return r;
@@ -20103,7 +20103,7 @@ static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t
     if (cddp__link_progress(m->net, link)) message = cddp__connection_receive(link, max_bytes);
     if (message != NULL || cddp__member_link_ended(m, member, link)) break;
     cddp__accept_reports(m, CDDP__ACCEPT_LOST);
-    if (m->leader_called) break;
+    if (m->lost_leader_called) break;
     cddp__meeting_poll(m, &link, 1);
   }
   return message;
@@ -20125,7 +20125,7 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
                    "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
                    "not received the reports of all ranks",
                    m->group->timeout_s, m->steps, cddp__member_name(m, leader).s);
-  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->early;
+  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->ended_early;
   cddp__drop_link(m, leader);
   return r;
 }
@@ -20199,20 +20199,20 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
   cddp_result r = CDDP_OK;
   bool cut = false;
   report->epoch = m->epoch;
-  report->joining = m->joining;
+  report->joining = m->self_joining;
   report->self = m->members[m->me];
   memcpy(cddp__ended_of(m, report), m->ended, (size_t)m->capacity);
   memset(m->cuts, 0, (size_t)m->capacity * sizeof *m->cuts);
   while (r == CDDP_OK && *table == NULL) {
     int leader = m->leader = cddp__choose_leader(m);
-    m->leader_called = false;
+    m->lost_leader_called = false;
     if (leader < 0) /* this process joins, and knows no member */
       r = cddp__find_leader(m, deadline);
     else if (leader == m->me)
       r = cddp__lead_meeting(m, mine, deadline, table);
     else if ((r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader fails first */,
                                     table, &cut)) == CDDP_OK &&
-             *table == NULL && !m->leader_called &&
+             *table == NULL && !m->lost_leader_called &&
              (!cut || cddp__has_no_number(m) || !cddp__retries_member(m, leader)))
       cddp__remove_member(m, leader);
     else if (r == CDDP_OK && *table == NULL) /* again: a dead leader will refuse the link */
@@ -20303,7 +20303,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
 typedef struct cddp__elastic_call {
   uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
   uint32_t fp_mode;
-  uint64_t settings; /* hash of the cddp_optim's, except lr; 0: a wait */
+  uint64_t settings_hash; /* hash of the cddp_optim's, except lr; 0: a wait */
   double lr;
   uint64_t steps; /* cddp_ddp_steps before it */
 } cddp__elastic_call;
@@ -20334,7 +20334,7 @@ typedef struct cddp__lost_block {
 
 struct cddp__elastic {
   cddp__meeting meeting;
-  int *order; /* [active_count] member numbers of the group's ranks, by rank */
+  int *member_of_rank; /* [active_count] member numbers of the group's ranks, by rank */
   int meetings; /* since the last reduction */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
   /* this rank's sums and the last mean: */
@@ -20347,7 +20347,7 @@ struct cddp__elastic {
   bool has_mean; /* false: this rank has joined, and has no mean yet */
   bool gave_states; /* an optimizer has received the job's states, and has not stepped yet */
   bool repeats; /* the ranks with the last mean are lost: the group makes it again */
-  bool ahead; /* repeats, and this rank, which joined, does not need the mean */
+  bool repeat_counted; /* repeats, and this rank, which joined, does not need the mean */
   int mean_parts; /* of the last mean; 1 if not in_parts */
   char **means; /* [mean_parts] the memory of each, addressed by model offset */
   double **squares; /* [mean_parts] the squares of each */
@@ -20368,7 +20368,7 @@ struct cddp__elastic {
 typedef struct cddp__rank_report {
   cddp__report head;
   uint64_t reductions, steps; /* steps: cddp_ddp_steps */
-  cddp__snapshot optim;       /* of its cddp_optim */
+  cddp__snapshot snapshot;       /* of its cddp_optim */
   int32_t in_parts, has_mean; /* as in cddp__elastic, like `reductions` */
   cddp__ref next_blocks[2];   /* for the new groups; those of a host's lowest rank are used */
 } cddp__rank_report;
@@ -20406,7 +20406,7 @@ static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->layout.slots) return CDDP_OK;
-  p = cddp__elastic_allocate(d, (size_t)slots * d->layout.slot_stride + 2 * cddp__gather_slack(d),
+  p = cddp__elastic_allocate(d, (size_t)slots * d->layout.slot_stride + 2 * cddp__gather_nodes_slack(d),
                              CDDP__EXTENT_BUFFER);
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (elastic->slot_area != NULL)
@@ -20451,7 +20451,7 @@ static int cddp__find_shard(const cddp_ddp *d) {
   int i;
   for (i = 0; i < d->shards.count; i++)
     if (i != d->shards.current && owner[i] < d->step.active_count &&
-        d->elastic->order[owner[i]] == d->elastic->meeting.me &&
+        d->elastic->member_of_rank[owner[i]] == d->elastic->meeting.me &&
         !cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i))
       return i;
   return -1;
@@ -20506,7 +20506,7 @@ static void cddp__break_groups_of(cddp__host *host, int window) {
   memcpy(saved_text, cddp__error_text, sizeof saved_text);
   pthread_mutex_lock(&host->lock);
   for (g = host->groups; g != NULL; g = g->next) {
-    for (k = 0; k < g->size && g->members[k] != window;) k++;
+    for (k = 0; k < g->size && g->host_index[k] != window;) k++;
     if (k == g->size || cddp__is_broken(g)) continue;
     cddp__fail(
         CDDP_PEER_LOST, "rank %d of the group was lost, and the elastic model continues without "
@@ -20550,7 +20550,7 @@ static bool cddp__window_in_use(const cddp_ddp *d, int window) {
   other_models = host->models > 1;
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     for (k = 0; k < g->size && !in_use; k++)
-      in_use = g->members[k] == window &&
+      in_use = g->host_index[k] == window &&
                (cddp__group_in_use(g) ||
                 (other_models && g != d->group && (g->models > 0 || g->of_model)));
   for (g = host->groups; g != NULL && !in_use; g = g->next)
@@ -20570,7 +20570,7 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
       continue;
     pthread_mutex_lock(&host->lock);
     p->member = false;
-    p->lost = 1 + d->elastic->step; /* 0: not lost */
+    p->lost_in_step = 1 + d->elastic->step; /* 0: not lost */
     if (p->window >= host->size) cddp__close_fd(&p->pidfd); /* other threads use the first ranks' */
     pthread_mutex_unlock(&host->lock);
     if (host->arena.fd >= 0) cddp__break_groups_of(host, p->window);
@@ -20583,7 +20583,7 @@ static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   cddp__process *p = NULL;
   if (host->arena.fd < 0) return false;
   while ((p = cddp__next_process(host, p)) != NULL)
-    if (p->lost > step && !cddp__process_gone(host, p->window)) return true;
+    if (p->lost_in_step > step && !cddp__process_gone(host, p->window)) return true;
   return false;
 }
 
@@ -20605,7 +20605,7 @@ static void cddp__free_lost(cddp_ddp *d) {
   if (host->arena.fd >= 0) cddp__find_processes(host); /* those that ended as they joined, too */
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
-    if (p->lost == 0 || p->lost > elastic->step /* lost in it */ || host->arena.fd < 0) continue;
+    if (p->lost_in_step == 0 || p->lost_in_step > elastic->step /* lost in it */ || host->arena.fd < 0) continue;
     if (p->use_locked && cddp__window_in_use(d, p->window)) continue;
     if (p->use_locked) cddp__unmap_window(host, p);
     if (cddp__process_gone(host, p->window)) cddp__free_window(host, p);
@@ -20628,7 +20628,7 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
   d->elastic->own = own;
   if (own == NULL) return CDDP_OUT_OF_MEMORY;
   own->refs[CDDP__PUBLISHED_ARENA] = cddp__ref_of(host, d->arena, d->layout.arena_bytes);
-  own->refs[CDDP__PUBLISHED_MEAN] = cddp__ref_of(host, d->elastic->mean, d->layout.dense);
+  own->refs[CDDP__PUBLISHED_MEAN] = cddp__ref_of(host, d->elastic->mean, d->layout.dense_bytes);
   return CDDP_OK;
 }
 
@@ -20659,7 +20659,7 @@ static void cddp__publish_own(cddp_ddp *d) {
 /* Maps the memory that rank k of the group has published. packets[k]: its rows. */
 static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
-  const cddp__ref *refs = elastic->published[elastic->order[k]]->refs;
+  const cddp__ref *refs = elastic->published[elastic->member_of_rank[k]]->refs;
   void *at[CDDP__PUBLISHED_COUNT] = {d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
   cddp_result r = CDDP_OK;
   int i;
@@ -20694,7 +20694,7 @@ static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_c
     cddp__fail(CDDP_MISMATCH, "%s is %s on rank %d, %s on %s",
                cddp__setting_names[CDDP__SETTING_LR], cddp__describe_number(mine->lr).s, rank,
                cddp__describe_number(other->lr).s, name.s);
-  else if (other->settings != mine->settings || other->fp_mode != mine->fp_mode)
+  else if (other->settings_hash != mine->settings_hash || other->fp_mode != mine->fp_mode)
     cddp__fail(CDDP_MISMATCH, "%s called %s with other %s than rank %d", name.s,
                cddp__shapes[other->kind].name,
                other->fp_mode != mine->fp_mode
@@ -20729,18 +20729,18 @@ static cddp_result cddp__check_updates(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
-    member = elastic->order[k];
+    member = elastic->member_of_rank[k];
     if (call.kind == 0 || (oldest >= 0 && members[member].since >= members[oldest].since)) continue;
     oldest = member;
     job = call;
   }
-  if (oldest < 0 || elastic->ahead /* its weights have the update */) return CDDP_OK;
+  if (oldest < 0 || elastic->repeat_counted /* its weights have the update */) return CDDP_OK;
   if (elastic->last_update.kind == 0) elastic->last_update = job; /* joined: nothing to compare */
   r = cddp__compare_update(d, &job, oldest);
   if (r != CDDP_OK && members[elastic->meeting.me].since > members[oldest].since) return r;
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
-    member = elastic->order[k];
+    member = elastic->member_of_rank[k];
     if (call.kind != 0 && members[member].since == members[oldest].since)
       r = cddp__compare_update(d, &call, member);
   }
@@ -20769,7 +20769,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   for (i = 0; i < d->shards.node_count; i++) {
     cddp__shard_node *node = &d->shards.nodes[i];
     node->slot = /* until now the node's index among those of its rank */
-        cddp__published_slots(elastic->published[elastic->order[node->rank]])[node->slot];
+        cddp__published_slots(elastic->published[elastic->member_of_rank[node->rank]])[node->slot];
     d->shards.widths[i] = cddp__node_width(node);
   }
   elastic->mean_parts = d->step.active_count;
@@ -20778,7 +20778,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   CDDP__POINT("elastic rows gathered");
   pass.means = elastic->mean;
-  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
+  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
   cddp__run_pass(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
   return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL, 0);
@@ -20799,7 +20799,7 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   CDDP__POINT("elastic rows gathered");
   /* No rank completes the reduction until all have the rows: no meeting sends them. With dense
      gradients cddp__gather_nodes waits for that. */
-  if (r == CDDP_OK && d->layout.dense == 0)
+  if (r == CDDP_OK && d->layout.dense_bytes == 0)
     r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0, NULL, 0);
   if (r == CDDP_OK) r = cddp__gather_nodes(d, d->elastic->mean);
   return r == CDDP_OK ? cddp__await_model(d) : r;
@@ -20820,7 +20820,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (elastic->own != NULL) cddp__publish_own(d);
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  elastic->reductions - elastic->ahead /* its number */, &mine, sizeof mine);
+                  elastic->reductions - elastic->repeat_counted /* its number */, &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
   if (r == CDDP_OK) r = cddp__check_updates(d);
@@ -20831,8 +20831,8 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
                                           d->shards.nodes, d->shards.widths, &unused);
   r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
   if (r != CDDP_OK) return r;
-  elastic->reductions += !elastic->ahead; /* ahead: counted already */
-  elastic->repeats = elastic->ahead = false;
+  elastic->reductions += !elastic->repeat_counted; /* ahead: counted already */
+  elastic->repeats = elastic->repeat_counted = false;
   elastic->has_mean = true;
   elastic->meetings = 0;
   cddp__elastic_begin_step(d);
@@ -20857,7 +20857,7 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   cddp__snapshot out;
   memset(&out, 0, sizeof out);
   if (o == NULL) return out;
-  out.known = true;
+  out.has_optim = true;
   memcpy(out.settings, &o->desc, CDDP__SETTING_COUNT * sizeof *out.settings);
   if (o->count > 0) out.settings[CDDP__SETTING_COUNT] = o->desc.weight_decays[0]; /* the last */
   out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
@@ -20890,11 +20890,11 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   report->steps = d->steps;
   report->in_parts = elastic->in_parts;
   report->has_mean = elastic->has_mean;
-  report->optim = d->snapshot;
-  if (d->snapshot.known || d->snapshot.stepped) /* its optimizer has not taken the states yet */
+  report->snapshot = d->snapshot;
+  if (d->snapshot.has_optim || d->snapshot.stepped) /* its optimizer has not taken the states yet */
     for (i = 0; i < d->count; i++) counts[i] = d->tensors[i].restored_steps;
   else
-    report->optim = cddp__optim_snapshot(d->optim, counts);
+    report->snapshot = cddp__optim_snapshot(d->optim, counts);
   for (i = 0; i < d->shards.count; i++)
     sums[i] = cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i);
   for (i = 1; i <= d->shards.count; i++) /* for any number of ranks */
@@ -20924,7 +20924,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
       pthread_mutex_lock(&groups[i]->p2p.lock);
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
-        unsigned char *ended = &d->elastic->meeting.ended[d->elastic->order[link->rank]], unused;
+        unsigned char *ended = &d->elastic->meeting.ended[d->elastic->member_of_rank[link->rank]], unused;
         ssize_t n = 1;
         if (link->state == CDDP__CONNECTION_UP)
           n = recv(link->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT);
@@ -21003,7 +21003,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
     indices[k] = member->host == m->members[m->me].host ? member->index : -1;
     if (indices[k] >= 0) r = cddp__register_process(host, indices[k], member->pid);
     if (indices[k] >= 0 && here++ == 0) lowest = k;
-    if (elastic->order[k] == m->me) rank = k;
+    if (elastic->member_of_rank[k] == m->me) rank = k;
   }
   if (r != CDDP_OK) return r;
   ref = cddp__rank_report_at(d, table, lowest)->next_blocks[which];
@@ -21025,7 +21025,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   (*out)->block_ref = ref;
   (*out)->elastic = (*out)->of_model = true;
   (*out)->id = cddp__hash64(1, id, sizeof id) & ~(uint64_t)1;
-  r = cddp__hosts_attach(*out, m->net, elastic->order);
+  r = cddp__hosts_attach(*out, m->net, elastic->member_of_rank);
   CDDP__POINT("elastic built");
   return r;
 }
@@ -21033,7 +21033,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
 /* Allocates the pages of the whole mean. */
 static cddp_result cddp__commit_mean(cddp_ddp *d) {
   return cddp__commit_lazy(d->group->host, d->elastic->mean,
-                           d->layout.dense + cddp__gather_slack(d));
+                           d->layout.dense_bytes + cddp__gather_nodes_slack(d));
 }
 
 /* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
@@ -21053,20 +21053,20 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
     r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
   for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
     void *at = elastic->own;
-    if (g->members[k] < 0) continue;
+    if (g->host_index[k] < 0) continue;
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
-    elastic->published[elastic->order[k]] = (cddp__published *)at;
+    elastic->published[elastic->member_of_rank[k]] = (cddp__published *)at;
   }
   elastic->one_host = elastic->own != NULL && g->hosts == NULL;
   d->me = g->rank;
   cddp__set_gradient_addresses(d, d->me, d->arena);
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
-  if (r != CDDP_OK || elastic->own == NULL || d->layout.dense == 0) return r;
+  if (r != CDDP_OK || elastic->own == NULL || d->layout.dense_bytes == 0) return r;
   if (!elastic->one_host) return cddp__commit_mean(d);
-  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end); /* this rank's */
-  if (d->layout.dense >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
+  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end); /* this rank's */
+  if (d->layout.dense_bytes >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
     begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
     end = cddp__round_up(end, CDDP__HUGE_PAGE);
   }
@@ -21103,7 +21103,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
   uint64_t next;
   for (k = 0; k < ranks; k++) {
     report = cddp__rank_report_at(d, table, k);
-    elastic->order[k] = report->head.self.number;
+    elastic->member_of_rank[k] = report->head.self.number;
     d->step.active[k] = k;
     if (report->head.joining == 0 &&
         (from == NULL || report->reductions > from->reductions ||
@@ -21117,8 +21117,8 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
       elastic->repeats = true;
   }
   next = (from != NULL ? from->reductions : 0) - elastic->repeats; /* the reduction to make */
-  elastic->ahead =
-      elastic->repeats && (elastic->meeting.joining || elastic->reductions > next);
+  elastic->repeat_counted =
+      elastic->repeats && (elastic->meeting.self_joining || elastic->reductions > next);
   if (elastic->reductions != next) cddp__drop_sums(d); /* they are of another reduction */
   cddp__assign_missing_shards(d, table, next);
   cddp__record_event(d->group, "assigned", (uint64_t)ranks, CDDP_OK);
@@ -21130,7 +21130,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   const cddp_allocator *allocator = &d->group->host->allocator;
-  bool takes_part = elastic->meeting.joining || elastic->order[source] == elastic->meeting.me;
+  bool takes_part = elastic->meeting.self_joining || elastic->member_of_rank[source] == elastic->meeting.me;
   bool host_data = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
   size_t most = CDDP__NODES_CHUNK * sizeof(double), at, n;
   void *passed = NULL, *host_chunk = host_data ? cddp__malloc(allocator, most) : NULL;
@@ -21143,7 +21143,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
     cddp__call call;
     n = cddp__min(bytes - at, most);
     call = cddp__broadcast_call(chunk, n, CDDP_U8, source);
-    r = cddp__run_collective(d, &call);
+    r = cddp__run_model_collective(d, &call);
     CDDP__POINT("elastic passed");
   }
   cddp__free(allocator, host_chunk);
@@ -21153,9 +21153,9 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
 /* Broadcasts the weights, buffers and states of rank `source`. from: its report. */
 static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int source) {
   cddp__elastic *elastic = d->elastic;
-  size_t bytes = (size_t)from->optim.state_count * d->layout.state_stride;
-  bool receives = elastic->meeting.joining;
-  bool sends = elastic->order[source] == elastic->meeting.me;
+  size_t bytes = (size_t)from->snapshot.state_count * d->layout.state_stride;
+  bool receives = elastic->meeting.self_joining;
+  bool sends = elastic->member_of_rank[source] == elastic->meeting.me;
   char *states = elastic->states; /* not NULL: this rank has joined in this step */
   cddp_result r = CDDP_OK;
   int i;
@@ -21176,11 +21176,11 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   if (r == CDDP_OK) r = cddp__await_model(d);
   if (r == CDDP_OK && receives) {
     elastic->states = states;
-    d->snapshot = from->optim;
+    d->snapshot = from->snapshot;
     for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = ((float *)(from + 1))[i];
     elastic->step = from->reductions;
     d->steps = from->steps;
-    elastic->meeting.joining = false;
+    elastic->meeting.self_joining = false;
   }
   if (states != elastic->states) (d->group->backend->free)(d->group, states);
   return r;
@@ -21191,7 +21191,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__rank_report *from) {
   cddp__elastic *elastic = d->elastic;
-  bool joins = elastic->meeting.joining, some_join = false, some_lack = false;
+  bool joins = elastic->meeting.self_joining, some_join = false, some_lack = false;
   bool lacks_mean = !joins && elastic->reductions < from->reductions && !elastic->repeats;
   bool has_mean = lacks_mean || (!joins && elastic->has_mean);
   int source = 0, k;
@@ -21204,10 +21204,10 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
         some_lack || (!joining && report->reductions < from->reductions && !elastic->repeats);
     some_join = some_join || joining;
   }
-  if (some_lack && d->layout.dense > 0 && from->in_parts == 0) { /* else all can read its parts */
-    cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense, CDDP_U8, source);
+  if (some_lack && d->layout.dense_bytes > 0 && from->in_parts == 0) { /* else all can read its parts */
+    cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense_bytes, CDDP_U8, source);
     if (elastic->own != NULL) r = cddp__commit_mean(d);
-    if (r == CDDP_OK) r = cddp__run_collective(d, &call);
+    if (r == CDDP_OK) r = cddp__run_model_collective(d, &call);
     if (lacks_mean) cddp__set_whole_mean(elastic);
     has_mean = true;
   }
@@ -21215,7 +21215,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   if (r == CDDP_OK && some_lack) r = cddp__await_model(d);
   if (r != CDDP_OK) return r;
   elastic->has_mean = has_mean;
-  if (elastic->ahead || !elastic->repeats) elastic->reductions = from->reductions;
+  if (elastic->repeat_counted || !elastic->repeats) elastic->reductions = from->reductions;
   if (elastic->reductions == elastic->step && !elastic->repeats) cddp__leave_broken(d);
   return CDDP_OK;
 }
@@ -21308,7 +21308,7 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
   cddp__pass pass = cddp__pass_of(d, optim, true /* averaged */);
   pass.alone = true;
   pass.means = d->elastic->means[k];
-  cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
+  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
   return pass;
 }
 
@@ -21343,7 +21343,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   for (k = 0; k < d->count; k++)
     if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(optim, k))
       cddp__optim_rows(optim, k, d->rows.sparse[k]);
-  return cddp__clear_gradients(d, optim, CDDP__NOT_CLEARED);
+  return cddp__end_update(d, optim, CDDP__NOT_CLEARED);
 }
 
 /* optim NULL: cddp_ddp_wait, which returns the mean as gradients. */
@@ -21356,7 +21356,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   CDDP__POINT("elastic update");
   call->kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
   call->fp_mode = cddp__fp_mode();
-  call->settings = cddp__optim_settings(optim);
+  call->settings_hash = cddp__optim_settings(optim);
   call->lr = optim != NULL ? optim->desc.lr : 0;
   call->steps = d->steps;
   memset(d->step.used, 1, (size_t)d->count);
@@ -21370,7 +21370,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
     r = cddp__return_gradients(d);
   } else if (r == CDDP_OK && on_device) {
     r = (d->memory->step)(d, optim, true /* averaged */, true /* wrote */);
-    if (r == CDDP_OK) r = cddp__clear_gradients(d, optim, CDDP__CLEARED);
+    if (r == CDDP_OK) r = cddp__end_update(d, optim, CDDP__CLEARED);
   } else if (r == CDDP_OK) {
     r = cddp__step_own_weights(d, optim);
   }
@@ -21405,7 +21405,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic *elastic = d->elastic;
   cddp_result r = cddp__check_sizes(optim);
   int i;
-  if (r == CDDP_OK && from->known) r = cddp__compare_settings(d, &mine);
+  if (r == CDDP_OK && from->has_optim) r = cddp__compare_settings(d, &mine);
   if (r != CDDP_OK) return r;
   if ((d->optim != NULL ? d->optim != optim : elastic->gave_states) && d->group->host->joined &&
       optim->state_count > 0)
@@ -21416,7 +21416,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   for (i = 0; r == CDDP_OK && from->stepped && i < optim->count; i++) {
     optim->steps[i] = d->tensors[i].restored_steps;
     optim->init_master[i] = optim->steps[i] == 0; /* else received */
-    if (optim->steps[i] > 0) r = cddp__need_states(optim, i);
+    if (optim->steps[i] > 0) r = cddp__ensure_states(optim, i);
   }
   if (r == CDDP_OK && from->stepped)
     r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
@@ -21426,8 +21426,8 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   if (d->optim != NULL) d->optim->model_link = NULL; /* its end no longer clears d->optim */
   d->optim = optim;
   optim->model_link = &d->optim;
-  if (from->known) cddp__set_lr(optim, from->settings[CDDP__SETTING_LR]);
-  from->known = false;
+  if (from->has_optim) cddp__set_lr(optim, from->settings[CDDP__SETTING_LR]);
+  from->has_optim = false;
   if (!from->stepped) return CDDP_OK;
   from->stepped = false;
   (d->group->backend->free)(d->group, elastic->states);
@@ -21485,7 +21485,7 @@ static bool cddp__has_any_param_of(const cddp_optim *optim, const cddp_ddp *d) {
 }
 
 /* Makes optim the optimizer of the elastic model with its parameters, if any. */
-static cddp_result cddp__elastic_pair(cddp_optim *optim, enum cddp__pairing when) {
+static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing when) {
   cddp_ddp *d, *model = NULL;
   bool partial = false; /* in a joined process: optim has only some parameters of a model */
   if (__atomic_load_n(&cddp__elastic_models, __ATOMIC_ACQUIRE) == NULL) return CDDP_OK;
@@ -21515,7 +21515,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   if (optim == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->group, optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
-  r = d->memory->use(d);
+  r = d->memory->select_device(d);
   if (r == CDDP_OK && (d->shards.current >= 0 || elastic->reductions == elastic->step))
     r = CDDP__REFUSE("rank %d called the update of step %" PRIu64
                      " before all shards are done; call cddp_ddp_next_shard until it returns false",
@@ -21557,9 +21557,9 @@ static void cddp__elastic_free(cddp_ddp *d) {
   if (elastic->meeting.net != NULL) cddp__elastic_close(d);
   cddp__free(&host->allocator, elastic->lost_blocks);
   host->elastic = false;
-  if (host->joined && !elastic->meeting.joining)
+  if (host->joined && !elastic->meeting.self_joining)
     host->job_info->table.lead.model.params = 0; /* a process joins only once */
-  (void)d->memory->use(d);
+  (void)d->memory->select_device(d);
   (backend->free)(d->group, elastic->mean);
   (backend->free)(d->group, elastic->slot_area);
   (backend->free)(d->group, elastic->states);
@@ -21573,7 +21573,7 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   size_t n = (size_t)d->shards.count;
   cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
-      &host->allocator, 1, sizeof *elastic + n * (3 * sizeof(void *) + sizeof *elastic->order));
+      &host->allocator, 1, sizeof *elastic + n * (3 * sizeof(void *) + sizeof *elastic->member_of_rank));
   cddp_result r;
   if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
   host->elastic = true;
@@ -21581,13 +21581,13 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   elastic->means = (char **)(void *)(elastic + 1);
   elastic->squares = (double **)(void *)(elastic->means + n);
   elastic->published = (cddp__published **)(void *)(elastic->squares + n);
-  elastic->order = (int *)(void *)(elastic->published + n);
+  elastic->member_of_rank = (int *)(void *)(elastic->published + n);
   elastic->meeting.model = cddp__model_of(d);
   r = cddp__meeting_new(&elastic->meeting, d->group, d->shards.count,
                         sizeof(cddp__rank_report) + (size_t)d->count * sizeof(float) + n);
   if (r != CDDP_OK) return r;
   elastic->mean =
-      cddp__elastic_allocate(d, d->layout.dense + cddp__gather_slack(d), CDDP__EXTENT_LAZY);
+      cddp__elastic_allocate(d, d->layout.dense_bytes + cddp__gather_nodes_slack(d), CDDP__EXTENT_LAZY);
   if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
   return !d->group->backend->on_device ? cddp__create_published(d) : CDDP_OK;
 }
@@ -21612,7 +21612,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     m = &d->elastic->meeting;
     for (k = 0; k < g->size; k++) {
       cddp__set_member(m, &all[k].self);
-      d->elastic->order[k] = k;
+      d->elastic->member_of_rank[k] = k;
     }
     memcpy(m->net->token, all[0].token, sizeof all[0].token);
     m->net->host = all[m->me].self.host;
@@ -21622,8 +21622,8 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   }
   cddp__free(&g->host->allocator, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++)
-    if (g->members[k] >= 0) /* on this host */
-      r = cddp__register_process(g->host, g->members[k], d->elastic->meeting.members[k].pid);
+    if (g->host_index[k] >= 0) /* on this host */
+      r = cddp__register_process(g->host, g->host_index[k], d->elastic->meeting.members[k].pid);
   if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
   if (r != CDDP_OK) return r;
   d->control->elastic = d->comm->elastic = true; /* from now on the model survives losses */
@@ -22277,9 +22277,9 @@ typedef struct cddp__st_item {
   void *data;     /* NULL: no elements, partitioned over the ranks, or not allocated yet */
   int param;      /* of a state: index of its parameter; else -1 */
   int state;      /* number of the state; that of a step count is the optimizer's state_count */
-  void **place;   /* the optimizer's pointer to the state; NULL: a step count, or no state */
+  void **state_pointer;   /* the optimizer's pointer to the state; NULL: a step count, or no state */
   uint64_t begin, bytes;        /* offset and size in a file that is written */
-  const cddp_tensor_info *from; /* load: the tensor in the file; NULL: the file lacks it */
+  const cddp_tensor_info *file_tensor; /* load: the tensor in the file; NULL: the file lacks it */
 } cddp__st_item;
 
 /* By type in the order of cddp__st_types, then by name. */
@@ -22391,7 +22391,7 @@ typedef struct cddp__ckpt {
   const cddp_checkpoint_desc *desc;
   cddp_checkpoint_desc none; /* the desc if the caller passed NULL */
   bool root; /* this is rank 0 */
-  bool device; /* a tensor can be in device memory */
+  bool has_device_memory; /* a tensor can be in device memory */
   bool partitioned; /* each rank has only its parts of the states */
   cddp__st_item *items; /* the states' names follow the array */
   size_t item_count;
@@ -22596,12 +22596,12 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   r = cddp__check_params(ckpt->params, ckpt->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
   if (r != CDDP_OK) return r;
   ckpt->partitioned = optim != NULL && optim->partitioned;
-  ckpt->device = (ckpt->g != NULL && ckpt->g->backend->on_device) ||
+  ckpt->has_device_memory = (ckpt->g != NULL && ckpt->g->backend->on_device) ||
                  (optim != NULL && optim->backend->on_device);
   for (i = 0; i < ckpt->count; i++) {
     const cddp_param *p = &ckpt->params[i];
     const cddp_shape *s = desc->shapes != NULL ? &desc->shapes[i] : NULL;
-    if (p->count > 0 && cddp__on_device(ckpt->g, p->data)) ckpt->device = true;
+    if (p->count > 0 && cddp__on_device(ckpt->g, p->data)) ckpt->has_device_memory = true;
     if (s == NULL || s->dims == 0 /* none given */) continue;
     if (s->dims < -1 /* a scalar */ || s->dims > 8)
       return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, s->dims);
@@ -22610,7 +22610,7 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
       return CDDP__REFUSE(
           "the shape of parameter \"%s\" does not match its count, %zu", p->name, p->count);
   }
-  if (ckpt->device && ckpt->g != NULL && ckpt->g->size > 1 && !ckpt->g->backend->on_device)
+  if (ckpt->has_device_memory && ckpt->g != NULL && ckpt->g->size > 1 && !ckpt->g->backend->on_device)
     return CDDP__REFUSE(
         "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
         "with device \"cuda\", or NULL");
@@ -22698,7 +22698,7 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
         if (!cddp__has_state(optim, k, i)) continue;
         item = cddp__add_item(ckpt, name, cddp__state_type(optim, i), p->count,
                               shapes != NULL ? &shapes[i] : NULL, NULL);
-        item->place = cddp__state_of(optim, k, i);
+        item->state_pointer = cddp__state_of(optim, k, i);
       }
       item->param = i;
       item->state = k;
@@ -22725,7 +22725,7 @@ static cddp_result cddp__ckpt_begin(
   ckpt->root = g == NULL || g->rank == 0;
   if (g != NULL) cddp__engine_drain(g); /* it can write to params */
   r = cddp__ckpt_check(ckpt, saves);
-  if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
+  if (r == CDDP_OK && ckpt->has_device_memory) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
   return r == CDDP_OK ? cddp__list_items(ckpt) : r;
 }
 
@@ -22734,7 +22734,7 @@ static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
   size_t i, most = 0;
   cddp_result r = CDDP_OK;
   for (i = 0; i < ckpt->item_count; i++)
-    if (ckpt->items[i].place != NULL) most = cddp__max(most, (size_t)ckpt->items[i].bytes);
+    if (ckpt->items[i].state_pointer != NULL) most = cddp__max(most, (size_t)ckpt->items[i].bytes);
   if (most > 0 && (ckpt->whole = (char *)cddp_alloc(ckpt->g, most)) == NULL) r = CDDP_OUT_OF_MEMORY;
   return cddp__agree(ckpt->g, r);
 }
@@ -22749,7 +22749,7 @@ static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   size_t i;
   if (ckpt->whole != NULL) cddp_free(ckpt->g, ckpt->whole);
   for (i = 0; i < ckpt->item_count; i++) /* states that a failed load did not commit */
-    if (ckpt->items[i].from != NULL && ckpt->items[i].place != NULL && !optim->backend->on_device)
+    if (ckpt->items[i].file_tensor != NULL && ckpt->items[i].state_pointer != NULL && !optim->backend->on_device)
       cddp__free(NULL /* malloc */, ckpt->items[i].data);
   cddp__free(ckpt->allocator, ckpt->items);
   cddp__free(ckpt->allocator, ckpt->staging);
@@ -22787,9 +22787,9 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   bool save = ckpt->file == NULL; /* FILE_WRITE, else _READ */
   int fd = save ? ckpt->fd : ckpt->file->fd;
   uint64_t at = save ? ckpt->header.end + item->begin /* header: 8 bytes for N and the JSON */
-                     : 8 + ckpt->file->text_size + item->from->begin;
+                     : 8 + ckpt->file->text_size + item->file_tensor->begin;
   cddp_dtype dtype = item->dtype; /* in memory */
-  cddp_dtype filed = save ? dtype : (cddp_dtype)item->from->dtype; /* in the file */
+  cddp_dtype filed = save ? dtype : (cddp_dtype)item->file_tensor->dtype; /* in the file */
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(filed), done, n;
   bool device = cddp__on_device(ckpt->g, item->data), direct = !device && filed == dtype;
   size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size);
@@ -22842,9 +22842,9 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
   for (i = 0; i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
     if (item->param >= 0 && optim->steps[item->param] == 0) continue;
-    if (item->place != NULL) {
+    if (item->state_pointer != NULL) {
       if (cddp__is_master(optim, item->state) && optim->init_master[item->param]) continue;
-      item->data = *item->place;
+      item->data = *item->state_pointer;
       if (optim->shared_by != NULL && item->data == NULL)
         item->data = cddp__state_at(optim->shared_by, optim, optim->shared_states, item->state,
                                     item->param, 0 /* element */);
@@ -22908,7 +22908,7 @@ static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
   for (i = 0; i < ckpt->item_count && gathered == CDDP_OK; i++) {
     const cddp__st_item *item = &ckpt->items[i];
     CDDP__POINT("save");
-    if (ckpt->partitioned && item->place != NULL) {
+    if (ckpt->partitioned && item->state_pointer != NULL) {
       gathered = cddp__gather_state(ckpt->desc->optim, item->state, item->param, ckpt->whole);
       if (r == CDDP_OK) r = gathered;
     }
@@ -22994,29 +22994,29 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
     const cddp_tensor_info *tensor = cddp__st_find(ckpt->file, item->name);
-    bool master = item->place != NULL && cddp__is_master(optim, item->state);
+    bool master = item->state_pointer != NULL && cddp__is_master(optim, item->state);
     if (item->param < 0 || item->param != first->param) first = item;
     if (item->param >= 0 && !ckpt->has_lr) continue; /* partial: the file has no optimizer */
     /* A parameter's states are all in the file, or none. A master can be missing alone: cddp_save
        leaves out one that differs from its weights. */
     if (tensor == NULL) {
-      if (!partial && !master && (item->param < 0 || first->from != NULL))
+      if (!partial && !master && (item->param < 0 || first->file_tensor != NULL))
         r = cddp__fail_missing("tensor", item->name);
       continue;
     }
-    if (!partial && first != item && first->from == NULL)
+    if (!partial && first != item && first->file_tensor == NULL)
       r = cddp__fail_missing("tensor", first->name);
     if (r != CDDP_OK) break;
     r = cddp__check_tensor(item, tensor);
     taken[tensor - ckpt->file->tensors] = true;
     if (item->data == &ckpt->lr) ckpt->has_lr = true;
-    if (r == CDDP_OK && item->place != NULL) {
-      item->data = *item->place;
+    if (r == CDDP_OK && item->state_pointer != NULL) {
+      item->data = *item->state_pointer;
       if (!optim->backend->on_device)
         item->data = cddp__calloc(NULL /* malloc */, 1, cddp__kept_bytes(ckpt, item));
       if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
     }
-    item->from = tensor;
+    item->file_tensor = tensor;
   }
   for (i = 0; r == CDDP_OK && !partial && i < ckpt->file->count; i++)
     if (!taken[i] && (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
@@ -23103,13 +23103,13 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype = item->dtype;
     cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0 /* root */);
-    if (item->from == NULL || (ckpt->partitioned && item->place != NULL)) continue;
-    if (ckpt->device) r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
+    if (item->file_tensor == NULL || (ckpt->partitioned && item->state_pointer != NULL)) continue;
+    if (ckpt->has_device_memory) r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
     else r = cddp__packet_add(&p, item->data, item->count, dtype);
   }
   if (r != CDDP_OK) return r;
   /* the device can still run the broadcasts and rank 0's copies */
-  return ckpt->device ? cddp__await_device(ckpt->g, CDDP__AWAIT_GROUP) : cddp__packet_send(&p);
+  return ckpt->has_device_memory ? cddp__await_device(ckpt->g, CDDP__AWAIT_GROUP) : cddp__packet_send(&p);
 }
 
 /* Collective: rank 0 broadcasts each state in `whole`, of which each rank keeps its part. */
@@ -23125,7 +23125,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     cddp_dtype dtype = item.dtype;
     cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0 /* root */);
     void *part = item.data; /* of this rank */
-    if (item.from == NULL || item.place == NULL) continue; /* not in the file, or no state */
+    if (item.file_tensor == NULL || item.state_pointer == NULL) continue; /* not in the file, or no state */
     item.data = whole;
     if (ckpt->root) r = cddp__copy_item(ckpt, &item);
     if ((r = cddp__agree(g, r)) != CDDP_OK) break;
@@ -23133,7 +23133,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     if (r == CDDP_OK)
       r = (d->memory->copy)(part, whole + optim->parts[item.param].first * cddp__dtype_size(dtype),
                             cddp__kept_bytes(ckpt, &item), g->stream);
-    if (r == CDDP_OK && ckpt->device) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
+    if (r == CDDP_OK && ckpt->has_device_memory) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
     r = cddp__agree(g, r);
   }
   return r;
@@ -23145,9 +23145,9 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
   size_t i;
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item item = ckpt->items[i];
-    bool is_lr = item.data == &ckpt->lr, is_steps = item.param >= 0 && item.place == NULL;
+    bool is_lr = item.data == &ckpt->lr, is_steps = item.param >= 0 && item.state_pointer == NULL;
     float steps = 0;
-    if (item.from == NULL || (!is_lr && !is_steps)) continue;
+    if (item.file_tensor == NULL || (!is_lr && !is_steps)) continue;
     if (is_steps) item.data = &steps;
     r = cddp__copy_item(ckpt, &item);
     if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 counts up to 2^24 */
@@ -23164,14 +23164,14 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   if (ckpt->root) r = cddp__check_numbers(ckpt);
   for (i = 0; r == CDDP_OK && ckpt->root && i < ckpt->item_count; i++) {
     const cddp__st_item *item = &ckpt->items[i];
-    if (item->from != NULL && (!ckpt->partitioned || item->place == NULL))
+    if (item->file_tensor != NULL && (!ckpt->partitioned || item->state_pointer == NULL))
       r = cddp__copy_item(ckpt, item);
   }
   r = cddp__agree(ckpt->g, r);
   if (r == CDDP_OK && ckpt->partitioned) r = cddp__load_states(ckpt);
   if (r != CDDP_OK) return r;
   if (ckpt->g != NULL) return cddp__broadcast_tensors(ckpt);
-  return ckpt->device ? cddp__await_device(NULL /* no group */, CDDP__AWAIT_STREAM) : CDDP_OK;
+  return ckpt->has_device_memory ? cddp__await_device(NULL /* no group */, CDDP__AWAIT_STREAM) : CDDP_OK;
 }
 
 /* Gives the loaded states to the optimizer; states that the file lacks begin anew. Cannot fail in
@@ -23184,9 +23184,9 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   if (optim->shared_by != NULL) optim->unshare(optim); /* the next step shares the states again */
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
-    bool found = item->from != NULL;
+    bool found = item->file_tensor != NULL;
     if (item->param < 0) continue;
-    if (item->place == NULL) { /* a step count, which is in the optimizer already */
+    if (item->state_pointer == NULL) { /* a step count, which is in the optimizer already */
       if (!found) *(float *)item->data = 0;
       continue;
     }
@@ -23195,15 +23195,15 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
           found || (item[-1].param == item->param && optim->steps[item->param] > 0);
     if (cddp__is_master(optim, item->state)) optim->init_master[item->param] = !found;
     if (!optim->backend->on_device) {
-      cddp__free(NULL /* malloc */, *item->place);
-      *item->place = item->data;
+      cddp__free(NULL /* malloc */, *item->state_pointer);
+      *item->state_pointer = item->data;
       item->data = NULL;
     } else if (!found) {
-      r = (optim->backend->zero)(optim, *item->place, cddp__kept_bytes(ckpt, item), CDDP__WAIT);
+      r = (optim->backend->zero)(optim, *item->state_pointer, cddp__kept_bytes(ckpt, item), CDDP__WAIT);
     }
   }
   for (k = 0; r == CDDP_OK && k < optim->count && !optim->backend->on_device; k++)
-    if (optim->steps[k] > 0) r = cddp__need_states(optim, k); /* partial: zero */
+    if (optim->steps[k] > 0) r = cddp__ensure_states(optim, k); /* partial: zero */
   return r == CDDP_OK ? cddp_optim_set_lr(optim, ckpt->lr) : r;
 }
 
@@ -23687,11 +23687,11 @@ static void cddp__thread_rank_end(void *p) {
   bool failed = !thread->returned || thread->code != 0;
   cddp_group *g;
   snprintf(thread->text, sizeof thread->text, "%s", cddp__error_text);
-  if (failed) cddp__swap32(thread->first, 0, (uint32_t)host->index + 1);
+  if (failed) cddp__compare_swap32(thread->first, 0, (uint32_t)host->index + 1);
   pthread_mutex_lock(&host->lock);
   for (g = host->groups; g != NULL; g = g->next) {
     if (!failed && (!g->of_model || g->backend->on_device)) continue; /* left below, or later */
-    cddp__swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN,
+    cddp__compare_swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN,
                  failed ? CDDP__SLOT_DEAD : CDDP__SLOT_LEFT);
     cddp__wake_all(g);
   }
@@ -24292,7 +24292,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
     CDDP__CHECK(
         states[i].data == NULL || states[i].count == d->params[i].count,
         "state %d has %zu elements, its parameter %zu", i, states[i].count, d->params[i].count);
-  CDDP__TRY(d->memory->use(d));
+  CDDP__TRY(d->memory->select_device(d));
   return cddp__broadcast_arrays(d, states, d->count, CDDP__ROOT_OWNERS); /* each sends its part */
 }
 
@@ -24308,14 +24308,14 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(max_norm > 0, "max_norm must be above 0");
-  CDDP__TRY(d->memory->use(d));
+  CDDP__TRY(d->memory->select_device(d));
   return d->memory->clip(d, max_norm, norm);
 }
 
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
   CDDP__CHECK(d->step.has_norm, "nothing has been clipped since the last step; see max_grad_norm");
-  CDDP__TRY(d->memory->use(d));
+  CDDP__TRY(d->memory->select_device(d));
   if (d->memory->norm != NULL) return (d->memory->norm)(d, norm);
   *norm = d->step.norm;
   return CDDP_OK;
@@ -24381,7 +24381,7 @@ static cddp_result cddp__optim_create(
   r = cddp__check_own_memory(params, count, desc->copies, NULL /* malloc */);
   if (desc->ddp != NULL) cddp__partition_states(desc->ddp, *out);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
-  if (r == CDDP_OK) r = cddp__elastic_pair(*out, CDDP__PAIR_NEW);
+  if (r == CDDP_OK) r = cddp__elastic_set_optim(*out, CDDP__PAIR_NEW);
   if (r == CDDP_OK) r = ((*out)->backend->copy)(*out);
   if (r == CDDP_OK) return r;
   cddp_optim_destroy(*out);

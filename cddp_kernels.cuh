@@ -1890,7 +1890,7 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
   size_t sent, received;
   bool sends, receives, from = true, to = true;
   cddp_result r = CDDP_OK;
-  cddp__buffer_bytes(p->group, call, &sent, &received);
+  cddp__call_bytes(p->group, call, &sent, &received);
   sends = sent > 0 && call->send != NULL;
   receives = received > 0 && call->recv != NULL && !(sends && call->recv == call->send);
   if (sends) r = cddp__memory_of(p->index, call->send, send, &from);
@@ -1930,7 +1930,7 @@ static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const 
   cddp_group *g = device->group;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
-  w->yields = w->now - w->since < CDDP__YIELD_S || cddp__serve_idle(g);
+  w->yields = w->now - w->since < CDDP__YIELD_S || cddp__serve_all_recvs(g);
   w->deadline = w->since + g->timeout_s + (cddp__device_busy(device) > 0 ? CDDP__LATE_S : 0);
   if (cddp__wait_pause(w)) return CDDP_OK;
   r = cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
@@ -2026,7 +2026,7 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
   for (q = 0; q < g->size; q++) {
     uint32_t n, behind;
     uint64_t mine;
-    if (q == g->rank || g->members[q] < 0) continue;
+    if (q == g->rank || g->host_index[q] < 0) continue;
     n = cddp__load32(&cddp__slot_of(g, q)->calls);
     pthread_mutex_lock(&device->lock);
     behind = cddp__logged_calls(device) - n;
@@ -2091,7 +2091,7 @@ static void cddp__comm_end(cddp__device *device, bool aborts) {
 /* Tells the watcher to end the communicator. how: CDDP__COMM_ABORTED also ends all operations on
    this rank's streams; the group must be broken before. Never waits. */
 static void cddp__device_end(cddp__device *device, uint32_t how) {
-  if (cddp__swap32(&device->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&device->state);
+  if (cddp__compare_swap32(&device->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&device->state);
 }
 
 /* After an abort: waits a short time until NCCL's threads no longer use the operations' memory. If
@@ -2129,7 +2129,7 @@ static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const 
     cddp__watch_hosts(g);
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
     for (q = 0; q < g->size; q++)
-      if (q != g->rank && cddp__rank_gone(g, q)) return cddp__report_lost(g, q, what);
+      if (q != g->rank && cddp__rank_gone(g, q)) return cddp__break_lost(g, q, what);
   } while (cddp__wait_pause(&w));
   return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s));
 }
@@ -2137,7 +2137,7 @@ static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const 
 /* By how many calls a rank of this host is behind. 0 for ranks of other hosts: unknown. */
 static int cddp__calls_behind(const cddp__device *device, int rank) {
   const cddp_group *g = device->group;
-  if (g->members[rank] < 0) return 0;
+  if (g->host_index[rank] < 0) return 0;
   return (int)(cddp__logged_calls(device) - cddp__load32(&cddp__slot_of(g, rank)->calls));
 }
 
@@ -2177,7 +2177,7 @@ static void cddp__count_message(cddp__device *device, const cddp__call *call) {
    on other hosts the number of messages is unknown. */
 static bool cddp__lacks_message(const cddp__device *device, int rank) {
   const cddp_group *g = device->group;
-  if (g->members[rank] < 0 || rank >= CDDP__COUNTED_PEERS || g->rank >= CDDP__COUNTED_PEERS)
+  if (g->host_index[rank] < 0 || rank >= CDDP__COUNTED_PEERS || g->rank >= CDDP__COUNTED_PEERS)
     return false;
   return (int32_t)(cddp__load32(&device->received[rank]) -
                    cddp__load32(&cddp__slot_of(g, rank)->sent[g->rank])) > 0;
@@ -2210,7 +2210,7 @@ static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
     if (device->gone_since == 0) device->gone_since = cddp__now();
     if (!behind && cddp__now() - device->gone_since < (left ? g->timeout_s : CDDP__GRACE_ENDED_S))
       continue;
-    return cddp__report_lost(g, q, cddp__textf("operations with it on cuda:%d", device->index).s);
+    return cddp__break_lost(g, q, cddp__textf("operations with it on cuda:%d", device->index).s);
   }
   if (!counts) device->gone_since = 0;
   return CDDP_OK;
@@ -2448,7 +2448,7 @@ static cddp_result cddp__break_waiting(cddp_group *g, cddp_result r) {
 static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
   cddp_group *g = work->group;
   size_t sent, received;
-  cddp__buffer_bytes(g, &work->call, &sent, &received);
+  cddp__call_bytes(g, &work->call, &sent, &received);
   if (r == CDDP_OK && work->call.kind != CDDP__KIND_SEND &&
       cddp__is_written(&work->call, g->rank)) {
     r = cddp__transfer(g, work->context, work->call.recv, received);
@@ -2471,7 +2471,7 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
   cddp_result r = cddp__refuse_capture(stream, CDDP_UNSUPPORTED,
                                        "with backend \"cpu\" a call waits on the host");
   if (r != CDDP_OK || call->count == 0) return r;
-  cddp__buffer_bytes(g, call, &sends, &recvs);
+  cddp__call_bytes(g, call, &sends, &recvs);
   second = cddp__in_one_buffer(call) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
   stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__EXTENT_USER);
   if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
@@ -2763,7 +2763,7 @@ static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
   cddp__engine_drain(g);
   r = cddp__exchange_counts(g, call, &host);
   if (r != CDDP_OK || !host) return r;
-  cddp__buffer_bytes(g, call, &sent, &received);
+  cddp__call_bytes(g, call, &sent, &received);
   if (sent + received > 0)
     return cddp__fail(CDDP_MISMATCH,
                       "ranks disagree: rank %d's buffers in %s are on its device, "
@@ -2778,7 +2778,7 @@ static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
    context's scratch memory, it runs on the side stream. */
 static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
-  bool copied = g->size > 1 && cddp__overwrites(given);
+  bool copied = g->size > 1 && cddp__is_in_place_all_to_all(given);
   cudaStream_t home = cddp__main_stream(g), s = work != NULL || copied ? device->side : home;
   uint64_t record = cddp__record_call(g, given);
   cddp__call call = *given;
@@ -2832,7 +2832,7 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cdd
   if ((r = cddp__device_enter(g)) == CDDP_OK) r = cddp__memory_of_call(device, call, &here);
   if (r == CDDP_CUDA && !message) return cddp__break_waiting(g, r); /* not the caller's mistake */
   if (r != CDDP_OK) return r;
-  cddp__buffer_bytes(g, call, &sent, &received);
+  cddp__call_bytes(g, call, &sent, &received);
   /* A call without data has no buffers that show where it runs. Messages, and all calls with
      backend "cpu", then run on the host, which compares them; NCCL's collectives are logged. */
   here = here && (sent + received > 0 || (enqueues && !message));
@@ -2930,7 +2930,7 @@ static cddp_result cddp__device_open(cddp_group *g, int device, const cddp__back
   cddp_result r;
   if (p == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   /* notes whether all groups of the process are on one device */
-  if (!cddp__swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
+  if (!cddp__compare_swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
       cddp__load32(&cddp__device_groups) != (uint32_t)device + 1)
     cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
   p->state.v = CDDP__COMM_DONE; /* no communicator */
@@ -3018,7 +3018,7 @@ static void cddp__device_close(cddp_group *g) {
 static void *cddp__device_gradient(const cddp_optim *optim, const cddp_ddp *d, int i) {
   if (d == NULL && cddp__optim_sparse(optim, i) == NULL) return optim->params[i].grad;
   if (d == NULL) d = optim->desc.ddp;
-  return d->arena + (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense : d->tensors[i].offset);
+  return d->arena + (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense_offset : d->tensors[i].offset);
 }
 
 /* Returns whether one launch can update parameters i and j. d is NULL in cddp_optim_step. */
@@ -3279,7 +3279,7 @@ static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__log_call(p, &note, true);
   while (cddp__next_range(d, b->sorted, b->count, &i, &range))
     for (k = 0; k < parts; k++) {
-      cddp__slice(d->layout.dense, CDDP__BLOCK_BYTES, parts, k, &begin, &end);
+      cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, parts, k, &begin, &end);
       begin = cddp__max(begin, range.begin);
       end = cddp__min(end, range.end);
       if (begin >= end) continue;
@@ -3310,9 +3310,9 @@ static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   if (r != CDDP_OK) return r;
   if (!d->group->backend->enqueues) return cddp__push_bucket(d, b);
   if (d->desc.comm_hook == NULL) return cddp__gpu_reduce(d, b);
-  d->hooks->stream = (void *)p->side; /* for the hook */
+  d->hook_group->stream = (void *)p->side; /* for the hook */
   r = cddp__hook_bucket(d, b);
-  d->hooks->stream = caller_stream;
+  d->hook_group->stream = caller_stream;
   return r;
 }
 
@@ -3441,10 +3441,10 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   int sums = d->desc.elastic ? d->shards.count : d->shards.node_count;
   bool here;
   const char *needs = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
-                      : d->shards.spread || d->desc.elastic ? "shards in cddp_ddp_desc"
+                      : d->shards.uses_slots || d->desc.elastic ? "shards in cddp_ddp_desc"
                                                             : NULL;
   cddp_result r = needs != NULL ? cddp__need_kernels(needs) : CDDP_OK;
-  if (r == CDDP_OK && (d->desc.elastic || d->shards.spread) && sums > CDDP_NODES)
+  if (r == CDDP_OK && (d->desc.elastic || d->shards.uses_slots) && sums > CDDP_NODES)
     r = cddp__fail(CDDP_UNSUPPORTED,
                    "%d shards on %d ranks leave %d sums of shards to add; GPUs add at most %d",
                    d->shards.count, d->group->size, sums, CDDP_NODES);
@@ -3470,7 +3470,7 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   cddp_result r = cddp__check_on_device(d);
   d->step.divides = d->group->backend->enqueues && cddp__device_of(d->group)->kernels != NULL &&
                     d->desc.comm_hook == NULL && d->group->size > 1 &&
-                    !(d->desc.max_grad_norm > 0) && !d->shards.spread && !d->desc.elastic;
+                    !(d->desc.max_grad_norm > 0) && !d->shards.uses_slots && !d->desc.elastic;
   d->gpu = (cddp__gpu_work *)cddp__calloc(
       &d->group->host->allocator, 1, sizeof *d->gpu + (size_t)d->count * sizeof *d->gpu->segments);
   if (d->gpu == NULL) return CDDP_OUT_OF_MEMORY;
@@ -3482,8 +3482,8 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   d->arena = (char *)p;
   d->gpu->clip = (double *)(void *)(d->arena + d->layout.arena_bytes);
-  if (d->hooks != NULL && d->hooks != d->group)
-    d->hooks->stream = (void *)cddp__device_of(d->comm)->side;
+  if (d->hook_group != NULL && d->hook_group != d->group)
+    d->hook_group->stream = (void *)cddp__device_of(d->comm)->side;
   return cddp__device_zero(p, d->layout.bytes, d->group->stream);
 }
 
@@ -3513,7 +3513,7 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__sparse *s = cddp__sparse_of(d, i);
-    char *at = d->arena + d->tensors[i].dense;
+    char *at = d->arena + d->tensors[i].dense_offset;
     if (s == NULL) continue;
     r = cddp__device_zero(at, s->rows * s->bytes, stream);
     for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {

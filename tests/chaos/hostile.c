@@ -468,7 +468,7 @@ static int flood_root(int slot, void *arg) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   CHECK(fd >= 0 && fcntl(fd, F_SETFL, O_NONBLOCK) == 0);
   cddp__connection_begin(&c, NULL, fd, true);
-  CHECK_OK(cddp__connection_challenge(&c, "", "rendezvous", token, sizeof token));
+  CHECK_OK(cddp__connection_begin_proof(&c, "", "rendezvous", token, sizeof token));
   while (!cddp__connection_progress(&c) && c.state != CDDP__CONNECTION_ENDED) ranks_sleep(0.001);
   for (k = 1; slot == RANKS && k < 20000; k++) {
     m = rank_frame_of(k);
@@ -533,7 +533,7 @@ static int flood_rank(int slot, void *arg) {
   while (cddp__wait_fd(listener, POLLIN, cddp__now() + 60) == CDDP_OK) {
     if ((fd = cddp__accept(listener)) < 0) continue;
     cddp__connection_begin(&c, NULL, fd, false);
-    CHECK_OK(cddp__connection_challenge(&c, "", "rendezvous", token, sizeof token));
+    CHECK_OK(cddp__connection_begin_proof(&c, "", "rendezvous", token, sizeof token));
     while (!cddp__connection_progress(&c) && c.state != CDDP__CONNECTION_ENDED) ranks_sleep(0.001);
     flood(fd, &h, sizeof h);
   }
@@ -595,7 +595,7 @@ static int serve_poison(int rank, void *arg) {
   while (cddp__wait_fd(listener, POLLIN, cddp__now() + 60) == CDDP_OK) {
     if ((fd = cddp__accept(listener)) < 0) continue;
     cddp__connection_begin(&c, NULL, fd, false);
-    CHECK_OK(cddp__connection_challenge(&c, "", "rendezvous", token, sizeof token));
+    CHECK_OK(cddp__connection_begin_proof(&c, "", "rendezvous", token, sizeof token));
     (void)cddp__send_failure(&c, CDDP_TIMEOUT, poison, cddp__now() + 1);
   }
   return 1;

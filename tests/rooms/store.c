@@ -1231,7 +1231,7 @@ static void two_ends(cddp__connection c[2], const char *const *secrets) {
   for (i = 0; i < 2; i++) {
     cddp__connection_begin(&c[i], &a, fds[i], i == 0);
     c[i].local = true;
-    if (secrets != NULL) CHECK_OK(cddp__connection_challenge(&c[i], secrets[i], "test", NULL, 0));
+    if (secrets != NULL) CHECK_OK(cddp__connection_begin_proof(&c[i], secrets[i], "test", NULL, 0));
   }
 }
 
@@ -1278,7 +1278,7 @@ static void test_connection(void) {
   two_ends(c, different);
   CHECK(frame_of(c, 0) == NULL);
   CHECK(c[0].challenge.state == CDDP__CHALLENGE_REFUSED && c[0].challenge.why == 'W');
-  CHECK(c[0].early && c[1].early && c[1].challenge.state == CDDP__CHALLENGE_WRONG);
+  CHECK(c[0].ended_early && c[1].ended_early && c[1].challenge.state == CDDP__CHALLENGE_WRONG);
   close_ends(c);
   two_ends(c, same); /* descriptors wait for the proof */
   c[0].send_fds[0] = file = open("/dev/null", O_RDONLY);
@@ -1293,7 +1293,7 @@ static void test_connection(void) {
   two_ends(c, same); /* no frame is read behind bytes that are no proof */
   memcpy(forged + 1, &head, sizeof head);
   CHECK_EQ(send(c[0].fd, forged, sizeof forged, 0), sizeof forged);
-  CHECK(cddp__receive_message(&c[1], 100) == NULL && c[1].early);
+  CHECK(cddp__receive_message(&c[1], 100) == NULL && c[1].ended_early);
   CHECK(cddp__receive_message(&c[1], 100) == NULL);
   close_ends(c);
   two_ends(c, NULL); /* unread bytes do not end the deadline of a send */
