@@ -1552,7 +1552,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
          cddp__host_create             this process's host object, without peers
          cddp__start_job
            cddp__collect_ranks         rendezvous: fills the table of ranks
-           cddp__create_memory         first rank of a host; cddp__open_memory: the others
+           cddp__create_memfd         first rank of a host; cddp__adopt_memfd: the others
            cddp__world_group           maps the control block; cddp__group_build makes the group
            cddp__send_table            to clients; cddp__await_ready waits until all have the group
        cddp__give_device               device "cuda": GPU and communicator
@@ -1896,7 +1896,7 @@ typedef struct cddp__process {
   int pidfd;       /* tells how it ended; only of the next rank and joined processes. -1: none */
   bool member;     /* of this rank's elastic model */
   bool use_locked; /* this rank locks the process's use byte, and can have mapped its memory */
-  uint64_t lost_in_step;   /* 1 + the step in which the model lost it; 1: never a member; 0: not lost */
+  uint64_t lost_in_step; /* 1 + the step in which the model lost it; 1: no member; 0: not lost */
   struct cddp__process *next; /* joined processes */
 } cddp__process;
 
@@ -2065,7 +2065,7 @@ struct cddp_work {
   void *context; /* for run; if staged through the host: the result's address on the device */
   uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
   bool anywhere; /* a thread that waits can run it too; false: only the engine's */
-  uint32_t pushed_at_poll; /* engine.tick when it was pushed */
+  uint32_t pushed_at_poll; /* engine.poll_count when it was pushed */
 
   /* Messages. p2p.lock */
   int send; /* send: index of its request, which has the buffer's address; -1: none has it */
@@ -2089,7 +2089,7 @@ CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_wo
 typedef struct cddp__engine {
   cddp__atomic_u32 own_state; /* CDDP__OWN_*, of `own` */
   cddp__atomic_u32 *works; /* slot.works, which peers read too */
-  cddp__atomic_u32 poll_count; /* polls of the thread; operations pushed before the last one are due */
+  cddp__atomic_u32 poll_count; /* of the thread; operations pushed before the last poll are due */
   cddp__atomic_u32 idle; /* polls since the last operation was pushed */
   cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
@@ -2217,7 +2217,7 @@ typedef struct cddp__tensor {
   size_t arena_offset; /* equals `offset` if no gradient is in place */
   size_t padded_bytes; /* in the arena to the end of a cache line: the padding stays zero */
   size_t begin, end; /* bytes that this rank updates; end <= begin: none */
-  size_t first_piece; /* index in addresses.squares of its first piece's sum */
+  size_t first_norm_block; /* index in addresses.squares of its first piece's sum */
   size_t dense_offset; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready; /* cddp_ddp_ready was called in this step; lock */
   bool noted; /* cddp_ddp_ready was called under no_sync since the last step; lock */
@@ -2296,7 +2296,7 @@ typedef struct cddp__leader_info {
 /* Sizes of the model and of this rank's gradient memory. Written by cddp__set_layout; in an elastic
    model `slots` grows later. */
 typedef struct cddp__layout {
-  int *param_order;         /* [count] parameters in the order of the model; sparse ones come last */
+  int *param_order; /* [count] parameters in the order of the model; sparse ones come last */
   size_t dense_bytes;       /* bytes of the dense model */
   size_t starts[CDDP__DTYPE_COUNT + 1]; /* offset of each dtype in it; the last is `dense` */
   size_t model_bytes; /* elastic: with sparse gradients, as dense ones */
@@ -2353,11 +2353,11 @@ typedef struct cddp__step {
    reads it. */
 typedef struct cddp__shards {
   int count; /* in each step: desc.shards, or one per rank */
-  int *owner; /* [count] rank; elastic: of the epoch's groups, see elastic.order */
+  int *owner; /* [count] rank; elastic: of the epoch's groups, see elastic.member_of_rank */
   int own_count; /* number of this rank's shards; elastic: 1 */
   int taken; /* how many cddp_ddp_next_shard returned in this step; not elastic */
   int current; /* being computed; -1: none */
-  bool uses_slots; /* more shards than ranks, or shards with NCCL: slots hold the sums of own_nodes */
+  bool uses_slots; /* for the sums of own_nodes: more shards than ranks, or shards with NCCL */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [node_count] nodes of all ranks, ascending */
@@ -2534,7 +2534,7 @@ static bool cddp__serve_all_recvs(cddp_group *g);
    _poll accepts connections, reads notices and sends pending bytes. _disconnect ends the links.
    _query_arrivals asks the other hosts which of their ranks have reached a round. */
 static cddp_result cddp__hosts_exchange(cddp_group *g);
-static void cddp__hosts_poll(cddp_group *g);
+static void cddp__poll_all_groups(cddp_group *g);
 static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
@@ -2553,8 +2553,7 @@ enum cddp__hold { CDDP__REMOVE_USE = -1, CDDP__LEAVE_GROUP, CDDP__ADD_USE };
 static void cddp__group_hold(cddp_group *g, enum cddp__hold change);
 
 /* >>elastic. _close closes this rank's listeners and connections: the other members count it as
-   lost. _pair makes `optim` the optimizer of the elastic model with its parameters, if there is
-   one. */
+   lost. _set_optim makes `optim` the optimizer of the elastic model with its parameters, if any. */
 static void cddp__elastic_close(cddp_ddp *d);
 enum cddp__pairing { CDDP__PAIR_NEW, CDDP__PAIR_STEPS };
 static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing when);
@@ -2563,7 +2562,7 @@ static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing
    device context of a group that has none. _follow_stream makes a stream wait for the group's.
    _await_device waits for the group's stream. A group without a device, or NULL, has the current
    device. _transfer copies between host and device memory, and waits for the copy.
-   _attach_optim selects the backend of a cddp_optim. _await_watchers waits for NCCL's threads. */
+   _attach_optim selects a cddp_optim's backend. _await_nccl_threads waits for NCCL's threads. */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc);
 static void cddp__follow_stream(cddp_group *g, void *stream);
 static bool cddp__on_device(const cddp_group *g, const void *p);
@@ -2571,7 +2570,7 @@ enum cddp__await { CDDP__AWAIT_GROUP, CDDP__AWAIT_STREAM /* elastic: g can have 
 static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what);
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes);
 static cddp_result cddp__attach_optim(cddp_optim *optim);
-static void cddp__await_watchers(void);
+static void cddp__await_nccl_threads(void);
 
 /* >>base -----------------------------------------------------------------------------------------
    Job: error texts, memory, the clock, atomics and threads, for every room.
@@ -2909,12 +2908,12 @@ static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* exchange: sequen
 /* Stores v for a process that reads after this one has died. A reader that sees v sees all earlier
    stores; one that does not see v sees no later store. Barriers for the compiler suffice, because a
    process dies between two instructions. */
-static void cddp__note64(cddp__atomic_u64 *a, uint64_t v) {
+static void cddp__store64_crash_safe(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
 }
-static bool cddp__swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desired) {
+static bool cddp__compare_swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desired) {
   return __atomic_compare_exchange_n(&a->v, &expected, desired, false, __ATOMIC_SEQ_CST,
                                      __ATOMIC_ACQUIRE);
 }
@@ -2951,7 +2950,7 @@ static void cddp__note_sleep(double start, double asked) {
     stopped = cddp__load64(&cddp__stopped);
     more = cddp__monotonic() - 1e-9 * (double)stopped - start - asked;
     if (CDDP__LIKELY(more < CDDP__STOP_S)) return;
-  } while (!cddp__swap64(&cddp__stopped, stopped, stopped + (uint64_t)(1e9 * more)));
+  } while (!cddp__compare_swap64(&cddp__stopped, stopped, stopped + (uint64_t)(1e9 * more)));
 }
 
 static struct timespec cddp__timespec(double seconds) {
@@ -3728,7 +3727,8 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
     if (n > 0) return CDDP_OK;
     if (n < 0 && errno != EINTR) return cddp__fail_errno("poll");
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
-    cddp__serve_all_recvs(NULL /* no group */); /* safe: of locks a caller holds at most a store's */
+    /* Safe: of locks a caller holds at most a store's. */
+    cddp__serve_all_recvs(NULL /* no group */);
   }
 }
 
@@ -4094,7 +4094,7 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
 }
 
 /* Listens on 127.0.0.1 and a free port, for cddp_spawn: forked children keep this socket. */
-static cddp_result cddp__listen_any(int *fd, int *port) {
+static cddp_result cddp__listen_loopback(int *fd, int *port) {
   cddp__address a = cddp__loopback_address();
   int own = -1, count = 0;
   cddp_result r = cddp__listen_all(&a, 1, &own, &count);
@@ -5033,7 +5033,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
 #define CDDP__SERVER_CHECK_MS 250 /* between checks of deadlines */
 
 typedef struct cddp__client { /* Owner: the server's thread */
-  cddp__connection connection; /* fd -1: closed, to be freed. deadline: CDDP__GREETING_S, _COMMAND_S */
+  cddp__connection connection; /* fd -1: to be freed. deadline: CDDP__GREETING_S, _COMMAND_S */
   struct cddp__client *next; /* older */
   bool greeted;              /* its first command was a valid VALIDATE */
   bool blocked;              /* the command at the head of c.in is a WAIT for a missing key */
@@ -5060,7 +5060,7 @@ static void cddp__client_set_blocked(cddp__server *server, cddp__client *client,
 static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
-  if (client->connection.fd >= 0) { /* a forked child can have a copy, which close would leave connected */
+  if (client->connection.fd >= 0) { /* a forked child's copy would stay connected after close */
     cddp__server_watch(server, client->connection.fd, EPOLL_CTL_DEL, 0, 0 /* unused */);
     shutdown(client->connection.fd, SHUT_RDWR);
   }
@@ -5228,8 +5228,8 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   client->next = server->clients;
   server->clients = client;
   client->events = EPOLLIN;
-  if (cddp__connection_begin_proof(&client->connection, server->secret, "store", NULL /* no context */, 0) !=
-          CDDP_OK ||
+  if (cddp__connection_begin_proof(&client->connection, server->secret, "store",
+                                   NULL /* no context */, 0) != CDDP_OK ||
       !cddp__server_watch(server, fd, EPOLL_CTL_ADD, EPOLLIN, (uint64_t)(uintptr_t)client))
     cddp__client_close(server, client);
 }
@@ -6468,7 +6468,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
    Owns: the memfd, its locks, and a cddp__host with its segments and processes (`others`: those
    that joined the job). `base`: an offset in the memfd.
    Entry points: _arena_alloc, _arena_free, _arena_quarantine; _ref_of, _map_ref, _commit_lazy;
-   _host_create, _host_free, _create_memory, _open_memory, _join_memory; for elastic models
+   _host_create, _host_free, _create_memfd, _adopt_memfd, _join_memory; for elastic models
    _lock_use, _unmap_window, _free_window.
    How it works:
      1. The processes of a host share one memfd, a sparse file, which each holds open from cddp_init
@@ -6599,7 +6599,7 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
 }
 
 /* Whether the other process with this window holds its lock: it lives. */
-static bool cddp__holds_life_byte(const cddp__host *host, int window) {
+static bool cddp__life_byte_is_locked(const cddp__host *host, int window) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
   lock.l_type = F_WRLCK; /* becomes F_UNLCK if no other process has a lock */
@@ -6976,7 +6976,7 @@ static bool cddp__arena_free(cddp__host *host, void *p) {
 
 /* Frees an own control block that a lost rank cannot leave, unless it has been freed: a later one
    there has another generation. */
-static void cddp__arena_free_block(cddp__host *host, const void *block, uint32_t generation) {
+static void cddp__arena_free_lost_block(cddp__host *host, const void *block, uint32_t generation) {
   cddp__extent *extent;
   pthread_mutex_lock(&host->lock);
   extent = cddp__extent_of(host, block);
@@ -7096,7 +7096,7 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
       if (--allowed < 0) mine[i] &= ~(bits & -bits);
     old = cddp__load64(&all[i]);
     while ((mine[i] & ~old) != 0) {
-      (void)cddp__swap64(&all[i], old, old | mine[i]);
+      (void)cddp__compare_swap64(&all[i], old, old | mine[i]);
       old = cddp__load64(&all[i]);
     }
     n += __builtin_popcountll(old);
@@ -7308,7 +7308,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
 }
 
 /* Takes ownership of the memfd of `size` ranks. Its file size tells the size of a window. */
-static void cddp__open_memory(cddp__host *host, int fd, int size) {
+static void cddp__adopt_memfd(cddp__host *host, int fd, int size) {
   uint64_t windows = (uint64_t)size + 1; /* a file with more has windows of CDDP__WINDOW_BITS */
   int bits = CDDP__WINDOW_BITS_MIN;
   host->arena.fd = fd;
@@ -7319,7 +7319,7 @@ static void cddp__open_memory(cddp__host *host, int fd, int size) {
 
 /* Creates the memfd: space for the first group's control block, a window for each rank, and windows
    for joining processes if no limit of file sizes is set. window_min: a window's least bytes. */
-static cddp_result cddp__create_memory(cddp__host *host, uint64_t window_min) {
+static cddp_result cddp__create_memfd(cddp__host *host, uint64_t window_min) {
   uint64_t windows = (uint64_t)host->size + 1;
   int bits = CDDP__WINDOW_BITS, fd;
   struct rlimit limit;
@@ -7349,11 +7349,11 @@ static cddp_result cddp__create_memory(cddp__host *host, uint64_t window_min) {
   }
   fcntl(fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can remove pages that this rank uses */);
-  cddp__open_memory(host, fd, host->size);
+  cddp__adopt_memfd(host, fd, host->size);
   return CDDP_OK;
 }
 
-/* As cddp__open_memory, in a process that joins a job of local_size ranks here. Takes a window:
+/* As cddp__adopt_memfd, in a process that joins a job of local_size ranks here. Takes a window:
    locks its life byte before others can know its number. */
 static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   size_t page = cddp__page_size();
@@ -7362,7 +7362,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   cddp_result r = CDDP_OK;
   bool taken = false;
   double deadline = cddp__now() + CDDP__JOIN_MEMORY_S;
-  cddp__open_memory(host, fd, local_size);
+  cddp__adopt_memfd(host, fd, local_size);
   block = (cddp__control_block *)(void *)cddp__map_memory(fd, 0, page);
   if (block == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   while (r == CDDP_OK && !taken) {
@@ -7386,11 +7386,11 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
 }
 
 /* Shares the memory of a job's only rank, so that processes can join. */
-static void cddp__share_memory(cddp__host *host) {
+static void cddp__share_for_joins(cddp__host *host) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY)
     return; /* no window for them */
-  host->one_process = cddp__create_memory(host, 0) != CDDP_OK;
+  host->one_process = cddp__create_memfd(host, 0) != CDDP_OK;
   if (host->one_process)
     cddp__log(&host->logger, CDDP__LOG_WARNING, "no process can join this rank: %s", cddp_error());
 }
@@ -8259,7 +8259,7 @@ static void cddp__assign_shards(int *owner, int shards, int ranks) {
 }
 
 /* The node's width as cddp__reduce_nodes needs it: -1 for one shard in the compute type. */
-static int cddp__node_width(const cddp__shard_node *node) {
+static int cddp__reduce_width(const cddp__shard_node *node) {
   return node->width == 1 && node->slot >= 0 ? -1 : node->width;
 }
 
@@ -8307,7 +8307,7 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
   for (i = merge.low; i <= merge.high; i++) {
     part = i == at ? &shard : &nodes[i - (i > at)];
     merge.slots[merge.count] = part->slot;
-    merge.widths[merge.count++] = cddp__node_width(part);
+    merge.widths[merge.count++] = cddp__reduce_width(part);
   }
   return merge;
 }
@@ -8346,7 +8346,7 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
     nodes[merge.low] = node;
     count = merge.low + 1; /* the merged nodes were the last ones */
   }
-  for (i = 0; i < count; i++) widths[i] = cddp__node_width(&nodes[i]);
+  for (i = 0; i < count; i++) widths[i] = cddp__reduce_width(&nodes[i]);
   return count;
 }
 
@@ -8513,7 +8513,7 @@ typedef struct cddp__count_notice {
 } cddp__count_notice;
 
 /* Bytes of a call's counted shares and, behind them, of the notices sent and received. */
-static size_t cddp__counts_memory(const cddp_group *g) {
+static size_t cddp__counts_bytes(const cddp_group *g) {
   return (size_t)g->size * (sizeof(cddp__counted_share) + 2 * sizeof(cddp__count_notice));
 }
 
@@ -8663,11 +8663,11 @@ static bool cddp__has_remote_headers(const cddp_group *g) {
    Entry points:
      a failure       cddp__break, _break_here, _publish_failure and _announce_failure, _wake_all
      known failures  cddp__check_group, _check_failure, _check_cause, _set_cause, _has_cause
-     ended ranks     cddp__check_peers, _rank_end, _rank_gone, _process_gone, _report_lost,
+     ended ranks     cddp__check_peers, _rank_end, _rank_gone, _process_gone, _break_lost,
                      _exit_status, _boot_ticks
      late ranks      cddp__break_late; cddp__publish_wait, _clear_wait, _check_deadlock
      peers' memory   cddp__begin_access, _end_access
-     threads         cddp__note_thread, _mark_multithreaded
+     threads         cddp__detect_second_thread, _mark_multithreaded
      texts           cddp__describe_*, _name_rank, _list_ranks, _copy_text, _job_rank
    How it works:
      1. The first rank to notice a failure writes its text into its own slot, and swaps result and
@@ -8795,7 +8795,7 @@ static void cddp__mark_multithreaded(const cddp__host *host) {
 
 /* Marks the rank if this thread is not the first that uses cddp. A thread is known by the address
    of a variable that each thread has. */
-CDDP__INLINED void cddp__note_thread(cddp__host *host) {
+CDDP__INLINED void cddp__detect_second_thread(cddp__host *host) {
   uintptr_t self = (uintptr_t)&cddp__this_site;
   uintptr_t first = __atomic_load_n(&host->first_thread, __ATOMIC_RELAXED);
   if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL /* not the user's */) return;
@@ -8805,7 +8805,7 @@ CDDP__INLINED void cddp__note_thread(cddp__host *host) {
 }
 
 CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
-  cddp__note_thread(g->host);
+  cddp__detect_second_thread(g->host);
   if (CDDP__LIKELY(!cddp__is_broken(g))) return CDDP_OK;
   return cddp__check_failure(g);
 }
@@ -8851,7 +8851,7 @@ static bool cddp__process_gone(cddp__host *host, int at) {
   uint64_t start;
   char state;
   struct iovec byte = {&state, 1};
-  if (cddp__holds_life_byte(host, at)) return false;
+  if (cddp__life_byte_is_locked(host, at)) return false;
   if ((pid = cddp__process_at(host, at).pid) == 0) return true; /* not known */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
     return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
@@ -9149,7 +9149,8 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__text call;
   if (slot == NULL) return false;
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
-  if (!cddp__works_visible(g->host) || !cddp__compare_swap32(&g->host->wait_shown, 0, 1)) return false;
+  if (!cddp__works_visible(g->host) || !cddp__compare_swap32(&g->host->wait_shown, 0, 1))
+    return false;
   if (where == NULL) { /* during a message's wait, the engine's thread can change g->round */
     const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
     call = cddp__describe_call(header->call, header->count, header->root);
@@ -9304,7 +9305,8 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
   if (n > named)
     cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "",
                  cddp__list_ranks(set, g->size, 160).s);
-  for (; p < g->size; p++) far = far || (set[p] && g->host_index[p] < 0); /* of those without names */
+  for (; p < g->size; p++)
+    far = far || (set[p] && g->host_index[p] < 0); /* of those without names */
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not reach %s%s%s", g->timeout_s, names,
              cddp__describe_current_call(g).s, far ? ", or their hosts cannot be reached" : "",
              where[0] != 0 ? where : cddp__describe_other_failure(g).s);
@@ -9316,9 +9318,9 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
    Owns: in the control block the headers, arrivals, release and sleepers; in the group round,
    oversubscribed and spin (which >>work changes). Calls other hosts, and serves receives, through
    >>hooks. Locks: cddp__served_lock; p2p.lock by trylock.
-   Entry points: rounds: cddp__round, _round_of, _host_round and _run_round; waits: cddp__wait_word,
-   _wait_tick, _wait_sleep and _notify, _spin_of, _set_wait_policy; groups that waiting threads
-   serve: cddp__serve_in_waits, _stop_serving; cddp__nothing_to_split and _nothing_to_leave.
+   Entry points: rounds: cddp__round, _round_of, _local_round and _run_round; waits:
+   cddp__wait_word, _wait_tick, _wait_sleep, _notify, _spin_of, _set_wait_policy; groups served by
+   waiting threads: cddp__serve_in_waits, _stop_serving; cddp__nothing_to_split, _nothing_to_leave.
    How it works:
      1. A rank writes its header (the call, its count, up to 40 bytes of payload), and then the
         round's number into the header's seq.
@@ -9632,7 +9634,7 @@ static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, 
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
   return cddp__round_of(g, &call, phase, payload, bytes);
 }
-static cddp_result cddp__host_round(cddp_group *g, int kind, enum cddp__phase phase,
+static cddp_result cddp__local_round(cddp_group *g, int kind, enum cddp__phase phase,
                                     uint64_t count) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
   return cddp__run_round(g, CDDP__ROUND_OF_HOST, &call, phase, NULL /* payload */, 0);
@@ -9851,8 +9853,8 @@ static void cddp__link_close(cddp__connection *c) {
 }
 
 /* Sends the waiting bytes of links, which can be NULL, at most until the deadline. */
-static void cddp__links_flush(const cddp__net *n, cddp__connection *const *links, size_t count,
-                              double deadline) {
+static void cddp__links_flush_until(const cddp__net *n, cddp__connection *const *links,
+                                    size_t count, double deadline) {
   bool unsent;
   size_t i;
   do {
@@ -9912,7 +9914,7 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
       cddp__buffer_add(&links[count]->out, body, sizeof body);
       count++;
     }
-    cddp__links_flush(n, links, count, cddp__now() + batch_s);
+    cddp__links_flush_until(n, links, count, cddp__now() + batch_s);
     batch_s = 0.1;
     while (count > 0) cddp__link_free(links[--count]);
   }
@@ -9926,7 +9928,8 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   int p;
   if (cddp__exchange32(&g->block->reported, round) == round) return; /* sent before */
   for (p = 0; p < g->size; p++)
-    arrived[p] = g->host_index[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
+    arrived[p] =
+        g->host_index[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
   list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* for the round */);
   if (list.s[0] != 0)
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
@@ -9992,7 +9995,7 @@ static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
 }
 
 /* Ends a link if its peer has closed it, even if received bytes are unread. */
-static void cddp__link_check_end(cddp__connection *c) {
+static void cddp__link_detect_close(cddp__connection *c) {
   struct pollfd fd = {c->fd, (short)EPOLLRDHUP, 0}; /* libc may hide POLLRDHUP, which it equals */
   if (poll(&fd, 1, 0) == 1) cddp__connection_end(c, 0);
 }
@@ -10189,7 +10192,7 @@ typedef struct cddp__job_info {
   uint32_t foreign;   /* bit i: address i of MASTER_ADDR belongs to another job */
   double timeout_s;
   char endpoint[96];  /* where the ranks meet, for error texts: "port 29500" */
-  int rank_claim_fd;       /* this rank's socket on its host, held while the group lives; -1: none */
+  int rank_claim_fd;  /* this rank's socket on its host, held while the group lives; -1: none */
   int port_fd;        /* keeps rank 0's port that long: cddp__close_port; -1: none */
   const char *secret; /* "": none; its proof then only rejects programs other than cddp */
 } cddp__job_info;
@@ -10792,7 +10795,9 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   /* an address that other nodes can reach */
   if (!c->local && (rdv->node_count == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
-  node = c->local ? 0 : child->rank_received ? rdv->registered[child->entry].node : rdv->node_count++;
+  node = c->local               ? 0
+         : child->rank_received ? rdv->registered[child->entry].node
+                                : rdv->node_count++;
   if (r == CDDP_OK) r = cddp__register_rank(rdv, &info, node);
   if (r != CDDP_OK || child->rank_received) return r;
   child->rank_received = true;
@@ -11076,7 +11081,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
     rdv->root.refused_count += c->challenge.state == CDDP__CHALLENGE_WRONG;
     cddp__remove_child(rdv, i);
   }
-  if (r == CDDP_OK && listeners[0] /* claim_fd */ >= 0 &&
+  if (r == CDDP_OK && listeners[0] /* rank_claim_fd */ >= 0 &&
       (pid = cddp__find_second_claim(rdv->job)) != 0) {
     cddp__rank_info info = rdv->registered[0].info;
     info.pid = pid; /* another process with this rank */
@@ -11287,7 +11292,7 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
 }
 
 /* Rank 0 listens: on the launcher's listen_fd, or at the addresses of the endpoint. */
-static cddp_result cddp__serve_endpoint(cddp__rendezvous *rdv) {
+static cddp_result cddp__listen_endpoint(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
   cddp_result r = CDDP_OK;
@@ -11708,7 +11713,8 @@ static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
 static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__channel *child) {
   uint32_t peer[3];
   size_t i;
-  if (child->rank_received || !child->connection.local || !cddp__peer_process(child->connection.fd, peer))
+  if (child->rank_received || !child->connection.local ||
+      !cddp__peer_process(child->connection.fd, peer))
     return false;
   for (i = 0; i < rdv->registered_count; i++)
     if (rdv->registered[i].node == 0 && rdv->registered[i].info.pid == peer[0]) return true;
@@ -11734,7 +11740,8 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
     for (draining = 0, k = rdv->child_count; k-- > 0;) {
       cddp__channel *child = &rdv->children[k];
       draining += child->fail_sent;
-      if (child->fail_sent || (r == CDDP_OK && (!child->rank_received || rdv->registered[child->entry].fits)))
+      if (child->fail_sent ||
+          (r == CDDP_OK && (!child->rank_received || rdv->registered[child->entry].fits)))
         continue;
       if (!cddp__registered_before(rdv, child))
         cddp__channel_fail(child, result, child->connection.local ? text : remote);
@@ -11859,7 +11866,8 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   while ((c = *at) != NULL) {
     bool began = c->challenge.messages_received > 0;
     if (cddp__connection_progress(c) && c->peer < 0) cddp__join_answer(host, c);
-    if (!began && c->challenge.messages_received > 0) c->retry_at = cddp__now(); /* of the first message */
+    if (!began && c->challenge.messages_received > 0)
+      c->retry_at = cddp__now(); /* of the first message */
     if (c->state == CDDP__CONNECTION_ENDED || (c->peer == 0 && cddp__buffer_size(&c->out) == 0) ||
         (few && cddp__now() > c->deadline) ||
         (c->challenge.messages_received == 0 ? ++silent : ++proving) > limit) {
@@ -12082,8 +12090,8 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
    Owns: cddp__hosts, its links and its scratch; the headers and staging buffers of remote ranks in
    this host's control block. Locks: net.lock for net.incoming and net.left; p2p.lock for links and
    stored messages: the caller of a function that does not take it holds it.
-   Entry points: cddp__hosts_...; cddp__take_message, _flush_links, _ensure_link and _rank_on.
-   Variables: p is a rank, REMOTE (on another host) if members[p] < 0; t is a local rank.
+   Entry points: cddp__hosts_...; cddp__take_message, _hosts_send_queued, _ensure_link and _rank_on.
+   Variables: p is a rank, REMOTE (on another host) if host_index[p] < 0; t is a local rank.
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
    ranks into the control block, where all ranks compare them. Up to CDDP__DIRECT_HOSTS leaders
@@ -12129,7 +12137,7 @@ static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
 }
 
 /* If a link has ended: connects again, or records the loss of the peer. */
-static void cddp__check_link_end(cddp_group *g, cddp__connection *link) {
+static void cddp__handle_link_end(cddp_group *g, cddp__connection *link) {
   cddp__peer *p = &g->hosts->peers[link->rank];
   const cddp__connection *other = p->link[p->link[0] == link]; /* the other link, or NULL */
   if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0) return;
@@ -12252,32 +12260,32 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
     received = true;
     if (cddp__buffer_size(&link->in) == 0) break; /* most likely no more bytes have arrived */
   }
-  cddp__check_link_end(g, link);
+  cddp__handle_link_end(g, link);
   if (!received && link->got == got_before) return;
   cddp__notify(g, g->rank);
   if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* ends its epoll_wait */
 }
 
 /* Sends waiting bytes on all links. Returns how many are left. */
-static size_t cddp__flush_links(cddp_group *g) {
+static size_t cddp__hosts_send_queued(cddp_group *g) {
   cddp__connection *link;
   size_t unsent = 0;
   for (link = g->hosts->links; link != NULL; link = link->next) {
     cddp__link_progress(g->hosts->net, link);
-    cddp__check_link_end(g, link);
+    cddp__handle_link_end(g, link);
     if (link->state != CDDP__CONNECTION_ENDED) unsent += cddp__buffer_size(&link->out);
   }
   return unsent;
 }
 
 /* Accepts connections, reads notices, and sends waiting bytes, for all groups of the process. */
-static void cddp__hosts_poll(cddp_group *g) {
+static void cddp__poll_all_groups(cddp_group *g) {
   cddp__host *host = g->host;
   cddp__net_serve(host, g->hosts->net);
   if (pthread_mutex_trylock(&host->lock) != 0) return;
   for (g = host->groups; g != NULL; g = g->next) {
     if (g->hosts == NULL || pthread_mutex_trylock(&g->p2p.lock) != 0) continue;
-    (void)cddp__flush_links(g);
+    (void)cddp__hosts_send_queued(g);
     pthread_mutex_unlock(&g->p2p.lock);
   }
   pthread_mutex_unlock(&host->lock);
@@ -12309,7 +12317,7 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__ARRIVALS_S);
   cddp__send_arrivals(g, g->round);
-  do cddp__hosts_poll(g);
+  do cddp__poll_all_groups(g);
   while (!cddp__is_broken(g) && !cddp__has_remote_headers(g) && cddp__wait_pause(&w));
 }
 
@@ -12382,7 +12390,8 @@ static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   if (link->state == CDDP__CONNECTION_NEW) return false;
   if (link->state == CDDP__CONNECTION_ENDED)
     return link->error == CDDP__LEFT && cddp__buffer_size(&link->out) == 0;
-  return cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
+  return cddp__hosts_send_queued(g) <=
+         cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
 /* Sends a message as far as the system accepts it. Later calls, of any group, send a copy of the
@@ -12409,7 +12418,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
     if (sent > 0)
       cddp__connection_end(link, ENOMEM); /* the next frame would be read as the rest of this */
   }
-  cddp__check_link_end(g, link);
+  cddp__handle_link_end(g, link);
 done:
   pthread_mutex_unlock(&g->p2p.lock);
   CDDP__POINT("sent");
@@ -12453,7 +12462,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
 }
 
 /* Reads all links, for receives. */
-static void cddp__hosts_serve(cddp_group *g) {
+static void cddp__hosts_read_messages(cddp_group *g) {
   cddp__connection *link;
   cddp__claim_links(g);
   for (link = g->hosts->links; link != NULL; link = link->next)
@@ -12550,7 +12559,7 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
       if (link == NULL) break;
       done = frame.out ? cddp__send_frame(g, &frame, link) : cddp__receive_frame(g, &frame, link);
       *moved = *moved || (frame.out ? link->sent : link->got) != before;
-      cddp__check_link_end(g, link);
+      cddp__handle_link_end(g, link);
     }
     *moved = *moved || done;
     if (done) continue;
@@ -12679,8 +12688,8 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
       n = known < count - i ? known : count - i; /* hosts in this frame */
       in_limit = 0;
       for (k = 0; k < n; k++)
-        in_limit +=
-            (size_t)hosts->group_hosts[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
+        in_limit += (size_t)hosts->group_hosts[(from + k) % count].size *
+                    (CDDP__HEADER_BYTES + g->staging_size);
       if (known > 1) /* no shares; n hosts' headers, this one's first */
         out_bytes = hosts->group_hosts[(hosts->mine + n) % count].headers_at;
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT, cddp__rank_on(hosts, to, 0),
@@ -12702,7 +12711,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   if (g->local_rank != 0) return CDDP_OK; /* only the leader exchanges */
   if ((now = cddp__now()) >= hosts->notices_read + CDDP__NOTICE_CHECK_S) {
     hosts->notices_read = now;
-    cddp__hosts_poll(g); /* other hosts can have sent headers, and failed since */
+    cddp__poll_all_groups(g); /* other hosts can have sent headers, and failed since */
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
   }
   if (g->oversubscribed) /* waits for all ranks of this host except itself */
@@ -12715,7 +12724,8 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
   for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS; i++)
-    if (i != hosts->mine && cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->group_hosts[i].received)
+    if (i != hosts->mine &&
+        cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->group_hosts[i].received)
       return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
                                        cddp__rank_on(hosts, i, 0)));
   for (p = g->size - 1; p >= 0; p--) { /* lowest_remote's is last: _has_remote_headers */
@@ -12822,7 +12832,7 @@ typedef struct cddp__flow {
   size_t begin, n;
   size_t piece_max;   /* elements of a piece of a part; the last one can have fewer */
   long pieces, ahead; /* of each part; see enum cddp__move */
-  bool hosts_sum_whole;         /* short all_reduce: each host adds up the whole array, in equal slices */
+  bool hosts_sum_whole; /* short all_reduce: each host adds up the whole array, in equal slices */
   /* Sums in transit, in hosts.stage. */
   char *out;        /* contributions to others' parts: CDDP__SUM_AREAS areas, used in turn */
   size_t out_bytes; /* of one area */
@@ -12891,7 +12901,8 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = f->shape;
   int owner = result ? from : to, other = result ? to : from, host = hosts->peers[other].host;
-  if (cddp__in_one_buffer(f->c) ? result && f->hosts_sum_whole : s->scatters == result) return false;
+  if (cddp__in_one_buffer(f->c) ? result && f->hosts_sum_whole : s->scatters == result)
+    return false;
   if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, owner)) return false;
   if (s->from_root) /* the root's host contributes, the others get the results */
@@ -13011,7 +13022,8 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const char *from;
   int p, t;
   for (p = 0; p < g->size; p++) {
-    if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank || (f->hosts_sum_whole && p != g->rank)) continue;
+    if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank || (f->hosts_sum_whole && p != g->rank))
+      continue;
     n = cddp__piece_elements(f, p, k, &begin);
     bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
     if (bytes == 0) continue;
@@ -13037,7 +13049,8 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     cddp__post_piece(f, s, CDDP__RECV_CONTRIBUTION);
     cddp__post_piece(f, complete, CDDP__RECV_RESULT);
     /* first sends what step s + 1 overwrites, from step s + 1 - CDDP__SUM_AREAS, or whole arrays */
-    r = cddp__deliver(g, s == last || f->hosts_sum_whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
+    r = cddp__deliver(
+        g, s == last || f->hosts_sum_whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
     if (r != CDDP_OK) break;
     if (shape->reduces && s >= 0 && s < f->pieces) {
       n = cddp__piece_elements(f, g->rank, s, &begin);
@@ -13070,7 +13083,8 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, then in all */
   size_t longest = f->n; /* elements of a rank's part */
   size_t piece = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count); /* of a host's sums */
-  f->hosts_sum_whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
+  f->hosts_sum_whole =
+      f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
   if (!f->hosts_sum_whole) owners *= host_count;
   if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->piece_max = longest;
@@ -13087,7 +13101,8 @@ static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   size_t locals = (size_t)hosts->group_hosts[hosts->mine].size;
   size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals; /* owners on each host */
   size_t in, bytes;
-  f->out_bytes = f->piece_max * hosts->group_hosts[hosts->mine].bytes * (size_t)hosts->count * acts_for;
+  f->out_bytes =
+      f->piece_max * hosts->group_hosts[hosts->mine].bytes * (size_t)hosts->count * acts_for;
   f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
   in = cddp__round_up(f->piece_max * sum_bytes, CDDP__CACHE_LINE);
   bytes = CDDP__SUM_AREAS * (f->out_bytes + f->piece_max * f->c->esize) + in;
@@ -13328,7 +13343,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   do {
     before = unsent;
     pthread_mutex_lock(&g->p2p.lock);
-    unsent = cddp__flush_links(g);
+    unsent = cddp__hosts_send_queued(g);
     pthread_mutex_unlock(&g->p2p.lock);
     if (unsent < before) cddp__wait_begin(&w, 1);
   } while (unsent > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
@@ -13356,10 +13371,10 @@ static void cddp__hosts_leave(cddp_group *g) {
    Job: send and recv between the ranks of a host. Messages to other hosts pass through >>hosts.
    Owns: a slot's send requests, events and waiting; a group's list of receives and counts of sends.
    Lock: p2p.lock (CDDP__HELD asserts it). Touches peers' slots: takes requests, increments events.
-   members[p] < 0: rank p is on another host. work->call.root: the peer, or CDDP_ANY. work->send:
+   host_index[p] < 0: rank p is on another host. work->call.root: the peer, or CDDP_ANY. work->send:
    index of the send request that points to the caller's buffer; -1: none (a copy).
    Entry points: cddp__start_send and _finish_send; cddp__post_recv and _finish_recv, or
-   cddp__recv_directly and _end_recv; cddp__abort_recv; cddp__message_ready; cddp__serve_all_recvs; for
+   cddp__spin_recv and _end_recv; cddp__abort_recv; cddp__message_ready; cddp__serve_all_recvs; for
    the end of a group cddp__send_at, _count and _open.
    How it works:
      1. The sender posts a send request (receiver, tag, address of the bytes) in its own slot. Large
@@ -13531,7 +13546,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
     cddp__store32(&p->tag, (uint32_t)call->tag);
     p->dtype = call->dtype;
     p->count = call->count;
-    cddp__note64(&p->number, ++g->p2p.send_number);
+    cddp__store64_crash_safe(&p->number, ++g->p2p.send_number);
     CDDP__POINT("post");
     if ((uint32_t)i >= cddp__load32(&slot->send_top))
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
@@ -13605,7 +13620,8 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     cddp__notify(g, work->from);
     return;
   }
-  if (!cddp__compare_swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return; /* withdrawn */
+  if (!cddp__compare_swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN))
+    return; /* withdrawn */
   if (!cddp__recv_fits(g, work, p->count, p->dtype)) {
     cddp__exchange32(&p->state, CDDP__SEND_REFUSED);
   } else {
@@ -13665,7 +13681,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
   int i;
   CDDP__HELD(&g->p2p.lock);
   if (cddp__is_broken(g)) return false; /* a lost sender's memory can be freed */
-  if (g->hosts != NULL) cddp__hosts_serve(g);
+  if (g->hosts != NULL) cddp__hosts_read_messages(g);
   for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
     int senders = any ? g->size : 1;
@@ -13681,7 +13697,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
 
 /* Polls for the message of a receive without a handle, in a group of one host, unless another
    receive is pending. Returns whether it is complete, or has failed. */
-static bool cddp__recv_directly(cddp_work *work) {
+static bool cddp__spin_recv(cddp_work *work) {
   cddp_group *g = work->group;
   cddp__send_request *p;
   int i, spin = cddp__spin_of(g->host);
@@ -13711,14 +13727,14 @@ static bool cddp__serve_all_recvs(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
   cddp_group *s;
-  if (g != NULL && g->hosts != NULL) cddp__hosts_poll(g);
+  if (g != NULL && g->hosts != NULL) cddp__poll_all_groups(g);
   if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL ||
       pthread_mutex_trylock(&cddp__served_lock) != 0) return false;
   memcpy(kept, cddp__error_text, sizeof kept);
   for (s = cddp__served; s != NULL; s = s->p2p.next_served) {
-    bool polls = s != g && s->hosts != NULL; /* cddp__hosts_poll has served the links of g */
+    bool polls = s != g && s->hosts != NULL; /* cddp__poll_all_groups has served the links of g */
     if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0) continue;
-    if (polls) (void)cddp__flush_links(s);
+    if (polls) (void)cddp__hosts_send_queued(s);
     if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net);
     if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* also reads the links of g */
       served = cddp__serve_recvs(s) || served;
@@ -13843,7 +13859,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, work->call.root, events);
     else {
-      cddp__add32(&slot->event_sleepers, 1); /* from now on peers that change a send increment events */
+      cddp__add32(&slot->event_sleepers, 1); /* from now on changes of a send increment events */
       if (!cddp__message_ready(work))
         cddp__wait_sleep(g, &w, &slot->event_sleepers, &slot->events, events);
       cddp__add32(&slot->event_sleepers, (uint32_t)-1);
@@ -13887,7 +13903,8 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   if (r == CDDP__CONTINUES) return r;
   if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
   if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
-  if (r == CDDP_OK || cddp__compare_swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
+  if (r == CDDP_OK ||
+      cddp__compare_swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   while (cddp__send_open(p) && !cddp__rank_gone(g, work->call.root) && cddp__wait_pause(&w)) {}
@@ -13999,7 +14016,8 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     if (cddp__now() < w.next_check) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* cddp__check_peers skips other hosts' ranks */
-      if (g->host_index[p] < 0 && cddp__rank_gone(g, p)) r = cddp__break_lost(g, p, NULL /* round */);
+      if (g->host_index[p] < 0 && cddp__rank_gone(g, p))
+        r = cddp__break_lost(g, p, NULL /* round */);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* no frame */);
   }
   g->round--;
@@ -14173,7 +14191,7 @@ static void cddp__mpi_abandon(cddp_group *g) {
     cddp__wait_begin(&w, 1 /* s */);
     do {
       if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue;
-      unsent = cddp__flush_links(g);
+      unsent = cddp__hosts_send_queued(g);
       for (link = g->hosts->links; unsent == 0 && link != NULL; link = link->next)
         shutdown(link->fd, SHUT_WR);
       pthread_mutex_unlock(&g->p2p.lock);
@@ -14424,7 +14442,8 @@ static void *cddp__engine_main(void *arg) {
 static void cddp__engine_make_due(cddp__engine *engine) {
   bool busy = cddp__engine_queue_held(engine);
   if (engine->first == NULL) return;
-  if (engine->last->pushed_at_poll == cddp__load32(&engine->poll_count)) cddp__add32(&engine->poll_count, 1);
+  if (engine->last->pushed_at_poll == cddp__load32(&engine->poll_count))
+    cddp__add32(&engine->poll_count, 1);
   /* Also if they were due before: the engine can be asleep. A busy thread signals when it ends. */
   if (!busy) pthread_cond_signal(&engine->work);
 }
@@ -14544,7 +14563,7 @@ static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
 static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_result r;
-  cddp__note_thread(g->host);
+  cddp__detect_second_thread(g->host);
   r = (g->backend->wait)(work, limit);
   if (r == CDDP__CONTINUES) return CDDP_TIMEOUT;
   if (work->run == NULL) cddp__record_finish(g, work->record, r); /* else `run` has */
@@ -14568,7 +14587,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cd
   if (call->kind == CDDP__KIND_SEND) {
     r = cddp__start_send(w, waits);
     if (r == CDDP_OK && waits) r = cddp__finish_send(w, CDDP__NO_LIMIT);
-  } else if (waits && cddp__recv_directly(w)) {
+  } else if (waits && cddp__spin_recv(w)) {
     r = cddp__end_recv(w, CDDP_OK);
   } else {
     cddp__post_recv(g, w);
@@ -15173,7 +15192,7 @@ static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
 }
 
 /* Must be called after the last cddp__packet_add. */
-static cddp_result cddp__packet_send(cddp__packet *packet) {
+static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   bool sends = packet->g->rank == packet->root;
   size_t at = 0;
   cddp_result r;
@@ -15202,7 +15221,7 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
   if (bytes > sizeof packet->bytes / 4) return cddp__run_call(packet->g, &c);
   if (bytes == 0) return CDDP_OK;
   if (packet->count == CDDP__PACKET_ARRAYS || bytes > sizeof packet->bytes - packet->used)
-    r = cddp__packet_send(packet);
+    r = cddp__packet_broadcast(packet);
   packet->to[packet->count] = data;
   packet->sizes[packet->count++] = bytes;
   packet->used += bytes;
@@ -15276,7 +15295,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
     started->done = false;
     if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE);
   } else {
-    started = cddp__work_new(g, call->shares != NULL ? cddp__counts_memory(g) : 0);
+    started = cddp__work_new(g, call->shares != NULL ? cddp__counts_bytes(g) : 0);
     if (started == NULL) return CDDP_OUT_OF_MEMORY;
   }
   started->call = *call;
@@ -15466,7 +15485,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->staging = block + cddp__head_bytes(size, g->local_size);
   l2 = CDDP__L2; /* bytes of the second-level cache; 0: unknown */
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
-  (void)cddp__compare_swap32(&g->block->staging, 0, (uint32_t)bytes); /* the first rank's choice stays */
+  /* The first rank's choice stays. */
+  (void)cddp__compare_swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0; /* else >>hosts */
   g->staging_ready = host->arena.fd < 0 || g->local_size < size ? SIZE_MAX /* all */ : 0;
   g->backend = &cddp__cpu_backend;
@@ -15762,16 +15782,16 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   int next;
   cddp_result r = cddp__rendezvous_init(&rdv, config, host);
   if (r == CDDP_OK) r = cddp__claim_rank(&rdv);
-  if (r == CDDP_OK) r = cddp__serve_endpoint(&rdv);
+  if (r == CDDP_OK) r = cddp__listen_endpoint(&rdv);
   cddp__close_fd(&config->listen_fd); /* rdv has a duplicate */
   if (r == CDDP_OK) r = cddp__collect_ranks(&rdv);
   if (r == CDDP_OK) cddp__host_set_ranks(host, rdv.net);
   if (r == CDDP_OK && rdv.memory_fd >= 0) { /* from the first rank of this host */
-    cddp__open_memory(host, rdv.memory_fd, host->size);
+    cddp__adopt_memfd(host, rdv.memory_fd, host->size);
     rdv.memory_fd = -1;
   } else if (r == CDDP_OK && host->size > 1) {
     /* A window holds at least the host's control block, and a huge page for other allocations. */
-    r = cddp__create_memory(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
+    r = cddp__create_memfd(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r == CDDP_OK)
@@ -15842,7 +15862,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (config.init_method[0] != 0) r = cddp__job_info_create(host, &config);
   if (r == CDDP_OK && host->one_process && host->job_info != NULL) { /* processes can join */
     cddp__hold_name(host->job_info);
-    cddp__share_memory(host);
+    cddp__share_for_joins(host);
   }
   if (r == CDDP_OK)
     r = config.joins ? cddp__join_job(&g, &config, host)
@@ -16520,7 +16540,7 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
 
 /* Steps a parameter with a sparse gradient, like a dense one that is zero elsewhere. Without states
    the other rows do not change, and are not read. */
-static void cddp__optim_rows(cddp_optim *optim, int i, const cddp__sparse *sparse) {
+static void cddp__step_sparse(cddp_optim *optim, int i, const cddp__sparse *sparse) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
   bool every = optim->state_count > 0, has; /* all rows are stepped; this row has a gradient */
@@ -16588,7 +16608,7 @@ static cddp_result cddp__cpu_step(cddp_optim *optim) {
   int i;
   for (i = 0; i < optim->count; i++) {
     if (cddp__optim_skips(optim, i)) continue;
-    if (cddp__optim_sparse(optim, i) != NULL) cddp__optim_rows(optim, i, optim->sparse[i]);
+    if (cddp__optim_sparse(optim, i) != NULL) cddp__step_sparse(optim, i, optim->sparse[i]);
     else cddp__optim_dense(optim, i);
   }
   return CDDP_OK;
@@ -16822,7 +16842,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   /* What must agree between ranks. lr, desc's first number, can change. */
   optim->settings_hash = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
                                  (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
-  optim->settings_hash = cddp__hash64(optim->settings_hash, scales, 2 /* and decays */ * n * sizeof *scales);
+  optim->settings_hash =
+      cddp__hash64(optim->settings_hash, scales, 2 /* and decays */ * n * sizeof *scales);
   optim->settings_hash = CDDP__OPTIM_HASH(optim->settings_hash);
   cddp__set_lr(optim, d->lr);
   return CDDP_OK;
@@ -16832,17 +16853,17 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    Distributed data parallel training, in host and device memory, in nine rooms.
    Job: the memory of a model, collectives on it, and its failure.
    Owns: a cddp_ddp, its gradients and its private groups: d->control (rounds), d->comm (buckets),
-   d->hooks. Touches: the caller's parameters.
+   d->hook_group. Touches: the caller's parameters.
    Entry points: memory: cddp__set_layout, _map_params, _exchange_refs, _set_rank_addresses;
    offsets: cddp__gradient_at, _weights_of, _next_range, and the functions of parts and pieces;
-   collectives: cddp__broadcast_arrays, _run_collective, _host_barrier; cddp__fail_model,
-   _ddp_fail, _drain_buckets, _mean_factor.
+   collectives: cddp__broadcast_arrays, _run_model_collective, _local_barrier; cddp__break_model,
+   _ddp_set_cause, _drain_buckets, _mean_factor.
    Threads: the training thread calls everything except cddp_ddp_ready (any thread) and
    cddp__run_bucket (the engine of d->comm). d->lock guards the data of several threads.
    The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset into
-   it determines an element's part (cddp__part_count), piece (_count_pieces), place in a slot, and
-   states. A gradient is in its rank's arena, or in the caller's memory if all ranks can map that.
-   carrier->shared: all ranks can read each other's memory. backend->enqueues: NCCL.
+   it determines an element's part (cddp__part_count), norm block (_count_norm_blocks), place in a
+   slot, and states. A gradient is in its rank's arena, or in the caller's memory if all ranks can
+   map that. carrier->shares_memory: all ranks can read each other's memory. backend->enqueues: NCCL.
    The life of a model:
      1. cddp_ddp_create (>>ddp-create): ranks compare models and map each other's memory.
      2. cddp_ddp_ready (>>ddp-step) marks a gradient, copies it if its storage is COPIED, and can
@@ -16887,7 +16908,7 @@ struct cddp__ddp_memory {
 enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 };
 
 /* Records the first failure, which this and all later calls return, with its text. */
-static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
+static cddp_result cddp__ddp_set_cause(cddp_ddp *d, cddp_result r) {
   pthread_mutex_lock(&d->lock);
   cddp__set_cause(&d->failure, r, cddp__error_text);
   r = cddp__check_cause(&d->failure);
@@ -16903,13 +16924,13 @@ static void cddp__drain_buckets(const cddp_ddp *d) {
 /* Fails the model and breaks its groups, which ends the waits of peers and of their engines: no
    rank (elastic: not this rank) can use the model any more. With NCCL that includes the caller's
    group. */
-static cddp_result cddp__fail_model(cddp_ddp *d, cddp_result r) {
+static cddp_result cddp__break_model(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[] = {d->control, d->comm, d->hook_group};
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
     r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* the other texts mostly name one */
-  r = cddp__ddp_fail(d, r);
+  r = cddp__ddp_set_cause(d, r);
   if (d->elastic != NULL) /* the other ranks count this rank as lost */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
   for (i = 0; i < 3; i++) /* the caller's can have been left */
@@ -16926,7 +16947,7 @@ static size_t cddp__dense_count(const cddp_ddp *d, int i) {
 }
 
 /* Each rank of the host, on GPUs of the group, updates one of equal parts of the model. No piece
-   (cddp__count_pieces) is in two parts. */
+   (cddp__count_norm_blocks) is in two parts. */
 static int cddp__part_count(const cddp_ddp *d) {
   return d->group->backend->on_device ? d->group->size : d->group->local_size;
 }
@@ -16937,7 +16958,7 @@ static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *en
 
 /* Number of pieces in a range of the model, cut at multiples of CDDP__BLOCK_BYTES. Squares are
    summed by piece, so that a norm depends on the model alone and not on the parts. */
-static size_t cddp__count_pieces(size_t begin, size_t end) {
+static size_t cddp__count_norm_blocks(size_t begin, size_t end) {
   if (begin >= end) return 0;
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
@@ -16954,7 +16975,8 @@ static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size
 
 /* Whether ranks that cannot read each other's memory sum shards: cddp__gather_nodes. */
 static bool cddp__gathers_nodes(const cddp_ddp *d) {
-  return d->shards.uses_slots && (!d->group->carrier->shares_memory || d->group->backend->on_device);
+  return d->shards.uses_slots &&
+         (!d->group->carrier->shares_memory || d->group->backend->on_device);
 }
 
 /* Bytes that cddp__gather_nodes can write behind a dtype's gradients: a cache line for each rank
@@ -16973,7 +16995,7 @@ static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
 static void cddp__set_layout(cddp_ddp *d) {
   cddp__layout *to = &d->layout;
   size_t slack = cddp__gathers_nodes(d) ? cddp__gather_nodes_slack(d) : 0, pieces = 0;
-  int dtype, i, placed = 0; /* in layout.order */
+  int dtype, i, placed = 0; /* in layout.param_order */
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
     to->starts[dtype] = to->dense_bytes;
     for (i = d->count - 1; i >= 0; i--) {
@@ -17001,8 +17023,8 @@ static void cddp__set_layout(cddp_ddp *d) {
     cddp__part_slice(d, i, cddp__part_count(d),
                      d->group->backend->on_device ? d->group->rank : d->group->local_rank,
                      &tensor->begin, &tensor->end);
-    tensor->first_piece = pieces;
-    pieces += cddp__count_pieces(tensor->offset, tensor->offset + tensor->bytes);
+    tensor->first_norm_block = pieces;
+    pieces += cddp__count_norm_blocks(tensor->offset, tensor->offset + tensor->bytes);
     tensor->used = true; /* until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
     if (s == NULL) continue;
@@ -17089,8 +17111,9 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   cddp__ref ref;
   memset(&ref, 0, sizeof ref);
   if (p == NULL || (gradient && bytes == 0)) return ref;
-  if (gradient && (d->desc.elastic || d->desc.comm_hook != NULL ||
-                   (exchanged && d->shards.uses_slots) || (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
+  if (gradient &&
+      (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->shards.uses_slots) ||
+       (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
     return ref;
   if (g->size > 1) return cddp__ref_of(g->host, p, bytes);
   ref.kind = CDDP__REF_POINTER; /* one rank: any memory */
@@ -17171,8 +17194,8 @@ static cddp_result cddp__run_model_collective(cddp_ddp *d, const cddp__call *c) 
   return (g->backend->start)(g, c, NULL /* no handle */);
 }
 
-static cddp_result cddp__host_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
-  return cddp__host_round(d->control, kind, phase, 0);
+static cddp_result cddp__local_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
+  return cddp__local_round(d->control, kind, phase, 0);
 }
 
 /* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank of a host has its
@@ -17208,7 +17231,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
       else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c;
       else r = (d->comm->backend->start)(d->comm, &c, NULL); /* a buffer in host memory */
     }
-    if (r == CDDP_OK) r = cddp__packet_send(&packet);
+    if (r == CDDP_OK) r = cddp__packet_broadcast(&packet);
   }
   return r == CDDP_OK && n > 0 ? d->memory->broadcast(d, n) : r;
 }
@@ -17225,7 +17248,7 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
 }
 
 /* >>ddp-shards ------------------------------------------------------------------------------------
-   Job: the mean over more shards than ranks (d->shards.spread), and the mean of sparse rows.
+   Job: the mean over more shards than ranks (d->shards.uses_slots), and the mean of sparse rows.
    Owns: the slots behind an arena; a rank's nodes (d->shards) and packet of rows (d->rows).
    Entry points: cddp__end_shard; cddp__reduce_shards, _gather_nodes, _exchange_rows; for elastic
    models also the steps of these: cddp__keep_node, _merge_nodes, _zero_copied, _keep_rows,
@@ -17378,7 +17401,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
 
 /* Takes the mean of all nodes, d->shards.nodes, into `out`, a buffer laid out as the arena. If the
    number of ranks does not divide the number of elements of a dtype, `out` is written, and slots
-   are read, past the dtype's end (cddp__gather_nodes_slack). The next dtype's means are written later. */
+   are read, past the dtype's end: cddp__gather_nodes_slack. The next dtype's means come later. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
   size_t chunk = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
@@ -17504,7 +17527,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
     r = cddp__exchange_refs(g, kind, d->rows.packet, 0 /* any bytes */, packets);
     if (r == CDDP_OK) r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
-    if (r == CDDP_OK) r = cddp__host_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
+    if (r == CDDP_OK) r = cddp__local_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
     if (r == CDDP_OK) r = cddp__end_access(g, r);
   }
   d->rows.bytes = 0;
@@ -17634,7 +17657,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
       r = g->carrier->average(g, &c, d->scratch.buffers);
     }
     if (r == CDDP_OK) /* all ranks of this host have reduced their slices */
-      r = cddp__host_round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index);
+      r = cddp__local_round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index);
   }
   r = cddp__end_access(g, r);
   cddp__record_finish(g, record, r);
@@ -17915,7 +17938,7 @@ static cddp_result cddp__gather_shared(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
   cddp_result r = cddp__begin_access(d->control);
   if (r == CDDP_OK) r = cddp__copy_shared(optim);
-  if (r == CDDP_OK) r = cddp__host_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
+  if (r == CDDP_OK) r = cddp__local_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
   if (r == CDDP_OK) r = cddp__end_access(d->control, r);
   if (r == CDDP_OK) cddp__end_sharing(optim);
   return r;
@@ -18000,7 +18023,7 @@ typedef struct cddp__pass {
    grad: its mean gradient from `begin` on. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *tensor = &d->tensors[i];
-  double *sums = d->addresses.squares[d->me] + tensor->first_piece;
+  double *sums = d->addresses.squares[d->me] + tensor->first_norm_block;
   size_t at, n;
   for (at = begin; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
@@ -18024,8 +18047,8 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
           sparse->mean.values, sparse->mean.n * sparse->width, d->params[i].dtype);
     for (p = 0; p < parts && sparse == NULL; p++) {
       if (!cddp__part_slice(d, i, parts, p, &begin, &end)) continue;
-      k = tensor->first_piece + begin / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES;
-      for (n = cddp__count_pieces(begin, end); n > 0; n--) sum += sums[p][k++];
+      k = tensor->first_norm_block + begin / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES;
+      for (n = cddp__count_norm_blocks(begin, end); n > 0; n--) sum += sums[p][k++];
     }
   }
   d->step.norm = (sqrt)(sum);
@@ -18229,7 +18252,7 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
   cddp__run_pass(pass, begin, end);
   pass->averaged = true;
   if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
-  r = cddp__host_barrier(d, kind, CDDP__PHASE_NORM);
+  r = cddp__local_barrier(d, kind, CDDP__PHASE_NORM);
   if (r == CDDP_OK)
     pass->clip =
         cddp__clip_factor(d, d->desc.max_grad_norm, d->addresses.squares, d->group->local_size);
@@ -18242,7 +18265,7 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
    are written. optim NULL: the caller steps. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   int i, p, kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
-  cddp_result r = cddp__host_barrier(d, kind, CDDP__PHASE_DONE);
+  cddp_result r = cddp__local_barrier(d, kind, CDDP__PHASE_DONE);
   size_t begin, end, at;
   bool any_fetched = false;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
@@ -18261,7 +18284,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
       if (optim != NULL) cddp__optim_copy(optim, i, at / esize, (end - begin) / esize);
     }
   }
-  if (any_fetched) r = cddp__host_barrier(d, kind, CDDP__PHASE_WEIGHTS);
+  if (any_fetched) r = cddp__local_barrier(d, kind, CDDP__PHASE_WEIGHTS);
   for (i = 0; r == CDDP_OK && any_fetched && i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
     if (!tensor->shared && !(optim != NULL && cddp__optim_skips(optim, i)) &&
@@ -18283,7 +18306,8 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
     if (!cddp__optim_skips(optim, i)) r = cddp__ensure_states(optim, i);
   if (r != CDDP_OK) return r;
   pass->alone = true;
-  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin, &end);
+  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin,
+              &end);
   cddp__run_pass(pass, begin, end);
   r = cddp__end_access(d->control, r);
   if (r == CDDP_OK) r = cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
@@ -18297,13 +18321,13 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   int i, size = d->group->local_size, kind = optim ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
   size_t begin, end;
   cddp__pass pass = cddp__pass_of(d, optim, averaged);
-  cddp_result r = wrote ? cddp__host_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
+  cddp_result r = wrote ? cddp__local_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
   if (r == CDDP_OK && optim != NULL && optim->state_count > 0 && optim->shared_by == NULL &&
       !optim->partitioned)
     r = cddp__share_states(d, optim); /* the first step of optim by this model */
-  pass.can_fuse = optim != NULL && !averaged && !d->shards.uses_slots && d->step.active_count == size &&
-               (size == 1 || size == 2 || size == 4);
+  pass.can_fuse = optim != NULL && !averaged && !d->shards.uses_slots &&
+                  d->step.active_count == size && (size == 1 || size == 2 || size == 4);
   if (r == CDDP_OK && (optim == NULL || d->desc.max_grad_norm > 0))
     r = cddp__mean_part(&pass, kind);
   if (r != CDDP_OK) return r;
@@ -18321,7 +18345,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
     if (cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-    cddp__optim_rows(optim, i, d->rows.sparse[i]);
+    cddp__step_sparse(optim, i, d->rows.sparse[i]);
   }
   return cddp__fetch_weights(d, optim);
 }
@@ -18489,7 +18513,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   tensor = &d->tensors[param];
   host = d->group->host;
   CDDP__POINT("ready");
-  cddp__note_thread(host);
+  cddp__detect_second_thread(host);
   if (!d->no_sync && (r = d->memory->enter(d)) != CDDP_OK) return r; /* nothing is marked */
   pthread_mutex_lock(&d->lock);
   noted = d->no_sync; /* it counts in a later step only */
@@ -18504,19 +18528,19 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
     CDDP__REFUSE("cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
         "call it once, when its gradient is complete", cddp__param_name(d->params, param).s,
         d->group->rank);
-    return cddp__fail_model(d, CDDP_INVALID_ARGUMENT);
+    return cddp__break_model(d, CDDP_INVALID_ARGUMENT);
   }
   g = d->comm != NULL ? d->comm : d->group; /* a joining process has no comm yet */
   cddp__record_finish(
       g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* dtype, op, root */), CDDP_OK);
   if (noted) return CDDP_OK;
-  if ((r = cddp__copy_gradient(d, param)) != CDDP_OK) return cddp__fail_model(d, r);
+  if ((r = cddp__copy_gradient(d, param)) != CDDP_OK) return cddp__break_model(d, r);
   pthread_mutex_lock(&d->lock);
   CDDP_ASSERT(d->plan.buckets[tensor->bucket].remaining > 0);
   d->plan.buckets[tensor->bucket].remaining--;
   if (d->step.reduces_early) r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
-  return r == CDDP_OK ? r : cddp__fail_model(d, r); /* a bucket cannot start again */
+  return r == CDDP_OK ? r : cddp__break_model(d, r); /* a bucket cannot start again */
 }
 
 /* Adds to a hash of the optimizer's settings, in bit 0, whether its states are shared. */
@@ -18529,7 +18553,8 @@ static uint64_t cddp__optim_settings(const cddp_optim *optim) {
   return cddp__add_sharing(optim, optim != NULL ? optim->settings_hash : 0);
 }
 
-static cddp__step_header cddp__step_header_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
+/* As of the last meeting. */
+static cddp__step_header cddp__step_header_of(const cddp_ddp *d, int rank) {
   cddp__step_header m;
   memcpy(&m, cddp__op_header_of(d->control, rank, d->control->round)->u.bytes, sizeof m);
   return m;
@@ -18867,8 +18892,9 @@ static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_opti
 /* Whether NCCL reduces the next step's buckets only to the ranks that step them. The next step is
    assumed to be like this one. */
 static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *optim) {
-  return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues && !cddp__gathers_nodes(d) &&
-         d->group->size > 1 && d->desc.comm_hook == NULL && !(d->desc.max_grad_norm > 0);
+  return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues &&
+         !cddp__gathers_nodes(d) && d->group->size > 1 && d->desc.comm_hook == NULL &&
+         !(d->desc.max_grad_norm > 0);
 }
 
 /* Completes the step after its meeting. optim NULL: a wait or reduce_scatter. */
@@ -18893,9 +18919,9 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
     r = cddp__end_update(d, optim, optim->partitioned ? CDDP__NOT_CLEARED : CDDP__CLEARED);
   d->step.scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
   d->step.scatters = cddp__scatters_next(d, kind, optim);
-  if (r != CDDP_OK) return cddp__end_access(d->control, cddp__fail_model(d, r));
+  if (r != CDDP_OK) return cddp__end_access(d->control, cddp__break_model(d, r));
   if (!d->step.scattered) r = cddp__complete(d, optim != NULL);
-  return r == CDDP_OK ? r : cddp__ddp_fail(d, r); /* d->control is broken */
+  return r == CDDP_OK ? r : cddp__ddp_set_cause(d, r); /* d->control is broken */
 }
 
 /* Refuses an optimizer that cannot step d. Checks its rows only once. */
@@ -18943,7 +18969,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
       r = cddp__end_shard(d, CDDP__LAST_SHARD);
     if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, optim, &missing);
   }
-  r = r == CDDP_OK ? cddp__finish_step(d, kind, optim, missing) : cddp__fail_model(d, r);
+  r = r == CDDP_OK ? cddp__finish_step(d, kind, optim, missing) : cddp__break_model(d, r);
   cddp__record_finish(d->control, record, r);
   return r;
 }
@@ -18964,7 +18990,7 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__end_update(d, NULL, !d->group->backend->on_device /* cleared */);
   if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device /* stepped */);
   d->step.scattered = r != CDDP_OK;
-  if (r != CDDP_OK) r = cddp__end_access(g, cddp__fail_model(d, r));
+  if (r != CDDP_OK) r = cddp__end_access(g, cddp__break_model(d, r));
   cddp__record_finish(g, record, r);
   return r;
 }
@@ -19005,7 +19031,8 @@ static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
   int p, last = 0;
   cddp_result r;
   if (!d->uneven.had_absent) return CDDP_OK;
-  while (last < d->group->size - 1 && cddp__step_header_of(d, last).absent != CDDP__ABSENT_SINCE_NOW)
+  while (last < d->group->size - 1 &&
+         cddp__step_header_of(d, last).absent != CDDP__ABSENT_SINCE_NOW)
     last++;
   for (p = 0; p < d->group->size; p++)
     if ((cddp__step_header_of(d, p).settings_hash == 0) != (optim == NULL))
@@ -19053,7 +19080,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   }
   if (r == CDDP_OK) r = cddp__end_uneven(d, optim);
   d->uneven.absent = 0;
-  if (r != CDDP_OK) r = cddp__fail_model(d, r);
+  if (r != CDDP_OK) r = cddp__break_model(d, r);
   cddp__record_finish(d->control, record, r);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
@@ -19204,7 +19231,8 @@ static void cddp__ddp_free(cddp_ddp *d) {
   }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL; /* in the arena */
-  if (d->hook_group != NULL && d->hook_group != d->group && d->plan.next > 0) { /* a hook can be waiting */
+  /* A hook can be waiting. */
+  if (d->hook_group != NULL && d->hook_group != d->group && d->plan.next > 0) {
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
     (void)cddp__break(d->hook_group, CDDP_ABORTED);
@@ -19301,8 +19329,9 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
   if (desc->elastic) d->shards.own_count = 1;
   else
-    d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, cddp__gathers_nodes(d),
-                                            d->shards.nodes, d->shards.widths, &d->layout.slots);
+    d->shards.node_count =
+        cddp__plan_nodes(d->shards.owner, d->shards.count, cddp__gathers_nodes(d), d->shards.nodes,
+                         d->shards.widths, &d->layout.slots);
   d->shards.current = -1;
   d->step.reduces_early = cddp__reduces_early(d, false /* no step yet */);
   d->plan.limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
@@ -19435,8 +19464,8 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 /* >>meeting ---------------------------------------------------------------------------------------
    Job: the members of an elastic model agree which of them live, and processes join them.
    Owns: a cddp__meeting, with its cddp__net: a listening socket, and connections of members.
-   Entry points: cddp__meeting_new, _close, _free; cddp__describe_self, cddp__set_member,
-   cddp__remember_table; in a meeting cddp__meet, _meeting_confirm, _meeting_forget;
+   Entry points: cddp__meeting_new, _close, _free; cddp__open_own_member, cddp__set_member,
+   cddp__append_lives; in a meeting cddp__meet, _meeting_confirm, _meeting_forget_members;
    between meetings cddp__accept_reports, cddp__answer_joins. Thread: the one that trains.
    Words: a member has a number, which is also its rank in `net`, and a `life`, the random number of
    its process (0: it is lost). A report has a head, bytes that only >>elastic reads, and for each
@@ -19539,7 +19568,7 @@ static int cddp__choose_leader(const cddp__meeting *m) {
 }
 
 /* Appends the members' lives to m->lives, for cddp__has_majority. */
-static cddp_result cddp__remember_table(cddp__meeting *m) {
+static cddp_result cddp__append_lives(cddp__meeting *m) {
   size_t n = (size_t)m->capacity, at = m->table_count * n;
   uint64_t *lives = (uint64_t *)cddp__grow_array(
       &m->group->host->allocator, m->lives, &m->lives_capacity, at + n, sizeof *lives);
@@ -19648,7 +19677,7 @@ static cddp_result cddp__check_own_address(const cddp__address *own) {
 }
 
 /* Fills `self`, and opens this rank's listening socket. */
-static cddp_result cddp__describe_self(cddp__meeting *m, cddp__member *self) {
+static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   const cddp__host *host = m->group->host;
   const cddp__join_table *table = host->joined ? &host->job_info->table : NULL;
   cddp__address address;
@@ -19836,7 +19865,7 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
                                                 : m->members[link->peer].life == 0)))
       message = cddp__connection_receive(link, m->report_bytes);
     else if (cddp__link_is_for(link, m->members[m->me].life)) /* it waits, unless it has ended */
-      cddp__link_check_end(link);
+      cddp__link_detect_close(link);
     is_call = message != NULL && message->head.size == sizeof(cddp__member); /* no report */
     if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
         (is_call && cddp__handle_call(m, link, (cddp__member *)(void *)(message + 1)))) {
@@ -19899,7 +19928,7 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
   return r;
 }
 
-/* Leader: waits until each member has reported or is lost, or m->leader_called. */
+/* Leader: waits until each member has reported or is lost, or m->lost_leader_called. */
 static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   cddp__connection **links = m->links;
   int missing, late = -1, p; /* number of missing reports; the first member without one */
@@ -20018,7 +20047,7 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
     CDDP__POINT("elastic answer");
     (void)cddp__link_progress(net, links[p]);
   }
-  cddp__links_flush(net, links, (size_t)m->capacity, cddp__now() + CDDP__UNANSWERED_S);
+  cddp__links_flush_until(net, links, (size_t)m->capacity, cddp__now() + CDDP__UNANSWERED_S);
   return r;
 }
 
@@ -20188,7 +20217,7 @@ static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
     else if (m->members[p].life != 0)
       cddp__remove_member(m, p);
   }
-  return cddp__remember_table(m);
+  return cddp__append_lives(m);
 }
 
 /* All living members meet. *table (NULL before) receives their reports, by number. mine: this
@@ -20223,7 +20252,7 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
 }
 
 /* For a process that has met only joining ones: it asks for the members again. */
-static void cddp__meeting_forget(cddp__meeting *m) {
+static void cddp__meeting_forget_members(cddp__meeting *m) {
   cddp__host *host = m->group->host;
   int p;
   if (host->job_info != NULL) { /* cddp__find_leader must not find this rank */
@@ -20282,8 +20311,8 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
    Words: a process's window is its index on its host (>>arena). A part is a rank's share of the
    mean; its squares are sums of squares, for max_grad_norm.
    Every rank holds all weights and states, so any of them can continue:
-     1. The members meet (>>meeting). The k-th rank of the groups is member order[k]. Each new pair
-        of groups begins an epoch.
+     1. The members meet (>>meeting). The k-th rank of the groups is member member_of_rank[k].
+        Each new pair of groups begins an epoch.
      2. A rank sums the gradients of its shards into nodes of the canonical tree. The last node can
         stay in the gradients; the others are in slots.
      3. A rank without shards left enters the reduction: cddp__elastic_reduce. It needs all members.
@@ -20406,8 +20435,9 @@ static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->layout.slots) return CDDP_OK;
-  p = cddp__elastic_allocate(d, (size_t)slots * d->layout.slot_stride + 2 * cddp__gather_nodes_slack(d),
-                             CDDP__EXTENT_BUFFER);
+  p = cddp__elastic_allocate(
+      d, (size_t)slots * d->layout.slot_stride + 2 * cddp__gather_nodes_slack(d),
+      CDDP__EXTENT_BUFFER);
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (elastic->slot_area != NULL)
     r = (d->memory->copy)(p, elastic->slot_area, old_bytes, d->group->stream);
@@ -20599,13 +20629,16 @@ static void cddp__free_lost(cddp_ddp *d) {
     if (lost.step >= elastic->step || cddp__lost_lives(host, lost.step))
       elastic->lost_blocks[kept++] = lost;
     else
-      cddp__arena_free_block(host, lost.block, lost.generation); /* not a later group's block */
+      /* The generation tells that it is not a later group's block. */
+      cddp__arena_free_lost_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = kept;
   if (host->arena.fd >= 0) cddp__find_processes(host); /* those that ended as they joined, too */
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
-    if (p->lost_in_step == 0 || p->lost_in_step > elastic->step /* lost in it */ || host->arena.fd < 0) continue;
+    if (p->lost_in_step == 0 || p->lost_in_step > elastic->step /* lost in it */ ||
+        host->arena.fd < 0)
+      continue;
     if (p->use_locked && cddp__window_in_use(d, p->window)) continue;
     if (p->use_locked) cddp__unmap_window(host, p);
     if (cddp__process_gone(host, p->window)) cddp__free_window(host, p);
@@ -20770,7 +20803,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
     cddp__shard_node *node = &d->shards.nodes[i];
     node->slot = /* until now the node's index among those of its rank */
         cddp__published_slots(elastic->published[elastic->member_of_rank[node->rank]])[node->slot];
-    d->shards.widths[i] = cddp__node_width(node);
+    d->shards.widths[i] = cddp__reduce_width(node);
   }
   elastic->mean_parts = d->step.active_count;
   elastic->in_parts = true;
@@ -20820,7 +20853,8 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (elastic->own != NULL) cddp__publish_own(d);
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  elastic->reductions - elastic->repeat_counted /* its number */, &mine, sizeof mine);
+                  elastic->reductions - elastic->repeat_counted /* its number */, &mine,
+                  sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
   if (r == CDDP_OK) r = cddp__check_updates(d);
@@ -20831,7 +20865,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
                                           d->shards.nodes, d->shards.widths, &unused);
   r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
   if (r != CDDP_OK) return r;
-  elastic->reductions += !elastic->repeat_counted; /* ahead: counted already */
+  elastic->reductions += !elastic->repeat_counted;
   elastic->repeats = elastic->repeat_counted = false;
   elastic->has_mean = true;
   elastic->meetings = 0;
@@ -20924,7 +20958,8 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
       pthread_mutex_lock(&groups[i]->p2p.lock);
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
-        unsigned char *ended = &d->elastic->meeting.ended[d->elastic->member_of_rank[link->rank]], unused;
+        int member = d->elastic->member_of_rank[link->rank];
+        unsigned char *ended = &d->elastic->meeting.ended[member], unused;
         ssize_t n = 1;
         if (link->state == CDDP__CONNECTION_UP)
           n = recv(link->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT);
@@ -21065,7 +21100,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   d->addresses.slots[d->me] = elastic->slot_area;
   if (r != CDDP_OK || elastic->own == NULL || d->layout.dense_bytes == 0) return r;
   if (!elastic->one_host) return cddp__commit_mean(d);
-  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end); /* this rank's */
+  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end);
   if (d->layout.dense_bytes >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
     begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
     end = cddp__round_up(end, CDDP__HUGE_PAGE);
@@ -21130,7 +21165,8 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   const cddp_allocator *allocator = &d->group->host->allocator;
-  bool takes_part = elastic->meeting.self_joining || elastic->member_of_rank[source] == elastic->meeting.me;
+  bool takes_part =
+      elastic->meeting.self_joining || elastic->member_of_rank[source] == elastic->meeting.me;
   bool host_data = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
   size_t most = CDDP__NODES_CHUNK * sizeof(double), at, n;
   void *passed = NULL, *host_chunk = host_data ? cddp__malloc(allocator, most) : NULL;
@@ -21204,7 +21240,8 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
         some_lack || (!joining && report->reductions < from->reductions && !elastic->repeats);
     some_join = some_join || joining;
   }
-  if (some_lack && d->layout.dense_bytes > 0 && from->in_parts == 0) { /* else all can read its parts */
+  /* in_parts: all can read its parts. */
+  if (some_lack && d->layout.dense_bytes > 0 && from->in_parts == 0) {
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense_bytes, CDDP_U8, source);
     if (elastic->own != NULL) r = cddp__commit_mean(d);
     if (r == CDDP_OK) r = cddp__run_model_collective(d, &call);
@@ -21246,7 +21283,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
   CDDP__POINT("elastic table");
   if (r == CDDP_OK && from == NULL) { /* only joining ranks */
-    cddp__meeting_forget(m);
+    cddp__meeting_forget_members(m);
     r = CDDP_PEER_LOST;
   }
   if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 0, &d->control);
@@ -21342,7 +21379,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   }
   for (k = 0; k < d->count; k++)
     if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(optim, k))
-      cddp__optim_rows(optim, k, d->rows.sparse[k]);
+      cddp__step_sparse(optim, k, d->rows.sparse[k]);
   return cddp__end_update(d, optim, CDDP__NOT_CLEARED);
 }
 
@@ -21453,7 +21490,8 @@ static void cddp__register_elastic_fork(void) {
 static void cddp__elastic_register(cddp_ddp *d) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   int i;
-  for (i = 0; i < d->count; i++) d->tensors[i].data = d->params[i].data; /* for _elastic_pair */
+  for (i = 0; i < d->count; i++)
+    d->tensors[i].data = d->params[i].data; /* for cddp__elastic_set_optim */
   pthread_once(&once, cddp__register_elastic_fork);
   pthread_mutex_lock(&cddp__models_lock);
   d->elastic->next = cddp__elastic_models;
@@ -21527,7 +21565,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
     d->step.present = d->step.active_count;
     cddp__reset_step(d);
   } else {
-    r = cddp__ddp_fail(d, cddp__fail_model(d, r));
+    r = cddp__ddp_set_cause(d, cddp__break_model(d, r));
   }
   cddp__record_finish(d->group, record, r);
   return r;
@@ -21573,7 +21611,8 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   size_t n = (size_t)d->shards.count;
   cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
-      &host->allocator, 1, sizeof *elastic + n * (3 * sizeof(void *) + sizeof *elastic->member_of_rank));
+      &host->allocator, 1,
+      sizeof *elastic + n * (3 * sizeof(void *) + sizeof *elastic->member_of_rank));
   cddp_result r;
   if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
   host->elastic = true;
@@ -21586,8 +21625,8 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   r = cddp__meeting_new(&elastic->meeting, d->group, d->shards.count,
                         sizeof(cddp__rank_report) + (size_t)d->count * sizeof(float) + n);
   if (r != CDDP_OK) return r;
-  elastic->mean =
-      cddp__elastic_allocate(d, d->layout.dense_bytes + cddp__gather_nodes_slack(d), CDDP__EXTENT_LAZY);
+  elastic->mean = cddp__elastic_allocate(d, d->layout.dense_bytes + cddp__gather_nodes_slack(d),
+                                         CDDP__EXTENT_LAZY);
   if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
   return !d->group->backend->on_device ? cddp__create_published(d) : CDDP_OK;
 }
@@ -21603,7 +21642,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   CDDP__POINT("elastic enter");
   if (r == CDDP_OK) r = cddp__await_model(d); /* a loss could end rank 0's broadcast */
   memset(&mine, 0, sizeof mine);
-  if (r == CDDP_OK) r = cddp__describe_self(&d->elastic->meeting, &mine.self);
+  if (r == CDDP_OK) r = cddp__open_own_member(&d->elastic->meeting, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
   all = (cddp__leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
@@ -21618,7 +21657,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     m->net->host = all[m->me].self.host;
     d->step.active_count = g->size;
     cddp__elastic_begin_step(d);
-    r = cddp__remember_table(m);
+    r = cddp__append_lives(m);
   }
   cddp__free(&g->host->allocator, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++)
@@ -21636,7 +21675,7 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__member self;
   cddp_result r = cddp__join_compare(d, &d->group->host->job_info->table.lead.model);
   if (r == CDDP_OK) r = cddp__elastic_new(d);
-  if (r == CDDP_OK) r = cddp__describe_self(&d->elastic->meeting, &self);
+  if (r == CDDP_OK) r = cddp__open_own_member(&d->elastic->meeting, &self);
   if (r != CDDP_OK) return r;
   cddp__set_member(&d->elastic->meeting, &self);
   d->elastic->meeting.net->host = self.host;
@@ -21853,8 +21892,8 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
    the tensors' data. The JSON is {"__metadata__": {string: string}, NAME: {"dtype": "F32",
    "shape": [2, 3], "data_offsets": [begin, end]}, ...}.
    Owns: cddp_safetensors. Touches no file: >>checkpoint reads and writes files.
-   Entry points: cddp__st_header_size, _new, _parse, _find, _value; for writing cddp__st_write,
-   cddp__st_find_type, _size and cddp__describe_shape.
+   Entry points: cddp__st_header_size, _new, _parse, _find, _value; for writing
+   cddp__st_write_header; cddp__st_find_type, _size and cddp__describe_shape.
    How it works (the text is not trusted):
      1. The text must be UTF-8. Memory is allocated once, for the largest number of items that a
         text of this length can contain.
@@ -22277,7 +22316,7 @@ typedef struct cddp__st_item {
   void *data;     /* NULL: no elements, partitioned over the ranks, or not allocated yet */
   int param;      /* of a state: index of its parameter; else -1 */
   int state;      /* number of the state; that of a step count is the optimizer's state_count */
-  void **state_pointer;   /* the optimizer's pointer to the state; NULL: a step count, or no state */
+  void **state_pointer; /* the optimizer's pointer to the state; NULL: a step count, or no state */
   uint64_t begin, bytes;        /* offset and size in a file that is written */
   const cddp_tensor_info *file_tensor; /* load: the tensor in the file; NULL: the file lacks it */
 } cddp__st_item;
@@ -22311,7 +22350,7 @@ static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
 
 /* Sorts the items and sets their offsets. Adds N and the JSON, padded so that the data is aligned
    to 8 bytes. Returns the size of the data. buffer->failed: memory is exhausted. */
-static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *buffer,
+static uint64_t cddp__st_write_header(const cddp_allocator *allocator, cddp__buffer *buffer,
                                cddp__st_item *items, size_t count, const cddp_metadata *metadata,
                                size_t metadata_count) {
   uint64_t at = 0;
@@ -22350,8 +22389,8 @@ static uint64_t cddp__st_write(const cddp_allocator *allocator, cddp__buffer *bu
    count; peers' memory, for states that are partitioned over the ranks.
    Entry points: the public functions.
    Both calls begin with a list of the checkpoint's tensors (items), which the ranks compare:
-   parameters, the learning rate, and (param >= 0) the optimizer's states (place: its pointer to the
-   state) and step counts (place NULL).
+   parameters, the learning rate, and (param >= 0) the optimizer's states (state_pointer: to the
+   state) and step counts (state_pointer NULL).
    Saving:
      1. Rank 0 creates PATH.tmp and locks it. An old one is removed first, unless a process of this
         user holds its lock.
@@ -22610,7 +22649,8 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
       return CDDP__REFUSE(
           "the shape of parameter \"%s\" does not match its count, %zu", p->name, p->count);
   }
-  if (ckpt->has_device_memory && ckpt->g != NULL && ckpt->g->size > 1 && !ckpt->g->backend->on_device)
+  if (ckpt->has_device_memory && ckpt->g != NULL && ckpt->g->size > 1 &&
+      !ckpt->g->backend->on_device)
     return CDDP__REFUSE(
         "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
         "with device \"cuda\", or NULL");
@@ -22749,7 +22789,8 @@ static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   size_t i;
   if (ckpt->whole != NULL) cddp_free(ckpt->g, ckpt->whole);
   for (i = 0; i < ckpt->item_count; i++) /* states that a failed load did not commit */
-    if (ckpt->items[i].file_tensor != NULL && ckpt->items[i].state_pointer != NULL && !optim->backend->on_device)
+    if (ckpt->items[i].file_tensor != NULL && ckpt->items[i].state_pointer != NULL &&
+        !optim->backend->on_device)
       cddp__free(NULL /* malloc */, ckpt->items[i].data);
   cddp__free(ckpt->allocator, ckpt->items);
   cddp__free(ckpt->allocator, ckpt->staging);
@@ -22884,8 +22925,8 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
     else *m++ = desc->metadata[i];
   }
   cddp__select_states(ckpt);
-  data_bytes = cddp__st_write(ckpt->allocator, &ckpt->header, ckpt->items, ckpt->item_count, all,
-                              (size_t)(m - all));
+  data_bytes = cddp__st_write_header(ckpt->allocator, &ckpt->header, ckpt->items, ckpt->item_count,
+                                     all, (size_t)(m - all));
   cddp__free(ckpt->allocator, all);
   if (ckpt->header.failed) return CDDP_OUT_OF_MEMORY;
   n = cddp__buffer_size(&ckpt->header) - 8; /* bytes of JSON */
@@ -23104,12 +23145,14 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     cddp_dtype dtype = item->dtype;
     cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0 /* root */);
     if (item->file_tensor == NULL || (ckpt->partitioned && item->state_pointer != NULL)) continue;
-    if (ckpt->has_device_memory) r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
+    if (ckpt->has_device_memory)
+      r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
     else r = cddp__packet_add(&p, item->data, item->count, dtype);
   }
   if (r != CDDP_OK) return r;
   /* the device can still run the broadcasts and rank 0's copies */
-  return ckpt->has_device_memory ? cddp__await_device(ckpt->g, CDDP__AWAIT_GROUP) : cddp__packet_send(&p);
+  return ckpt->has_device_memory ? cddp__await_device(ckpt->g, CDDP__AWAIT_GROUP)
+                                 : cddp__packet_broadcast(&p);
 }
 
 /* Collective: rank 0 broadcasts each state in `whole`, of which each rank keeps its part. */
@@ -23125,7 +23168,8 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     cddp_dtype dtype = item.dtype;
     cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0 /* root */);
     void *part = item.data; /* of this rank */
-    if (item.file_tensor == NULL || item.state_pointer == NULL) continue; /* not in the file, or no state */
+    if (item.file_tensor == NULL || item.state_pointer == NULL)
+      continue; /* not in the file, or no state */
     item.data = whole;
     if (ckpt->root) r = cddp__copy_item(ckpt, &item);
     if ((r = cddp__agree(g, r)) != CDDP_OK) break;
@@ -23171,7 +23215,8 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   if (r == CDDP_OK && ckpt->partitioned) r = cddp__load_states(ckpt);
   if (r != CDDP_OK) return r;
   if (ckpt->g != NULL) return cddp__broadcast_tensors(ckpt);
-  return ckpt->has_device_memory ? cddp__await_device(NULL /* no group */, CDDP__AWAIT_STREAM) : CDDP_OK;
+  return ckpt->has_device_memory ? cddp__await_device(NULL /* no group */, CDDP__AWAIT_STREAM)
+                                 : CDDP_OK;
 }
 
 /* Gives the loaded states to the optimizer; states that the file lacks begin anew. Cannot fail in
@@ -23199,7 +23244,8 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
       *item->state_pointer = item->data;
       item->data = NULL;
     } else if (!found) {
-      r = (optim->backend->zero)(optim, *item->state_pointer, cddp__kept_bytes(ckpt, item), CDDP__WAIT);
+      r = (optim->backend->zero)(optim, *item->state_pointer, cddp__kept_bytes(ckpt, item),
+                                 CDDP__WAIT);
     }
   }
   for (k = 0; r == CDDP_OK && k < optim->count && !optim->backend->on_device; k++)
@@ -23606,7 +23652,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   job->again = job->by_signal = job->blind = false;
   for (i = 0; i <= job->n; i++) job->fds[i].fd = -1;
   if ((r = cddp__random(secret, sizeof secret)) != CDDP_OK) return r;
-  if ((r = cddp__listen_any(&job->listen_fd, &job->port)) != CDDP_OK) return r;
+  if ((r = cddp__listen_loopback(&job->listen_fd, &job->port)) != CDDP_OK) return r;
   snprintf(job->secret, sizeof job->secret, "%d:%016" PRIx64 "%016" PRIx64, job->port, secret[0],
            secret[1]);
   fflush(NULL); /* else each child prints the buffered text again; if stdout is closed, into
@@ -23765,7 +23811,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   if (block != NULL && (n > 1 || thread == NULL || thread[0].group == NULL))
     munmap(block, cddp__block_bytes(n, n)); /* else its group has unmapped it */
   free(thread);
-  cddp__await_watchers();
+  cddp__await_nccl_threads();
   return r;
 }
 
@@ -23902,7 +23948,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line) {
 
 CDDPDEF void cddp_destroy(cddp_group *g) {
   if (g != NULL) cddp__group_leave(g);
-  cddp__await_watchers();
+  cddp__await_nccl_threads();
 }
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
@@ -24027,7 +24073,7 @@ static cddp_result cddp__start_counted(
   if (g == NULL || recv_counts == NULL || (scatters && send_counts == NULL))
     return cddp__named(function,
                        CDDP__REFUSE("%s is NULL", g == NULL ? "the group" : "an array of counts"));
-  parts = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__counts_memory(g));
+  parts = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__counts_bytes(g));
   if (parts == NULL) return CDDP_OUT_OF_MEMORY;
   for (p = 0; p < g->size; p++) {
     cddp__counted_share *part = &parts[p];
@@ -24184,7 +24230,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
     return false; /* a step returns it too */
   else if (r == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_shard(d);
-  if (r != CDDP_OK) (void)cddp__fail_model(d, r);
+  if (r != CDDP_OK) (void)cddp__break_model(d, r);
   if (r != CDDP_OK || d->shards.current < 0) return false;
   *shard = d->shards.current;
   return true;
@@ -24355,7 +24401,7 @@ CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
   if (d == NULL) return;
   cddp__elastic_free(d);
   cddp__ddp_free(d);
-  cddp__await_watchers(); /* if its group has been destroyed */
+  cddp__await_nccl_threads(); /* if its group has been destroyed */
 }
 
 CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data) {
@@ -24580,7 +24626,7 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
   return (void)g, memcpy(to, from, bytes), CDDP_OK;
 }
 static cddp_result cddp__attach_optim(cddp_optim *optim) { return (void)optim, CDDP_OK; }
-static void cddp__await_watchers(void) {}
+static void cddp__await_nccl_threads(void) {}
 CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)kernels; }
 #endif
 #endif /* CDDP_IMPLEMENTATION_DONE */

@@ -1603,7 +1603,7 @@ static struct cddp__cu_registers {
    Owns: a group's device context: streams, events, communicator, scratch memory, two threads.
    Touches: the group's slots, where each rank logs its calls on device memory; the group's failure;
    its engine (barriers); its links to other hosts (p2p.lock); the arena (copies on the host).
-   Entry points: those of CDDP__DEVICE_FUNCTIONS; cddp__transfer and cddp__await_watchers of
+   Entry points: those of CDDP__DEVICE_FUNCTIONS; cddp__transfer and cddp__await_nccl_threads of
    >>hooks. The rooms below use
      contexts   cddp__device_open, _of, _enter, cddp__use_device, cddp__main_stream
      streams    cddp__stream_after, _await_stream, _capturing, _refuse_capture, _release_buffers
@@ -1905,10 +1905,10 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
 static void cddp__watch_hosts(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   if (hosts == NULL) return;
-  cddp__hosts_poll(g);
+  cddp__poll_all_groups(g);
   if (g->local_rank != 0) return;
   pthread_mutex_lock(&g->p2p.lock);
-  cddp__hosts_serve(g);
+  cddp__hosts_read_messages(g);
   (void)cddp__ensure_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0));
   pthread_mutex_unlock(&g->p2p.lock);
 }
@@ -2303,7 +2303,7 @@ static cddp_result cddp__start_watching(cddp__device *device) {
 }
 
 /* Called when the process may end soon: if no context is left, waits for NCCL's threads to end. */
-static void cddp__await_watchers(void) {
+static void cddp__await_nccl_threads(void) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__AWAIT_END_S);
   if (cddp__load32(&cddp__watched) != 0) return;
@@ -3018,7 +3018,8 @@ static void cddp__device_close(cddp_group *g) {
 static void *cddp__device_gradient(const cddp_optim *optim, const cddp_ddp *d, int i) {
   if (d == NULL && cddp__optim_sparse(optim, i) == NULL) return optim->params[i].grad;
   if (d == NULL) d = optim->desc.ddp;
-  return d->arena + (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense_offset : d->tensors[i].offset);
+  return d->arena +
+         (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense_offset : d->tensors[i].offset);
 }
 
 /* Returns whether one launch can update parameters i and j. d is NULL in cddp_optim_step. */
@@ -3533,7 +3534,7 @@ static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_place_rows, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, NULL /* publish */};
 
 /* >>gpus ------------------------------------------------------------------------------------------
-   Job: the functions of cddp.h's >>hooks (cddp__transfer and cddp__await_watchers: >>device).
+   Job: the functions of cddp.h's >>hooks (cddp__transfer and cddp__await_nccl_threads: >>device).
    Owns: the backends of groups on devices. */
 
 static cddp_result cddp__group_scratch(const cddp_group *g, size_t bytes, void **out) {

@@ -899,10 +899,10 @@ static void target_meeting(input *in) {
     if (r == CDDP_OK) r = cddp__collect_ranks(&m);
     if (r == CDDP_OK) cddp__host_set_ranks(m.host, m.net);
     if (r == CDDP_OK && m.memory_fd >= 0) {
-      cddp__open_memory(m.host, m.memory_fd, m.host->size);
+      cddp__adopt_memfd(m.host, m.memory_fd, m.host->size);
       m.memory_fd = -1;
     } else if (r == CDDP_OK && m.host->size > 1) {
-      r = cddp__create_memory(m.host, 0);
+      r = cddp__create_memfd(m.host, 0);
     }
     if (r == CDDP_OK) r = cddp__world_group(&g, m.host, &at);
     if (r == CDDP_OK) r = cddp__send_table(&m);
@@ -1049,7 +1049,7 @@ static void link_event(link_world *k, input *in) {
   case 8: link_recv(k, in); break;
   default: cddp__serve_all_recvs(k->g);
   }
-  cddp__hosts_poll(k->g);
+  cddp__poll_all_groups(k->g);
   REQUIRE(n->secret == NULL || callers(n, true) == 0);
 }
 
@@ -1073,7 +1073,7 @@ static void target_link(input *in) {
     few_descriptors = !(settings & 4); /* whoever has said nothing is dropped for the next one */
     w.coming = few_descriptors;
     w.now += 6;
-    cddp__hosts_poll(k.g);
+    cddp__poll_all_groups(k.g);
     REQUIRE(!few_descriptors || callers(h->net, false) <= 1);
     few_descriptors = false;
     k.g->p2p.recvs = NULL;
@@ -1173,7 +1173,7 @@ static void write_again(const cddp_safetensors *f, const cddp_allocator *a) {
     items[n++].bytes = info->bytes;
   }
   memset(&text, 0, sizeof text);
-  at = cddp__st_write(a, &text, items, n, f->metadata, f->metadata_count);
+  at = cddp__st_write_header(a, &text, items, n, f->metadata, f->metadata_count);
   REQUIRE(text.failed || (text.start == 0 && text.end % 8 == 0));
   again = text.failed ? NULL : new_file(a, text.data + 8, text.end - 8, at);
   cddp__free(a, text.data);

@@ -708,7 +708,7 @@ static void test_missing_ranks(void) {
   size_t i, k;
   int fd = -1, number = 0;
   for (i = 0; i < sizeof cases / sizeof *cases; i++) {
-    CHECK_OK(cddp__listen_any(&fd, &number)); /* a free port */
+    CHECK_OK(cddp__listen_loopback(&fd, &number)); /* a free port */
     close(fd);
     snprintf(port, sizeof port, "%d", number);
     variables(cases[i].set);
@@ -858,7 +858,7 @@ static void test_listen_fd(void) {
   struct sockaddr_in a;
   socklen_t size = sizeof a;
   int fd = -1, port = 0, idle = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  CHECK_OK(cddp__listen_any(&fd, &port));
+  CHECK_OK(cddp__listen_loopback(&fd, &port));
   listen_case("0", fd, port, true, false);
   listen_case("1", fd, port, false, false);
   listen_case("0", fd, port == 1 ? 2 : 1, false, true); /* another port */

@@ -1476,7 +1476,7 @@ static void test_impostor(void) {
     int fd, port;
     pthread_t t;
     cddp_store *c = NULL;
-    CHECK_OK(cddp__listen_any(&fd, &port));
+    CHECK_OK(cddp__listen_loopback(&fd, &port));
     fcntl(fd, F_SETFL, 0);
     CHECK_EQ(pthread_create(&t, NULL, impostor, &fd), 0);
     CHECK_IS(join(&c, port, secrets[i], 5), CDDP_NETWORK);
@@ -1557,7 +1557,7 @@ static void test_addresses(void) {
   races = 2;
   CHECK_OK(open_as(url, true, 5, &t));
   cddp_store_destroy(t);
-  CHECK_OK(cddp__listen_any(&fd, &port));
+  CHECK_OK(cddp__listen_loopback(&fd, &port));
   CHECK(cddp__local_address(fd, &a));
   close(fd);
   fd2 = socket(AF_INET, SOCK_STREAM, 0); /* a socket connected to itself */
@@ -1620,7 +1620,7 @@ static void test_late_server(void) {
   pthread_t t[3];
   cddp_store *s = NULL;
   double start;
-  CHECK_OK(cddp__listen_any(&fd, &port));
+  CHECK_OK(cddp__listen_loopback(&fd, &port));
   close(fd);
   snprintf(url, sizeof url, "tcp://localhost:%d", port);
   for (i = 0; i < 3; i++) {
@@ -2202,7 +2202,7 @@ static void test_foreign_services(void) {
       double start = test_now();
       foreign f;
       f.answer = answers[i];
-      CHECK_OK(cddp__listen_any(&f.listener, &port));
+      CHECK_OK(cddp__listen_loopback(&f.listener, &port));
       snprintf(where, sizeof where, "127.0.0.1:%d", port);
       CHECK_EQ(pthread_create(&t, NULL, foreign_main, &f), 0);
       CHECK_IS(join(&c, port, secrets[k], answers[i] != NULL ? 60 : 1.5),
