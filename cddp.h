@@ -16863,7 +16863,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset into
    it determines an element's part (cddp__part_count), norm block (_count_norm_blocks), place in a
    slot, and states. A gradient is in its rank's arena, or in the caller's memory if all ranks can
-   map that. carrier->shares_memory: all ranks can read each other's memory. backend->enqueues: NCCL.
+   map that. carrier->shares_memory: all ranks can read each other's memory. backend->enqueues:
+   NCCL.
    The life of a model:
      1. cddp_ddp_create (>>ddp-create): ranks compare models and map each other's memory.
      2. cddp_ddp_ready (>>ddp-step) marks a gradient, copies it if its storage is COPIED, and can

@@ -466,8 +466,8 @@ static cddp__client *open_conn(cddp__server *v) {
 /* What epoll would report, as long as there is something. */
 static void serve_conn(cddp__server *v, cddp__client *c) {
   int rounds;
-  for (rounds = 0; rounds < 4096 && connection->c.fd >= 0; rounds++) {
-    const fake_fd *f = fd_of(connection->c.fd);
+  for (rounds = 0; rounds < 4096 && c->connection.fd >= 0; rounds++) {
+    const fake_fd *f = fd_of(c->connection.fd);
     uint32_t events = 0;
     if ((c->events & EPOLLIN) && (fd_ready(f) > 0 || f->ended)) events |= EPOLLIN;
     if ((c->events & EPOLLOUT) && !f->blocked) events |= EPOLLOUT;
@@ -479,10 +479,10 @@ static void serve_conn(cddp__server *v, cddp__client *c) {
 
 /* The proof that the server wants to see. */
 static void prove(const cddp__server *v, cddp__client *c) {
-  fake_fd *f = fd_of(connection->c.fd);
+  fake_fd *f = fd_of(c->connection.fd);
   if (v->secret == NULL) return;
   memcpy(f->extra, CDDP__AUTH_PROOF, 8);
-  cddp__challenge_prove(&connection->c.challenge, true, f->extra + 8);
+  cddp__challenge_prove(&c->connection.challenge, true, f->extra + 8);
   f->extra_size = 8 + CDDP__PROOF_SIZE;
   f->extra_at = 0;
 }
@@ -493,9 +493,9 @@ static void server_check(cddp__server *v) {
   const cddp__entry *e;
   const cddp__client *c;
   for (c = v->clients; c != NULL; c = c->next) {
-    bytes += connection->c.in.capacity + connection->c.out.capacity;
+    bytes += c->connection.in.capacity + c->connection.out.capacity;
     blocked += c->blocked;
-    REQUIRE(!c->blocked || (connection->c.fd >= 0 && c->parser.code == CDDP__STORE_WAIT));
+    REQUIRE(!c->blocked || (c->connection.fd >= 0 && c->parser.code == CDDP__STORE_WAIT));
   }
   for (i = 0; i < CDDP__MAP_CHAINS; i++)
     for (e = v->chains[i]; e != NULL; e = e->next)
@@ -513,18 +513,18 @@ static void server_event(cddp__server *v, cddp__client **conns, input *in) {
     prove(v, c);
     break;
   case 5:
-    fd_of(connection->c.fd)->ended = true;
+    fd_of(c->connection.fd)->ended = true;
     break;
   case 6:
     w.now += (double)take(in) / 8;
     break;
   case 7:
-    fd_of(connection->c.fd)->blocked = !fd_of(connection->c.fd)->blocked;
+    fd_of(c->connection.fd)->blocked = !fd_of(c->connection.fd)->blocked;
     break;
   default:
-    fd_of(connection->c.fd)->in = take_bytes(in, take_size(in));
+    fd_of(c->connection.fd)->in = take_bytes(in, take_size(in));
   }
-  if (connection->c.fd >= 0) serve_conn(v, c);
+  if (c->connection.fd >= 0) serve_conn(v, c);
   server_check(v);
   cddp__server_settle(v);
   server_check(v);
