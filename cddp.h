@@ -441,8 +441,9 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
    blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective
    or an operation of NCCL. No thread may be waiting for w. Like MPI_Cancel. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
-/* *done = whether the operation has ended, with or without success. Never blocks (NCCL: it and
-   cddp_wait_for can, in the first message between two ranks); cddp_wait must follow. */
+/* *done = whether the operation has ended, with or without success. cddp_wait must follow. Does not
+   block (with NCCL it can, as cddp_wait_for, until the other rank takes part in the first message
+   between the two). */
 CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
 
 /* >>api-ddp ---------------------------------------------------------------------------------------
@@ -1479,8 +1480,10 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
    NOTATION. In the comment of a field, [n] is its number of elements, and the name of a lock is
    that of the lock that guards it. In the head of a room, _open stands for cddp__..._open. CDDP__X
    is what a list, such as CDDP__DTYPES(CDDP__X), does with each entry. CDDP__POINT("name") does
-   nothing, except in tests, which stop, delay or kill a rank there. (l->log)(...) calls a function
-   pointer whose name the program can have as a macro.
+   nothing, except in tests, which stop, delay or kill a rank there. Parentheses, as in
+   (cddp_save)(...) or (l->log)(...), keep a macro of that name from being expanded: cddp's, with
+   the call's line, or the program's. wait.due is set every 20 ms of a wait, late at its deadline.
+   A call of another room that returns a cddp_result has written the error text if it fails.
 
    WORDS that several rooms use.
      call       the checked arguments of a collective or message; site: its line in the program
@@ -2744,6 +2747,7 @@ static cddp_result cddp__fail_in(cddp_result r, const char *format, ...) {
   return r;
 }
 
+/* After a failure: puts "FUNCTION: " before its text. */
 static cddp_result cddp__named(const char *function, cddp_result r) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", function);
 }
@@ -5181,7 +5185,7 @@ static void cddp__server_settle(cddp__server *server) {
     if (!client->greeted) cddp__client_event(server, client, EPOLLIN); /* reads its VALIDATE */
     if (!client->greeted || now >= c->deadline) cddp__client_close(server, client);
   }
-  while (server->unsettled) {
+  while (server->unsettled) { /* a client closed, or a WAIT ended: a run can do either again */
     server->unsettled = false;
     for (link = &server->clients; (client = *link) != NULL;) {
       if (client->connection.fd >= 0) cddp__client_run(server, client);
@@ -7527,7 +7531,7 @@ CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
 /* The factors of one optimizer step, computed from the settings and the step's number. */
 typedef struct cddp__scalars {
   double sign; /* factor of the gradient: -1 to maximize */
-  cddp_adamw_step adamw;
+  cddp_adamw_step adamw; /* all of AdamW's: >>api-layouts */
   double step;  /* -lr; this field and the rest are for SGD */
   double decay; /* weight_decay */
   double keep;  /* factor of the momentum */
@@ -7559,7 +7563,7 @@ typedef struct cddp__loops {
   void (*bits)(void *d, const void *a, const void *b, size_t n, cddp_op op);
   /* d = d * f or d / f. F32, F64 */
   void (*scale)(void *d, size_t n, double f, bool divide);
-  /* d = e * a + f * b; e * a is rounded before the addition. F32, F64 */
+  /* SGD: d = fma(f, b, x), where x = e * a is rounded. F32, F64 */
   void (*mix)(void *d, const void *a, const void *b, size_t n, double e, double f);
   /* the sum of squares. F32, F64 */
   double (*squares)(const void *p, size_t n);
@@ -8702,8 +8706,8 @@ static cddp_result cddp__check_cause(const cddp__cause *cause) {
 }
 
 /* Wakes this host's ranks that sleep, in a round or (on `events`) for messages. Adding 0 is a full
-   fence: threads that begin to sleep later see `broken`. Of other hosts' headers they sleep only on
-   that of the lowest rank: cddp__hosts_exchange. */
+   fence after the store to `broken`: who begins to sleep later sees it. Of other hosts' headers
+   ranks sleep only on that of hosts.lowest_remote, which is written last. */
 static void cddp__wake_all(cddp_group *g) {
   bool on_rounds = cddp__add32(&g->block->sleepers, 0) != 0;
   int p;
@@ -10161,7 +10165,7 @@ typedef struct cddp__rank_info {
   uint32_t fp_mode;
   uint32_t user;    /* geteuid() */
   uint32_t joins;   /* 1: CDDP_JOIN, a process that joins later */
-  uint64_t machine; /* cddp__host_identity */
+  uint64_t machine; /* a hash: on one machine, ranks have one user */
   uint64_t run;     /* a hash of cddp__config.run */
   char backend[16];
   cddp__host_entry host;
@@ -10238,7 +10242,7 @@ typedef struct cddp__root_search {
 
 typedef struct cddp__root_key { /* value of RUN/meeting */
   struct sockaddr_in6 address;  /* of the root's listener, with the port */
-  unsigned char token[32];
+  unsigned char token[32];      /* root_search.token */
 } cddp__root_key;
 
 typedef struct cddp__rendezvous {
@@ -12585,7 +12589,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
   if (cddp__rank_gone(g, late)) return cddp__break_lost(g, late, NULL /* in a round */);
-  starved = cddp__load32(&g->hosts->net->starved); /* nothing to accept a connection with */
+  starved = cddp__load32(&g->hosts->net->starved); /* errno: no descriptor or memory */
   if (w->due && starved != 0) {
     pthread_mutex_lock(&g->p2p.lock);
     unconnected = g->hosts->peers[late].link[0] == NULL;
@@ -15796,7 +15800,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r == CDDP_OK)
     r = cddp__record_open(&host->record, cddp__hash64(0, rdv.net->token, 16), config->rank,
-                          config->world_size, 0 /* not joined */);
+                          config->world_size, 0 /* join */);
   if (r == CDDP_OK) r = cddp__send_table(&rdv);
   if (r == CDDP_OK) r = cddp__await_ready(&rdv);
 #ifdef CDDP_MPI /* MPI's start can block forever without all ranks: all must call it, and return */
@@ -15876,7 +15880,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     cddp__store32(&g->block->cores, (uint32_t)host->cores);
     cddp__set_wait_policy(g);
     if (g->size == 1)
-      r = cddp__record_open(&host->record, cddp__record_job(), 0 /* rank */, 1, 0 /* not joined */);
+      r = cddp__record_open(&host->record, cddp__record_job(), 0 /* rank */, 1, 0 /* join */);
   }
 #ifdef CDDP_MPI
   if (r == CDDP_OK && !config.joins && strcmp(config.backend, "mpi") == 0) {
@@ -17098,7 +17102,7 @@ static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
       d->addresses.slots[rank] + (size_t)d->layout.slots * d->layout.slot_stride);
 }
 
-#define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* minimum that several hosts reduce in place */
+#define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* between hosts smaller gradients are copied */
 
 /* The reference by which other ranks map parameter i's weights or gradient. Kind NONE if they
    cannot, or if the gradient is copied: a hook needs a contiguous bucket, an elastic rank's memory
@@ -18811,7 +18815,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   return r;
 }
 
-/* Copies the means to the caller's gradients that have been copied. */
+/* Copies the means from the arena back to the gradients that are COPIED. */
 static cddp_result cddp__return_gradients(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
@@ -19275,8 +19279,8 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   CDDP__TAKE(d->layout.param_order, n);
   CDDP__TAKE(d->addresses.weights, ranks * n);
   CDDP__TAKE(d->addresses.gradients, ranks * n);
-  CDDP__TAKE(d->addresses.squares, shards);
-  CDDP__TAKE(d->addresses.slots, shards);
+  CDDP__TAKE(d->addresses.squares, ranks);
+  CDDP__TAKE(d->addresses.slots, ranks);
   CDDP__TAKE(d->plan.buckets, n);
   CDDP__TAKE(d->plan.offsets, n + 2); /* as cddp__plan_buckets needs it, and `params` */
   CDDP__TAKE(d->plan.params, 3 * n);
@@ -19545,7 +19549,7 @@ static cddp__text cddp__member_name(const cddp__meeting *m, int member) {
   return cddp__textf("rank %d (pid %u)", m->members[member].rank, m->members[member].pid);
 }
 
-/* Enters a member, and its address for cddp__link_connect. */
+/* Enters a member, also in m->net: for links and error texts. */
 static void cddp__set_member(cddp__meeting *m, const cddp__member *member) {
   cddp__host_entry *host = &m->net->hosts[member->host];
   cddp__rank_entry *rank = &m->net->ranks[member->number];
@@ -21066,7 +21070,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   return r;
 }
 
-/* Allocates the pages of the whole mean. */
+/* Allocates the pages of the whole mean, and of what cddp__gather_nodes writes behind it. */
 static cddp_result cddp__commit_mean(cddp_ddp *d) {
   return cddp__commit_lazy(d->group->host, d->elastic->mean,
                            d->layout.dense_bytes + cddp__gather_nodes_slack(d));
@@ -21109,8 +21113,8 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   return begin < end ? cddp__commit_lazy(d->group->host, elastic->mean + begin, end - begin) : r;
 }
 
-/* Assigns the shards of reduction number `next` that have no sum on any member. A repetition needs
-   ranks that still have the weights before it (`able`). */
+/* Assigns the shards of reduction number `next` that have no sum on any member. Only ranks that
+   lack a repeated reduction still have the weights before it (`able`). */
 static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint64_t next) {
   int *owner = d->shards.owner, able[CDDP__MAX_RANKS], count = 0, missing = 0, assigned = 0, i, k;
   for (k = 0; k < d->step.active_count; k++) {
@@ -23232,7 +23236,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     bool found = item->file_tensor != NULL;
     if (item->param < 0) continue;
-    if (item->state_pointer == NULL) { /* a step count, which is in the optimizer already */
+    if (item->state_pointer == NULL) { /* a step count: data is in optim->steps */
       if (!found) *(float *)item->data = 0;
       continue;
     }
@@ -23789,7 +23793,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
       thread[i - 1].host->sibling = thread[i].host;
       thread[0].host->refs++; /* for thread[i].host */
     }
-    r = cddp__record_open(&thread[i].host->record, job, i, n, 0 /* life */);
+    r = cddp__record_open(&thread[i].host->record, job, i, n, 0 /* join */);
     if (r == CDDP_OK)
       r = cddp__group_build(&thread[i].group, thread[i].host, i, n, NULL, block, timeout_s);
   }
