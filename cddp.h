@@ -24680,97 +24680,71 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
      New      examples/torch: PyTorch programs on CPUs use cddp as their engine. Example local_sgd.
               examples/ports.md: what it took to make five foreign trainers data parallel.
               The manual begins with its terms, and says what each result leaves usable.
-     Mended, elastic
-              A process on a new host could not join when all first ranks had been replaced.
-              One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
-              Each joined process cost the others descriptors, until they failed.
-              With shards = 0 no process could join. cddp_world_size of a joining one was wrong.
-              A joining process gets buffers, and the states of an optimizer created without `ddp`.
-              The log of a loss names the right step, and tells a failure once.
-              A rank lost on another host delayed a step by 0.1 s or more.
-              Lack of memory or descriptors in one rank could end the others on its host.
-              A failed send after a loss (ENOBUFS) made living ranks wait for timeout_s.
-              A connection of cddp_ddp_group that was lost without a rank was never replaced.
-              A rank that destroyed its model ended a job on two hosts, as if it had been cut off.
-              A network split while processes joined could leave two halves that both trained.
-              A leader that one rank alone counted as lost: all waited for timeout_s.
-              A process that had joined in the same step could give a mean that it never had.
-              The memory of lost ranks is freed a step later. Any number of processes can join.
+     Changed  RANK of a joining process is below 4,096. Any number of processes can join.
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
-              A core dump of an elastic rank allocated memory that it had freed or never used.
-              A handle of cddp_ddp_group that outlived its group was used after it had been freed.
-              Beside another model, split groups kept the memory of lost ranks.
-              Too little memory for a group, a step or a collective is an error, not SIGBUS.
-              A rank that had failed alone, or was stopped, wrote to freed memory of the others.
-              cddp_group_split on another thread crashed when a rank was lost meanwhile (SIGSEGV).
-              A joined rank had no shard, so no gradients, in a model that was not elastic.
-              Without a loopback interface the model's creation fails, not the first loss.
-              A joining process got no states if another optimizer was created in that step.
-              A second model kept the memory of each lost process. RANK of a joining process is
-              below 4,096.
-     Mended, start-up
-              A second cddp_init under mpirun or srun on one host failed if both groups lived.
-              LOCAL_WORLD_SIZE counted although the desc gave another size.
-              A damaged rank table crashed the rank that received it (SIGSEGV).
-              One wrong rank (its number twice, another WORLD_SIZE) left others to their time-outs.
-              A peer that sent without a pause held a rank beyond its time-out, and used its memory.
-              Rank 0 could return CDDP_OK when all others had failed, if it had been suspended.
-              A rank counted as a host of its own if its first look-ups of MASTER_ADDR failed.
-              Containers of a pod with another host, where MASTER_ADDR means 127.0.1.1, can start.
-              A second process of a rank could fail a job that was complete, with a wrong text.
-              A rank killed during cddp_init was reported as a blocked port.
-              Joins failed behind a round trip of 0.1 s, beside silent strangers, or many at a time.
-              A joining process that waits for a model uses a fifth of the processor time.
-              Several hosts: a rank without memory for a connection, or whose system lacked memory
-              for one send or receive, made the others wait until the time-out.
-              Other hosts could not reach a store whose server's name is 127.0.1.1 on its own host.
-              A store's operation waited for other threads' beyond its time-out.
-              Long unix:// names and CDDP_HOST_IDs were cut, and could mean the same.
-              A process could not join a job of one rank before that had its model.
-              A rank that could not open its flight recorder left the others without a reason.
-     Mended, launchers
-              Backend MPI: a rank that called exit() or returned from main cost timeout_s.
-              Backend MPI: after an all_to_all_v with nothing for a rank the next call timed out.
-              RANK=0 WORLD_SIZE=1 exported under mpirun or srun: each process was a job of its own.
-              cddprun --elastic, cddp_spawn_elastic: a rank that died before the model existed.
-     Mended, groups and models
-              cddp_test of a message of a lost peer never became true; cddp_wait_for now
-              returns CDDP_ABORTED if the group itself times out.
-              cddp_run_threads with one thread could unmap memory of the program. A thread that
-              returned left the others waiting in groups that it had not destroyed.
-              130 finished sends with handles held up the next send, as did messages to others.
-              cddp_alloc never returned under a timer of 10 ms (a profiler's; older kernels).
-              Sums of f16: in another rounding mode tiny elements depended on their position.
-              A rank without /proc, or without descriptors, waited timeout_s for a zombie process.
-              Faults (SIGSEGV) in hooks and handles' operations did not run the program's handler.
-              A model created anew after a failure on one rank: states differed without an error.
-              An optimizer kept while a parameter's count or dtype changed left its states.
-              cddp_save after a partial cddp_load crashed, or left out states.
-              The end of an epoch with drop_last was loaded as the middle of one.
+              cddp_wait_for returns CDDP_ABORTED if the group itself times out.
+              Handles of cddp_ddp_group can be waited for in a later step.
               cddp_bucket.params lists only parameters with gradients in data.
-     Mended, texts and tools
-              Misaligned buffers are refused. GPUs refuse an optimizer that has no kernel there.
+              Errors: misaligned buffers; port 0 in init_method; device memory in a group without a
+              device; an optimizer that has no kernel on GPUs; a step that no CUDA graph can
+              contain; an elastic model without a loopback interface; cddprun with more than 4,096
+              ranks, -n4 or -np. Too little memory is an error, not SIGBUS.
+              "rank 1" in a text is a rank of the group that failed, or "of the job".
               TRY of README and examples is do-while: an else behind it is the caller's.
-              Texts show the line of a call with the argument cddp_ddp_group(d), and of a bucket.
-              Texts name no_sync, and a slow disk in cddp_save. They end at a whole character.
-              Texts number ranks as their group does, or say "of the job".
-              States loaded on one rank alone: cddp_ddp_step blamed a call of ddp_create.
+              Sends to one rank are not held up by messages to others.
+     Mended. Wrong weights or states, without an error
+              One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
+              A joined rank had no gradients in a model that was not elastic, and no states or
+              buffers in some orders of creation.
+              A process that had joined in the same step could give a mean that it never had.
+              A split of the network while processes joined: both halves could train on.
+              A rank that had failed alone, or was stopped, wrote to freed memory of the others.
+              A model created anew after a failure on one rank: the states differed.
+              An optimizer kept while a parameter's count or dtype changed left its states.
+              cddp_save after a partial cddp_load left out states, or crashed. The end of an epoch
+              with drop_last was loaded as the middle of one.
               cddp_ddp_grad_norm returned an older step's norm after a step without a clip.
-              cddp_save takes names of 252 to 255 bytes. cppcheck reads the header.
+              GPUs: a rank lost just after cddp_ddp_create left others their own first weights.
+              Sums of f16 rounded tiny values in the thread's rounding mode.
+     Mended. Jobs that ended, crashed or could not start
+              RANK=0 WORLD_SIZE=1 exported under mpirun or srun: each process was a job of its own.
+              A second cddp_init under mpirun or srun on one host, while both groups lived.
+              LOCAL_WORLD_SIZE counted although the desc gave another size.
+              Containers of a pod with another host, where MASTER_ADDR means 127.0.1.1. A store
+              whose server's name means that was not reached from other hosts.
+              Long unix:// names and CDDP_HOST_IDs were cut, and could mean the same.
+              Elastic: a process on a new host could not join when all first ranks had been
+              replaced, with shards = 0, before the model of one rank existed, behind a round trip
+              of 0.1 s, beside silent strangers, or many at a time.
+              Elastic on two hosts: a rank that destroyed its model ended the job. Lack of memory or
+              descriptors in one rank ended others. cddp_group_split on a thread crashed when a rank
+              was lost. A handle that outlived its group was used after it had been freed.
+              cddprun --elastic, cddp_spawn_elastic: a rank that died before the model existed.
+              A damaged rank table crashed its receiver. cddp_run_threads with one thread unmapped
+              memory of the program. GPUs: a model without parameters.
+     Mended. Waits until timeout_s, or longer
+              One wrong rank (its number twice, another WORLD_SIZE), or one without memory for a
+              connection, in cddp_init. A peer that sent without a pause held a rank beyond it.
+              A failed send after a loss (ENOBUFS). A leader that one rank alone counted as lost.
+              cddp_test of a message of a lost peer. 130 finished sends with handles.
+              A thread of cddp_run_threads that returned without destroying its groups.
+              A zombie, for ranks without /proc or descriptors. Backend MPI: a rank that called
+              exit(); the call after an all_to_all_v with nothing for a rank.
+              A store's operation behind another thread's. cddp_alloc under a fast timer.
+              A rank lost on another host delayed a step by 0.1 s.
+              GPUs: a receive from a rank that has left; a failed copy, or CUDA failing on one rank.
+     Mended. Memory and descriptors
+              Each joined process cost the others descriptors. A second model, and split groups
+              beside it, kept the memory of each lost process. A core dump of an elastic rank
+              allocated memory that it had freed. A waiting joining process uses less time.
+     Mended. Texts and tools
+              Texts name the step, the call's line, no_sync, a slow disk, a killed rank (not a
+              blocked port), a rank without its flight recorder. They end at a whole character.
+              cddp_save takes file names of 252 to 255 bytes.
+              Faults (SIGSEGV) in hooks run the program's handler. cppcheck reads the header.
               cddptrace: jobs that hang now, why a rank is missing, a directory as its argument.
-              cddprun: prints while it starts ranks; more than 4,096 ranks, -n4 and -np are errors.
-              Too little memory (vm.overcommit_memory=2) is an error of cddp_alloc, not SIGBUS.
-     GPUs     Calls beside a CUDA graph's capture no longer end it, nor call unfinished work done.
-              cddp_set_stream orders the new stream behind the old one.
-              A receive from a rank that has left, and a failed copy in cddp_save, end at once.
-              A group without a device refuses device memory. gpt.cu has --shards and --elastic.
-              After a loss cddp_ddp_step blamed missing shards, if sparse rows had met the loss.
-              Until the end of a step with a loss cddp_ddp_group could have lost its device.
-              A step that no CUDA graph can contain is refused before it begins.
-              A rank on which CUDA failed alone left the others to their time-outs.
-              Elastic: after a loss cddp_ddp_grad_norm, and device rows in _add_rows, failed; so did
-              a joining process's optimizer if another one died or was refused at that time. A
-              rank lost just after cddp_ddp_create could leave others their own first weights.
+              GPUs: calls beside a CUDA graph's capture no longer end it. cddp_set_stream orders the
+              new stream behind the old one. gpt.cu has --shards and --elastic.
 
    1.0 (2026-11)
      New      sharded_states: each rank keeps 1/world_size of the optimizer's states (ZeRO stage 1).
