@@ -65,7 +65,7 @@
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
      bucket       gradients that are reduced together; a hook is your function that reduces one
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    elements of one parameter that one rank (on CPUs one of each host) updates
+     partition    elements of one parameter that one rank (on CPUs: one per host) updates
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -200,7 +200,7 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; too few left */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; no majority */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -242,8 +242,8 @@ typedef enum cddp_dtype {
 } cddp_dtype;
 
 /* Reductions. AVG is the sum divided by the world size (integers: truncated towards zero). Integer
-   sums and products wrap around. MIN and MAX give NaN if any input is NaN, like PyTorch's (for both
-   MPI has rules of its own). BAND, BOR and BXOR are for integers only, and CDDP_UNSUPPORTED with
+   sums and products wrap around. MIN and MAX give NaN if any input is NaN, like PyTorch's. (Backend
+   MPI: overflow and NaN as MPI does.) BAND, BOR and BXOR are for integers only, and CDDP_UNSUPPORTED with
    NCCL. */
 typedef enum cddp_op {
   CDDP_SUM, CDDP_AVG, CDDP_PROD, CDDP_MIN, CDDP_MAX, CDDP_BAND, CDDP_BOR, CDDP_BXOR
@@ -268,7 +268,7 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
      cddp_destroy(half);
      cddp_destroy(g);
 
-   Call the collectives of a group from one thread at a time; another thread can train its model.
+   Call the collectives of a group from one thread at a time; another can train the group's model.
    Fine print: threads. */
 
 /* Your functions for memory and logging, called on any thread. NULL means malloc and free, and no
@@ -432,7 +432,7 @@ CDDPDEF int cddp_source(void);
    for in any order, by one thread each. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
 /* Like cddp_wait, for at most timeout_s seconds; 0 does not block. The calling thread waits, on a
-   GPU too. If the group itself times out meanwhile: CDDP_ABORTED, and w is freed. CDDP_TIMEOUT, and
+   GPU too (with NCCL, in the first message between two ranks, without a limit). If the group itself times out meanwhile: CDDP_ABORTED, and w is freed. CDDP_TIMEOUT, and
    CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w: the operation continues,
    its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must follow. Like
    work.wait(timeout). */
@@ -442,8 +442,7 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
    or an operation of NCCL. No thread may be waiting for w. Like MPI_Cancel. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
 /* *done = whether the operation has ended, with or without success. cddp_wait must follow. Does not
-   block (with NCCL it can, as cddp_wait_for, until the other rank takes part in the first message
-   between the two). */
+   block (with NCCL, in the first message between two ranks, it can). */
 CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
 
 /* >>api-ddp ---------------------------------------------------------------------------------------
@@ -455,8 +454,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Buckets are reduced during the backward pass. All are reduced after it in elastic models, with
-   more shards than ranks, and, in a loop that calls cddp_ddp_step, on one host without GPUs.
+   Buckets are reduced during the backward pass. But they are reduced after it in elastic models,
+   with more shards than ranks, and by cddp_ddp_step on one host without GPUs.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -515,7 +514,7 @@ typedef struct cddp_ddp_desc {
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
                                   parameter that is ready on no rank is skipped if the
-                                  optimizer's desc.ddp is set, else updated by its own gradient */
+                                  optimizer's desc.ddp is set, else updated by its grad as it is */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -744,8 +743,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. It can follow steps by cddp_ddp_step: states that those shared
-   on the host were copied to each rank by this step's cddp_ddp_wait. */
+/* Updates all data by grad. Local. It can also follow steps by cddp_ddp_step: cddp_ddp_wait
+   has given each rank a copy of the states that its host shared. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -878,8 +877,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    If a host does not answer, more than half of the ranks must remain (fine print: elastic
    training).
 
-   JOINING. To replace or add a rank, start a process with the job's variables (CDDP_SECRET too) and
-   CDDP_JOIN=1. Its RANK is any number below 4,096 that no living rank has. It receives the weights,
+   JOINING. To replace or add a rank, start a process with the variables of the job's ranks (WORLD_SIZE as
+   at the start, MASTER_ADDR, MASTER_PORT, CDDP_SECRET) and CDDP_JOIN=1. Its RANK is any number
+   below 4,096 that no living rank has. It receives the weights,
    the states of cddp's optimizer, the buffers and the step count between two steps. cddprun
    --elastic and cddp_spawn_elastic do this automatically.
 
@@ -903,11 +903,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    Fine print: elastic training, limits of elastic training. */
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
-   models: there it has the model's present ranks, belongs to d, and changes when ranks are lost or
+   models: there it has the model's living ranks, belongs to d, and changes when ranks are lost or
    join. Ask for it anew in each step that uses it, at the same place on all ranks; a handle can be
    waited for in a later step. Its rank 0 can be any process. If one of its ranks is lost, its calls
-   return CDDP_PEER_LOST, and training continues. NULL, with a cddp_error, if the model has
-   failed. */
+   return CDDP_PEER_LOST (the one during the loss can succeed on some ranks), and training
+   continues; ask again in the next step. NULL, with a cddp_error, if the model has failed. Local. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -1126,7 +1126,7 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size hold, after the call, the key's value, or `expected` if the key is absent. *swapped:
+   and *size hold the key's value after the call; `expected` if it is still absent. *swapped:
    whether that value equals desired, even if another process stored it; so in an election no two
    processes may pass the same desired. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but
    the call has been made, and *swapped and *size are set. */
@@ -1242,8 +1242,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
-   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out. A thread
-   counts from its first call: if that will come late, call cddp_synchronize in it before.
+   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out. cddp
+   knows a thread from its first call on: if that comes late, call cddp_synchronize in it early.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
    without a handle to a rank of this host blocks while that rank has yet to receive 128 messages,
