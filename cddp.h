@@ -182,14 +182,14 @@ extern "C" {
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
-   made the call, and no rank was lost, timed out, or had no memory at all. If cddp_ddp_ready,
-   _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the model is broken: its
-   collective calls fail on all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, or a
-   _step while no_sync is on, leaves it usable.) With NCCL, or if a rank was lost, the group is
-   broken too. Groups of elastic jobs: see the fine print.
+   made the call, and none was lost, timed out, or lacked even a few bytes of memory. If
+   cddp_ddp_ready, _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the model
+   is broken: its collective calls fail on all ranks (in elastic models: on this rank).
+   (CDDP_UNSUPPORTED, or a _step while no_sync is on, leaves it usable.) With NCCL, or if a rank was
+   lost, the group is broken too. Groups of elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
-   has died, set new numbers, from 0, in cddp_group_desc: rank and world_size. */
+   has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
 #define CDDP__RESULTS(X) \
   X(CDDP_OK, "success") \
   X(CDDP_INVALID_ARGUMENT, "invalid argument") /* usable: the caller's mistake */ \
@@ -243,8 +243,8 @@ typedef enum cddp_dtype {
 
 /* Reductions. AVG is the sum divided by the world size (integers: truncated towards zero). Integer
    sums and products wrap around. MIN and MAX give NaN if any input is NaN, like PyTorch's. (Backend
-   MPI: overflow and NaN as MPI does.) BAND, BOR and BXOR are for integers only, and CDDP_UNSUPPORTED with
-   NCCL. */
+   MPI: overflow and NaN as MPI does.) BAND, BOR and BXOR are for integers only, and
+   CDDP_UNSUPPORTED with NCCL. */
 typedef enum cddp_op {
   CDDP_SUM, CDDP_AVG, CDDP_PROD, CDDP_MIN, CDDP_MAX, CDDP_BAND, CDDP_BOR, CDDP_BXOR
 } cddp_op;
@@ -432,10 +432,10 @@ CDDPDEF int cddp_source(void);
    for in any order, by one thread each. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
 /* Like cddp_wait, for at most timeout_s seconds; 0 does not block. The calling thread waits, on a
-   GPU too (with NCCL, in the first message between two ranks, without a limit). If the group itself times out meanwhile: CDDP_ABORTED, and w is freed. CDDP_TIMEOUT, and
-   CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w: the operation continues,
-   its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must follow. Like
-   work.wait(timeout). */
+   GPU too (with NCCL, in the first message between two ranks, without a limit). If the group itself
+   times out meanwhile: CDDP_ABORTED, and w is freed. CDDP_TIMEOUT, and CDDP_INVALID_ARGUMENT for a
+   negative or NaN timeout_s, do not free w: the operation continues, its group is usable, and
+   cddp_wait, cddp_wait_for or cddp_cancel must follow. Like work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Ends a cddp_recv before its message arrives, and frees w. A later recv gets the message. Never
    blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective
@@ -613,8 +613,8 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 /* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an embedding:
    adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width = count /
    sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
-   cddp_ddp_ready follows as for other parameters. Each step begins without rows; but after a
-   cddp_ddp_wait a parameter that was ready on no rank keeps its rows.
+   cddp_ddp_ready follows as for other parameters. Each step begins without rows, except those
+   left by a cddp_ddp_wait in which no rank had the parameter ready.
 
    Only these rows are sent; the mean has the bits that a whole gradient would give. grad stays
    NULL. Any thread, but one at a time for a parameter. cddp's only optimizer for it is SGD without
@@ -842,8 +842,8 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* frees an epoch left early
    cddp_ddp_wait or _step. Call it after cddp_ddp_ready has returned for every parameter of the
    current shard; a missing cddp_ddp_ready (without find_unused_parameters) or no_sync breaks the
    model. After a failure it returns false, and cddp_ddp_wait or _step returns the error. Local,
-   except in elastic models: there it waits for the other ranks, and without a failure returns false
-   only when the mean of all shards exists. */
+   except in elastic models: there it waits for the other ranks, and false means that the mean of
+   all shards exists, or a failure. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* >>api-elastic -----------------------------------------------------------------------------------
@@ -877,11 +877,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    If a host does not answer, more than half of the ranks must remain (fine print: elastic
    training).
 
-   JOINING. To replace or add a rank, start a process with the variables of the job's ranks (WORLD_SIZE as
-   at the start, MASTER_ADDR, MASTER_PORT, CDDP_SECRET) and CDDP_JOIN=1. Its RANK is any number
-   below 4,096 that no living rank has. It receives the weights,
-   the states of cddp's optimizer, the buffers and the step count between two steps. cddprun
-   --elastic and cddp_spawn_elastic do this automatically.
+   JOINING. To replace or add a rank, start a process with the variables of the job's ranks
+   (WORLD_SIZE as at the start, MASTER_ADDR, MASTER_PORT, CDDP_SECRET) and CDDP_JOIN=1. Its RANK is
+   any number below 4,096 that no living rank has. It receives the weights, the states of cddp's
+   optimizer, the buffers and the step count between two steps. cddprun --elastic and
+   cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
    started the job. If shards is 0, that is also the number of shards. The process uses g for
@@ -907,7 +907,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    join. Ask for it anew in each step that uses it, at the same place on all ranks; a handle can be
    waited for in a later step. Its rank 0 can be any process. If one of its ranks is lost, its calls
    return CDDP_PEER_LOST (the one during the loss can succeed on some ranks), and training
-   continues; ask again in the next step. NULL, with a cddp_error, if the model has failed. Local. */
+   continues; ask again in the next step. NULL, with a cddp_error, if the model has failed.
+   Local. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -1246,8 +1247,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    knows a thread from its first call on: if that comes late, call cddp_synchronize in it early.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
-   without a handle to a rank of this host blocks while that rank has yet to receive 128 messages,
-   or 256 MiB of copies, from this one in this group. Receives for one tag, also with CDDP_ANY, are
+   without a handle to a rank of this host blocks while 128 messages, or 256 MiB of copies, from
+   this rank in this group wait there. Receives for one tag, also with CDDP_ANY, are
    served in the order of their calls. What the network to other hosts does not accept at once is
    sent in the rank's later calls of cddp: long computation delays it.
 
@@ -1352,9 +1353,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    is line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
 
    During the call leave SIGCHLD at its default, and do not wait for cddp's children (wait,
-   waitpid(-1)): otherwise, before Linux 6.15, exit codes are lost, and it returns CDDP_SYSTEM. Idle
-   threads of OpenMP need GCC 9 or later, or clang. Children run the parent's atexit handlers only
-   if fn calls exit(): with gcov (--coverage) and gprof (-pg) end fn by exit(0).
+   waitpid(-1)): otherwise, before Linux 6.15, exit codes are lost, and it returns CDDP_SYSTEM. With
+   a GCC before 9, idle threads of OpenMP must not exist either. Children run the parent's atexit
+   handlers only if fn calls exit(): with gcov (--coverage) and gprof (-pg) end fn by exit(0).
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
    dir/cddp-JOB-RANK.joinN.rec. Truncating a running job's file ends the rank by SIGBUS.
