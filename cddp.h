@@ -8263,7 +8263,7 @@ static void cddp__assign_shards(int *owner, int shards, int ranks) {
   }
 }
 
-/* The node's width as cddp__reduce_nodes needs it: -1 for one shard in the compute type. */
+/* The node's width for cddp__reduce_nodes. -1: one shard in a slot, so in the compute type. */
 static int cddp__reduce_width(const cddp__shard_node *node) {
   return node->width == 1 && node->slot >= 0 ? -1 : node->width;
 }
@@ -8272,13 +8272,13 @@ static int cddp__reduce_width(const cddp__shard_node *node) {
 typedef struct cddp__node_merge {
   int low, high; /* nodes[low .. high) and the new shard become `node` */
   cddp__shard_node node;
-  int count; /* of slots and widths: those of these nodes and of the shard, in order */
-  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1];
+  int count; /* of slots and widths: those of these nodes and the shard, ascending */
+  int slots[CDDP__FOLD_DEPTH + 1 /* shard */], widths[CDDP__FOLD_DEPTH + 1];
 } cddp__node_merge;
 
 /* Merges `shard`, a new node of one shard, with its sibling in the tree if that is the same rank's,
-   then their parent with its sibling, ... Never forms the root: the mean adds its halves.
-   nodes: [count], ascending. */
+   then their parent with its sibling, ... Never forms the root: the mean of all shards adds its
+   halves. nodes: [count], ascending. */
 static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int count,
                                           cddp__shard_node shard, int shards) {
   const cddp__shard_node *part;
@@ -8334,7 +8334,7 @@ static bool cddp__nodes_contain(const cddp__shard_node *nodes, int count, int sh
 
 /* Computes the nodes of all ranks at the step's end, ascending, and returns their number. *slots:
    the most that a rank needs. A rank's last shard needs none if it merges with no other, unless
-   nodes must be `apart` from gradients. */
+   nodes must be `apart` from gradients. widths: see cddp__reduce_width. */
 static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shard_node *nodes,
                             int *widths, int *slots) {
   int count = 0, i, k;
@@ -8343,9 +8343,9 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
     cddp__shard_node shard = {i, 1 /* width */, -1 /* no slot */, owner[i]};
     cddp__node_merge merge = cddp__merge_shard(nodes, count, shard, shards);
     cddp__shard_node node = merge.node;
-    k = merge.low - 1; /* the rank's node before it */
+    k = merge.low - 1; /* the rank's node before it, in the slot before */
     while (k >= 0 && nodes[k].rank != node.rank) k--;
-    if (node.width > 1 || apart || (i + 1 < shards && owner[i + 1] == node.rank))
+    if (node.width > 1 || apart || (i + 1 < shards && owner[i + 1] == node.rank)) /* not last */
       node.slot = k >= 0 ? nodes[k].slot + 1 : 0;
     if (node.slot >= *slots) *slots = node.slot + 1;
     nodes[merge.low] = node;
@@ -8365,7 +8365,7 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
    Returns the number of buckets. */
 static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *params, int count,
                               const int *order, const size_t *limits, int limit_count) {
-  int *bucket_of = sorted + count; /* of each position; buckets are numbered as they are created */
+  int *bucket_of = sorted + count; /* of the i-th in `order`; buckets are numbered as created */
   int *place = bucket_of + count;  /* of each bucket, in order of closing */
   struct {
     int bucket, limit; /* the open bucket, -1: none; index of the current limit */
@@ -8440,7 +8440,7 @@ static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t
                                   cddp_dtype dtype, cddp_op op, int root) {
   cddp__call c = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
                   (uint8_t)((unsigned)op > 255 ? 255 : op), root, send, recv, count,
-                  cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0 /* tag */, NULL};
+                  cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0, NULL /* tag, shares */};
   return c;
 }
 
@@ -8496,7 +8496,7 @@ static char *cddp__share_from(const cddp__call *call, int from) {
 }
 
 /* Bytes of the elements [begin, begin + n) of the share that this rank sends to another, or
-   receives from it. In a call with counts they can be beyond its end: the share has `count`. */
+   receives from it. In a call with counts the share has `count` elements, and can end earlier. */
 static size_t cddp__bytes_within(const cddp__call *call, size_t count, size_t begin, size_t n) {
   return begin < count ? cddp__min(n, count - begin) * call->esize : 0;
 }
@@ -8511,10 +8511,10 @@ static size_t cddp__in_bytes(const cddp__call *call, int from, size_t begin, siz
 
 /* In a call with counts each rank first sends one to each rank. */
 typedef struct cddp__count_notice {
-  uint64_t count; /* of the share for the receiver */
-  uint64_t at;    /* cddp__counted_share.peer_at of the receiver */
+  uint64_t count; /* of the sender's share for the receiver */
+  uint64_t at;    /* in the sender's buffer: the receiver's cddp__counted_share.peer_at */
   uint64_t most;  /* the largest count that the sender sends or receives */
-  uint64_t host;  /* 1: the sender's buffers are in host memory */
+  uint64_t host;  /* 1: the sender's buffers are in host memory: for ranks without data */
 } cddp__count_notice;
 
 /* Bytes of a call's counted shares and, behind them, of the notices sent and received. */
@@ -8522,7 +8522,8 @@ static size_t cddp__counts_bytes(const cddp_group *g) {
   return (size_t)g->size * (sizeof(cddp__counted_share) + 2 * sizeof(cddp__count_notice));
 }
 
-/* The bytes of both buffers that a collective uses on this rank: if they are one, on every rank. */
+/* Bytes of the send and the receive buffer that a call uses on this rank; 0: none. If both are one
+   buffer, every rank uses it. */
 static void cddp__call_bytes(const cddp_group *g, const cddp__call *call, size_t *sent,
                                size_t *received) {
   bool one = cddp__in_one_buffer(call);
@@ -8615,7 +8616,7 @@ static size_t cddp__staging_bytes(int size) { /* if the L2 is large or unknown *
   return each;
 }
 
-static size_t cddp__piggyback_bytes(int size) {
+static size_t cddp__piggyback_bytes(int size) { /* of shares sent with headers */
   return size == 2 ? 2 * CDDP__PIGGYBACK : CDDP__PIGGYBACK;
 }
 
@@ -8699,16 +8700,16 @@ static bool cddp__has_cause(const cddp__cause *cause) { /* state: 2 + the result
 
 /* Three checks return a failure and make its text this thread's error:
      cddp__check_cause     of a stored cause, such as a model's; CDDP_OK: there is none
-     cddp__check_failure   of a group; CDDP_OK: it is healthy. The first failure ends its links
-     cddp__check_group     the same, and notes this thread */
+     cddp__check_failure   of a group; CDDP_OK: it is healthy. If it is broken, also ends its links
+     cddp__check_group     the same, after cddp__detect_second_thread */
 static cddp_result cddp__check_cause(const cddp__cause *cause) {
   if (CDDP__LIKELY(!cddp__has_cause(cause))) return CDDP_OK;
   return cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text);
 }
 
 /* Wakes this host's ranks that sleep, in a round or (on `events`) for messages. Adding 0 is a full
-   fence after the store to `broken`: who begins to sleep later sees it. Of other hosts' headers
-   ranks sleep only on that of hosts.lowest_remote, which is written last. */
+   fence after the store to `broken`: a rank that begins to sleep later sees it set. Of other hosts'
+   headers ranks sleep only on that of hosts.lowest_remote, which is written last. */
 static void cddp__wake_all(cddp_group *g) {
   bool on_rounds = cddp__add32(&g->block->sleepers, 0) != 0;
   int p;
@@ -8736,7 +8737,7 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   net = g->hosts != NULL ? g->hosts->net : g->host->net;
   pthread_mutex_lock(&g->fail_lock);
   if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
-    cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* for notices to other groups */
+    cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* for early notices of other groups */
   if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g);
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
@@ -8759,6 +8760,7 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
 
 enum { CDDP__HOSTS_KNOW, CDDP__NOTIFY_HOSTS }; /* values of `bool notify_hosts` */
 
+/* Wakes this host's ranks for a published failure; can notify the other hosts. */
 static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
   if (notify_hosts && g->hosts != NULL)
@@ -8803,7 +8805,7 @@ static void cddp__mark_multithreaded(const cddp__host *host) {
 CDDP__INLINED void cddp__detect_second_thread(cddp__host *host) {
   uintptr_t self = (uintptr_t)&cddp__this_site;
   uintptr_t first = __atomic_load_n(&host->first_thread, __ATOMIC_RELAXED);
-  if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL /* not the user's */) return;
+  if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL /* an engine's */) return;
   if (first != 0 || !__atomic_compare_exchange_n(&host->first_thread, &first, self, false,
                                                  __ATOMIC_RELAXED, __ATOMIC_RELAXED))
     cddp__mark_multithreaded(host);
@@ -8821,11 +8823,11 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 #define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks can have seen how a rank ended */
 #define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
 #define CDDP__STATUS_S 0.5 /* for a dead rank's left neighbour to store how it ended */
-#define CDDP__STOPPED_S 5.0 /* a peer that uses this rank's memory for longer is stopped */
+#define CDDP__STOPPED_S 5.0 /* a peer that uses this rank's memory for longer counts as stopped */
 #define CDDP__AWAITS_MS 500 /* an older slot.awaits is ignored */
 
 /* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
-   false if there is no such process. */
+   false if there is no such process or no /proc. */
 static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value) {
   char path[32], text[1024], *at;
   ssize_t n;
@@ -8849,29 +8851,29 @@ static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of startti
   return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
 }
 
-/* Whether the process with the window `at` has ended. A living one holds a lock on its life byte,
-   unless the program has closed the descriptor (closefrom): then its pid tells. */
+/* Whether the process number `at` of this host has ended. A living one holds a lock on its life
+   byte, unless the program has closed the descriptor (closefrom): then its pid shows it. */
 static bool cddp__process_gone(cddp__host *host, int at) {
   uint32_t pid;
   uint64_t start;
   char state;
   struct iovec byte = {&state, 1};
   if (cddp__life_byte_is_locked(host, at)) return false;
-  if ((pid = cddp__process_at(host, at).pid) == 0) return true; /* not known */
+  if ((pid = cddp__process_at(host, at).pid) == 0) return true; /* not known: the lock decides */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
     return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
            start > host->started_before;
-  /* No /proc, or no descriptor to read it. A zombie accepts signals, but has no memory. */
+  /* No /proc, or no descriptor to read it. A zombie accepts signals, but has no memory to read. */
   return (kill((pid_t)pid, 0) != 0 ||
           syscall(SYS_process_vm_readv, (pid_t)pid, &byte, 1ul, &byte, 1ul, 0ul) < 0) &&
          errno == ESRCH;
 }
 
 /* Whether a rank takes part in no further call: it has left the group, or has ended. A rank of
-   another host ends with its connection, but is alive until a notice of the cause has arrived or
-   has had time to; not in an elastic model, which continues. That time is brief if no notice
-   follows: after a BYE (its last frames can still be unread), or if the rank was alone on its
-   host. */
+   another host ends with its connection, but counts as alive until a notice of the cause has
+   arrived or has had time to. An elastic model waits for that only after a BYE. The time is brief
+   if no notice follows: after a BYE (its last frames can still be unread), or if the rank was alone
+   on its host. */
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   bool gone, brief;
@@ -8990,7 +8992,7 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     if (host->slots != NULL && at < host->size) ended = cddp__load32(&host->slots[at].ended);
   } while (!known && ended == 0 && cddp__wait_pause(&w));
   if (known) return cddp__describe_status(status);
-  if (ended != 0) return cddp__describe_status((int)(ended & 0xffff)); /* without bit 16 */
+  if (ended != 0) return cddp__describe_status((int)(ended & 0xffff)); /* bit 16: known */
   return cddp__textf("died: its process has ended");
 }
 
@@ -9001,7 +9003,7 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
   cddp__text call = cddp__describe_call(header->call, header->count, header->root);
   if (function != NULL &&
       (strcmp(function, "cddp_save") == 0 || strcmp(function, "cddp_load") == 0))
-    call = cddp__textf("a step of %s", function); /* cddp made the collective */
+    call = cddp__textf("a step of %s", function); /* the collective is cddp's own */
   return cddp__textf("%s%s, call %" PRIu64 " of the group", call.s, cddp__describe_site().s,
                      g->calls);
 }
@@ -9047,13 +9049,13 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
-      cddp__load32(&g->block->generation) != g->block_generation) /* freed: not broken */
+      cddp__load32(&g->block->generation) != g->block_generation) /* freed: `broken` says nothing */
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->host_index[p] < 0) continue;
     if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_needed(g, p)) continue; /* it had announced the round before it ended */
-    return cddp__break_lost(g, p, NULL);
+    return cddp__break_lost(g, p, NULL /* doing */);
   }
   return CDDP_OK;
 }
@@ -9092,7 +9094,7 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
 
 /* --- where ranks wait, published for the ranks of the same host --- */
 
-/* Where a rank publishes its waits; NULL: nowhere (on another host, or joined). */
+/* Where a rank publishes its waits; NULL: nowhere (on another host, joined, or no slots). */
 static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) {
   const cddp__host *host = g->host;
   int at = g->host_index[rank];
@@ -9183,7 +9185,7 @@ static void cddp__clear_wait(cddp_group *g, bool failed) {
 
 /* Breaks g and `in`: this rank waits for p in g, and p waits for this rank in `in`. */
 static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
-  bool swap = cddp__job_rank(g, p) < cddp__job_rank(g, g->rank); /* all ranks make one text */
+  bool swap = cddp__job_rank(g, p) < cddp__job_rank(g, g->rank); /* lower first: one text */
   int low = swap ? p : g->rank, high = swap ? g->rank : p;
   char here[CDDP__WHERE_MAX], there[CDDP__WHERE_MAX];
   cddp_result r;
@@ -9263,7 +9265,7 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
 
 /* Finds the ranks that are late for this rank's round, and returns their number. If a late rank of
    this host awaits one of another host, the awaited one counts instead. A rank of another host also
-   counts unless its host has reported it. */
+   counts unless its host has reported its arrival. */
 static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
   bool all_hosts = g->hosts != NULL && !g->hosts->local_only;
@@ -9397,7 +9399,7 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__wait_read_clock(w);
-  if (cddp__serve_all_recvs(g)) w->since = w->now; /* short sleeps: more are likely to follow */
+  if (cddp__serve_all_recvs(g)) w->since = w->now; /* short sleeps: more messages are likely */
   if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
   cddp__join_serve(g->host, CDDP__JOIN_POLL);
   if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
@@ -9420,9 +9422,9 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   cddp__add32(sleepers, (uint32_t)-1);
 }
 
-/* Notifies a rank that a send or a message for it has changed, after a full fence by the caller. On
-   one host a rank that is not `waiting` needs none: before it sleeps it increments `waiting`, then
-   looks for messages once more. */
+/* Notifies a rank that a send from or for it has changed, or a message has arrived, after a full
+   fence by the caller. On one host a rank without event_sleepers needs none: before it sleeps it
+   increments these, then looks for messages once more. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *slot = cddp__slot_of(g, rank);
   if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->event_sleepers) == 0)) return;
@@ -9436,7 +9438,7 @@ static cddp_result cddp__check_wait(cddp_group *g, bool *published) {
   cddp_result r = cddp__check_peers(g);
   if (r != CDDP_OK) return r;
   if (*published) return cddp__check_deadlock(g);
-  *published = cddp__publish_wait(g, NULL /* in the round */);
+  *published = cddp__publish_wait(g, NULL /* where: round */);
   return CDDP_OK;
 }
 
@@ -9455,13 +9457,14 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
     r = cddp__wait_tick(g, &w);
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) r = cddp__check_wait(g, &published);
     if (r == CDDP_OK && w.late && cddp__load32(word) != want)
-      r = cddp__break_late(g, -1 /* no frame */);
+      r = cddp__break_late(g, -1 /* late: none */);
     if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, seen);
   }
   if (published) cddp__clear_wait(g, r != CDDP_OK);
   return r;
 }
 
+/* Waits until *word == want; polls first. */
 static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   int i;
   for (i = 0; CDDP__UNLIKELY(cddp__load32(word) != want); i++) {
@@ -9550,7 +9553,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
 /* --- rounds --- */
 
 /* Counts this rank's arrival at a round of an oversubscribed group, and waits for the release by
-   the last rank of this host to arrive. */
+   the last rank of this host to arrive. `arrivals` is never reset. */
 static cddp_result cddp__arrive(cddp_group *g) {
   uint32_t n = cddp__add32(&g->block->arrivals, 1);
   g->arrive_target += (uint32_t)g->local_size;
@@ -9564,7 +9567,7 @@ static cddp_result cddp__arrive(cddp_group *g) {
   return CDDP_OK;
 }
 
-/* Waits until the other ranks of this host have announced the round; all: those of all hosts, and
+/* Waits until the other ranks of this host (all: of all hosts) have announced the round. all: then
    compares their headers with this rank's. */
 static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, uint32_t code,
                                        uint32_t fp_mode, bool all) {
@@ -9572,7 +9575,7 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
   bool same = true;
   cddp_result r;
   int p, size = g->size;
-  for (p = 0; p < size; p++, header += 2 /* a rank's */) {
+  for (p = 0; p < size; p++, header += 2 /* per rank */) {
     if (p == g->rank || (!all && g->host_index[p] < 0)) continue;
     if (!g->oversubscribed /* else cddp__arrive has waited */ &&
         (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK)
@@ -9601,6 +9604,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL;
   bool computes = all && (call->kind >= CDDP__KIND_DDP_CREATE || /* of a model */
                           (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
+  /* computes: all ranks must use one floating-point mode */
   uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
   cddp_result r;
   CDDP_ASSERT(payload == NULL || bytes <= CDDP__PAYLOAD);
@@ -9617,7 +9621,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
     g->hosts->local_only = !all;
     if (all && cddp__has_cause(&g->hosts->net->loss)) /* handled, as this rank continues */
-      cddp__store32(&g->hosts->net->loss.state, 1);
+      cddp__store32(&g->hosts->net->loss.state, 1); /* no cause from now on */
     if (all && (r = cddp__hosts_exchange(g)) != CDDP_OK) return r;
   }
   if (g->oversubscribed) {
@@ -9633,7 +9637,8 @@ static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cd
   return cddp__run_round(g, CDDP__ROUND_OF_ALL, call, phase, payload, bytes);
 }
 
-/* Rounds that are no collective of the user: no buffers, dtype, op or root (-1). */
+/* Rounds that are no collective of the user: no buffers, dtype, op or root (-1). count: ranks
+   compare it. */
 static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
                                const void *payload, size_t bytes) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
@@ -9702,7 +9707,7 @@ static void cddp__set_wait_policy(cddp_group *g) {
 #define CDDP__NOTICE_EARLY 0x80000000u
 #define CDDP__NOTICE_ARRIVED 0x40000000u
 #define CDDP__LINK_READ_AHEAD 4096 /* bytes beyond those due that are read in the same call */
-enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
+enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* hello.purpose */
 
 /* A link without a socket; NULL: no memory. */
 static cddp__connection *cddp__link_alloc(const cddp_allocator *a) {
@@ -9777,7 +9782,7 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
   cddp__hello *h = &c->hello;
   if (c->state == CDDP__CONNECTION_NEW) {
     size_t *done = c->caller ? &c->sent : &c->got; /* bytes of the hello */
-    int io = c->caller ? cddp__connection_send(c, NULL, h, sizeof *h, done, SIZE_MAX)
+    int io = c->caller ? cddp__connection_send(c, NULL /* head */, h, sizeof *h, done, SIZE_MAX)
                        : cddp__connection_read(c, NULL, h, sizeof *h, done, SIZE_MAX);
     if (io <= 0) return false; /* the rest later */
     *done = 0;
@@ -9789,7 +9794,7 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
               h->from >= (uint32_t)n->size || h->to != (uint32_t)n->rank ||
               !cddp__same_bytes(h->token, n->token, sizeof h->token)))
       cddp__connection_end(c, EPROTO);
-    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE) /* has a proof of its own */
+    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE) /* it contains a proof */
       c->state = CDDP__CONNECTION_UP;
     else
       (void)cddp__connection_begin_proof(c, n->secret, "link", h, sizeof *h);
@@ -9840,7 +9845,7 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   c->retry_at = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
     return true;
-  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* not closed: other threads poll it */
+  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* keeps c->fd: threads poll it */
     c->state = fresh->state;
     c->error = fresh->error;
     c->sent = c->got = c->in.start = c->in.end = 0;
@@ -9870,7 +9875,8 @@ static void cddp__links_flush_until(const cddp__net *n, cddp__connection *const 
       unsent = unsent ||
                (links[i]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[i]->out) > 0);
     }
-    if (unsent) (void)cddp__connections_poll(&n->allocator, links, count, NULL, 0, deadline);
+    if (unsent)
+      (void)cddp__connections_poll(&n->allocator, links, count, NULL, 0 /* listeners */, deadline);
   } while (unsent && cddp__now() < deadline);
 }
 
@@ -9938,7 +9944,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* for the round */);
   if (list.s[0] != 0)
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
-                       CDDP__NOTICE_ARRIVED | (uint32_t)CDDP_TIMEOUT /* any failure */,
+                       CDDP__NOTICE_ARRIVED | (uint32_t)CDDP_TIMEOUT /* unused; not CDDP_OK */,
                        cddp__textf("%" PRIu32 " %s", round, list.s).s);
 }
 
@@ -10031,8 +10037,8 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
   return few;
 }
 
-/* Whether this rank has left a group, or it has a split's id and is unknown: a rank connects for a
-   split after all ranks have created it: cddp__agree in cddp__split. net.lock held. */
+/* Whether this rank has left group `id`. A split (odd id) that it does not know has been left: a
+   peer connects for it after all ranks created it: cddp__agree in cddp__split. net.lock held. */
 static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
   const cddp_group *g = NULL;
   int i;
@@ -10086,7 +10092,7 @@ static void cddp__net_release(cddp__net *n) {
   cddp__link_free(n->spare);
   cddp__close_fd(&n->listener);
   pthread_mutex_destroy(&n->lock);
-  cddp__free(&a, n->token);
+  cddp__free(&a, n->token); /* with hosts and ranks */
   cddp__free(&a, n->secret);
   cddp__free(&a, n);
 }
@@ -13374,8 +13380,9 @@ static void cddp__hosts_leave(cddp_group *g) {
 
 /* >>p2p -------------------------------------------------------------------------------------------
    Job: send and recv between the ranks of a host. Messages to other hosts pass through >>hosts.
-   Owns: a slot's send requests, events and waiting; a group's list of receives and counts of sends.
-   Lock: p2p.lock (CDDP__HELD asserts it). Touches peers' slots: takes requests, increments events.
+   Owns: a slot's send requests, events and event_sleepers; a group's list of receives and counts
+   of sends. Lock: p2p.lock (CDDP__HELD asserts it). Touches peers' slots: takes requests,
+   increments events.
    host_index[p] < 0: rank p is on another host. work->call.root: the peer, or CDDP_ANY. work->send:
    index of the send request that points to the caller's buffer; -1: none (a copy).
    Entry points: cddp__start_send and _finish_send; cddp__post_recv and _finish_recv, or
@@ -13391,7 +13398,7 @@ static void cddp__hosts_leave(cddp_group *g) {
      5. A receive without a handle polls the requests itself before it is put into the list. */
 
 #define CDDP__EAGER_MAX ((size_t)64 << 10) /* messages up to here are always copied, bytes */
-/* Of a wait: its own limit has passed, and the operation continues. The group is not late. */
+/* Result of a wait whose own limit, not the group's, has passed: the operation continues. */
 #define CDDP__CONTINUES CDDP__RESULT_COUNT
 enum { CDDP__NO_LIMIT = -1 }; /* of a wait: until the group's deadline */
 #define CDDP__SPIN_MESSAGE 4 /* a scan for a message takes as long as 4 polls of a header */
@@ -13440,7 +13447,8 @@ static bool cddp__reclaim_send(cddp__send_request *p) {
 }
 
 /* Frees the requests of taken copies, and their memory beyond CDDP__STAGED_MAX. Counts the sends in
-   flight to rank `to`. Returns the free request whose memory fits `bytes` best; -1: none. */
+   flight to rank `to`, and their copies' bytes. Returns the free request whose memory fits `bytes`
+   best; -1: none. */
 static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
   size_t kept = 0, best_size = 0;
   int i, best = -1, n = cddp__send_count(g);
@@ -13635,7 +13643,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
     /* If the group has failed, the sender may have stopped waiting for this copy (see
        cddp__finish_send) and changed the bytes. */
-    if (r == CDDP_OK) r = cddp__check_failure(g); /* can be another rank's, which is a thread */
+    if (r == CDDP_OK) r = cddp__check_failure(g); /* g can be of another thread's rank */
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
     cddp__exchange32(&p->state, CDDP__SEND_DONE);
@@ -13812,8 +13820,8 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
 }
 
-/* For calls that do not wait: whether the operation cannot succeed. A connection to a remote peer
-   shows its end. */
+/* For calls that do not wait: whether the operation cannot succeed. Connects to a remote peer: only
+   a connection shows its end. Looks at most once a ms. */
 static bool cddp__peer_is_lost(cddp_work *work) {
   cddp_group *g = work->group;
   int p, peer = work->call.root;
@@ -13850,7 +13858,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     else if (!cddp__wait_yields(&w)) break;
   }
   for (;;) {
-    uint32_t events = cddp__load32(&slot->events);
+    uint32_t events = cddp__load32(&slot->events); /* before the check */
     if (cddp__message_ready(work)) break;
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
     if (cddp__wait_yields(&w)) continue;
@@ -14022,8 +14030,8 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* cddp__check_peers skips other hosts' ranks */
       if (g->host_index[p] < 0 && cddp__rank_gone(g, p))
-        r = cddp__break_lost(g, p, NULL /* round */);
-    if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* no frame */);
+        r = cddp__break_lost(g, p, NULL /* doing */);
+    if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* late: none */);
   }
   g->round--;
   if (code != MPI_SUCCESS) r = cddp__break(g, cddp__mpi_fail(code, cddp__shapes[call->kind].name));
@@ -14206,7 +14214,7 @@ static void cddp__mpi_abandon(cddp_group *g) {
   cddp__wake_all(g);
 }
 
-/* MPI_Finalize deletes the attribute of MPI_COMM_SELF before it waits for the other ranks. */
+/* MPI_Finalize calls this, as it deletes MPI_COMM_SELF's attribute before it waits for ranks. */
 static int cddp__mpi_at_finalize(MPI_Comm self, int key, void *value, void *state) {
   struct cddp__mpi *mpi;
   (void)self, (void)key, (void)value, (void)state;
@@ -14249,7 +14257,7 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
   return CDDP_OK;
 }
 
-/* An operation of a broken group can still use the communicator. */
+/* An operation of a broken group can still use the communicator, which then stays. */
 static void cddp__mpi_leave(cddp_group *g) {
   struct cddp__mpi **at;
   int finalized = 1;
@@ -14288,7 +14296,7 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
 }
 
 static const cddp__carrier cddp__mpi_carrier = {
-    true /* foreign */, false /* not shared */, cddp__mpi_run, cddp__mpi_data, cddp__mpi_split,
+    true /* foreign */, false /* shares_memory */, cddp__mpi_run, cddp__mpi_data, cddp__mpi_split,
     cddp__mpi_leave};
 #endif /* CDDP_MPI */
 
@@ -14309,8 +14317,8 @@ static const cddp__carrier cddp__mpi_carrier = {
      4. Buckets of a cddp_ddp (not work->anywhere) are due immediately.
      5. A collective without a handle first waits, as in 2, until the queue is empty. */
 
-#define CDDP__ENGINE_POLL_S 2e-4 /* for this time a waiting thread can run an operation itself */
-#define CDDP__ENGINE_POLL_MAX_S 1.6e-3 /* while nothing is due: polls take the ranks' time */
+#define CDDP__ENGINE_POLL_S 2e-4 /* first interval: a waiting thread can run the operation itself */
+#define CDDP__ENGINE_POLL_MAX_S 1.6e-3 /* longest; polls take the ranks' time if nothing is due */
 #define CDDP__ENGINE_IDLE_POLLS 10 /* polls without a new operation before the engine sleeps */
 #define CDDP__ENGINE_SPIN 250 /* polls of a round by an engine that shares its core */
 
@@ -14318,7 +14326,7 @@ static void cddp__work_free(cddp_work *work) {
   cddp_group *g = work->group;
   if (work == &g->engine.own) cddp__store32(&g->engine.own_state, CDDP__OWN_FREE);
   else cddp__free(&g->host->allocator, work);
-  if (g->elastic) cddp__group_hold(g, CDDP__REMOVE_USE);
+  if (g->elastic) cddp__group_hold(g, CDDP__REMOVE_USE); /* can free a replaced group */
 }
 
 static void cddp__work_init(cddp_work *work, cddp_group *g) {
@@ -14498,7 +14506,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   for (;;) {
     busy = cddp__engine_queue_held(engine);
     if (work != NULL ? work->done : !busy && engine->first == NULL) break;
-    if (!busy && engine->first->anywhere && forever) { /* work is in the queue */
+    if (!busy && engine->first->anywhere && forever) { /* the queue is not empty */
       cddp__engine_run(engine);
       continue;
     }
@@ -14520,7 +14528,7 @@ static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   if (!engine->started) return; /* written only by the thread that calls this group's collectives */
   if (pthread_equal(engine->thread, pthread_self())) return; /* it would wait for itself */
-  cddp__engine_wait(engine, NULL /* all */, INFINITY);
+  cddp__engine_wait(engine, NULL /* work: all */, INFINITY);
 }
 
 /* Ends the engine's thread. Operations in flight fail, and with them the group. */
@@ -14546,7 +14554,7 @@ static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
       cddp__shapes[work->call.kind].name, work->group->rank, limit);
 }
 
-/* Whether its elastic group has been replaced: it has ended, and the group's locks do not exist. */
+/* Whether an elastic group was replaced: its work has ended, and its locks no longer exist. */
 static bool cddp__work_outlived(const cddp_work *work) {
   return cddp__load32(&work->group->left) != 0 && !work->on_stream;
 }
@@ -14573,7 +14581,7 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   if (r == CDDP__CONTINUES) return CDDP_TIMEOUT;
   if (work->run == NULL) cddp__record_finish(g, work->record, r); /* else `run` has */
   cddp__work_free(work);
-  return r == CDDP_TIMEOUT && limit >= 0 ? CDDP_ABORTED : r; /* TIMEOUT: for CONTINUES only */
+  return r == CDDP_TIMEOUT && limit >= 0 ? CDDP_ABORTED : r; /* TIMEOUT would mean: continues */
 }
 
 /* Sends or receives. work not NULL: only posts the message, and sets *work. */
@@ -14588,7 +14596,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cd
   w->record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype,
                                -1 /* no op */, call->root == CDDP_ANY ? -1 : call->root);
   if (cddp__record_at(g, w->record) != NULL) cddp__record_at(g, w->record)->tag = call->tag;
-  cddp__record_start(g, w->record, 0 /* no collective */);
+  cddp__record_start(g, w->record, 0 /* sequence: none */);
   if (call->kind == CDDP__KIND_SEND) {
     r = cddp__start_send(w, waits);
     if (r == CDDP_OK && waits) r = cddp__finish_send(w, CDDP__NO_LIMIT);
@@ -14637,7 +14645,7 @@ static bool cddp__cpu_done(cddp_work *work) {
         cddp__last_source = work->from;
       return true;
     }
-    cddp__serve_all_recvs(NULL /* no group */);
+    cddp__serve_all_recvs(NULL /* waits in none */);
     return cddp__peer_is_lost(work);
   }
   pthread_mutex_lock(&g->engine.lock);
