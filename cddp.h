@@ -10149,15 +10149,15 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    config.client_only: a launcher listens at MASTER_PORT, and serves a store there. */
 
 #define CDDP__PROBLEM_S 1.0 /* after a misfit, for the missing ranks to connect and fail too */
-#define CDDP__BLOCKED_S 6.0 /* for a connection between hosts; at most a third of the time-out */
-#define CDDP__RESOLVE_S 60  /* for a MASTER_ADDR that does not resolve: it is tried again */
+#define CDDP__BLOCKED_S 6.0 /* for a connection to another host; timeout_s / 3 if less */
+#define CDDP__RESOLVE_S 60  /* limit of tries to resolve MASTER_ADDR */
 
 /* Messages are frames of type MESSAGE with this number, and a struct as their body: the frame's
    magic number and cddp__rank_info.version show hosts of another byte order or version. */
 enum {
   CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
   CDDP__RENDEZVOUS_WAIT, /* the answer to a first RANK */
-  CDDP__RENDEZVOUS_PORT,  /* rank 0's root.token, and the descriptor of a socket that listens for
+  CDDP__RENDEZVOUS_PORT, /* rank 0's root.token, and the descriptor of a socket that listens for
                              coordinators */
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
                              cddp__join_table */
@@ -10168,67 +10168,67 @@ enum {
    ranks. */
 typedef struct cddp__rank_info {
   uint32_t version, world_size, rank, pid;
-  int port;         /* of its listening socket for other nodes; 0: none yet */
-  uint32_t fp_mode;
-  uint32_t user;    /* geteuid() */
-  uint32_t joins;   /* 1: CDDP_JOIN, a process that joins later */
-  uint64_t machine; /* a hash: on one machine, ranks have one user */
-  uint64_t run;     /* a hash of cddp__config.run */
+  int port; /* of its listening socket for other nodes; 0: none yet */
+  uint32_t fp_mode; /* cddp__fp_mode() */
+  uint32_t user; /* geteuid() */
+  uint32_t joins; /* 1: CDDP_JOIN, a process that joins later */
+  uint64_t machine; /* cddp__host_identity(): ranks on one machine must have one user */
+  uint64_t run; /* a hash of cddp__config.run: tells jobs apart */
   char backend[16];
-  cddp__host_entry host;
+  cddp__host_entry host; /* size: unused */
 } cddp__rank_info;
 
 /* The answer to a joining process. A rank on the same host sends its memfd with it. */
 typedef struct cddp__join_table {
   cddp__rank_info info; /* of the rank that answers */
   uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
-  cddp__leader_info lead;      /* of the model's ranks; self.life 0: not known */
-  struct sockaddr_in6 address; /* of that rank's host, as the next two */
-  int host;          /* number in cddp__meeting.net */
-  int local_size;    /* ranks of the first group there */
-  int shards;        /* of the model */
-  int size;          /* ranks of the first group */
+  cddp__leader_info lead; /* leader of the model's ranks; self.life 0: not known */
+  struct sockaddr_in6 address; /* of the answering rank's host */
+  int host; /* its number in cddp__meeting.net */
+  int local_size; /* ranks of the first group there */
+  int shards; /* of the model */
+  int size; /* ranks of the first group */
   int record_number; /* in the name of the joining process's flight record: cddp__record_open */
   int several_hosts; /* 1: the job began on several, and a rank of each listens at MASTER_PORT */
 } cddp__join_table;
 
 /* What a rank knows of its job. The secret's text follows the struct. */
 typedef struct cddp__job_info {
-  cddp__join_table table;
-  char node_name[48];      /* name of the node's socket; the prefix of its ranks' socket names */
-  uint32_t node_hash; /* of node, never 0 */
+  cddp__join_table table; /* info: its own; the rest for joining processes, or received by one */
+  char node_name[48]; /* name of the node's socket; the prefix of its ranks' socket names */
+  uint32_t node_hash; /* of node_name; not 0: unused in cddp__node_hashes */
   bool endpoint_here; /* the endpoint is an address of this host */
-  char master[256];   /* MASTER_ADDR; with `port` for joins from other hosts */
-  int port;           /* MASTER_PORT; 0: a launcher listens there */
-  uint32_t foreign;   /* bit i: address i of MASTER_ADDR belongs to another job */
-  double timeout_s;
-  char endpoint[96];  /* where the ranks meet, for error texts: "port 29500" */
-  int rank_claim_fd;  /* this rank's socket on its host, held while the group lives; -1: none */
-  int port_fd;        /* keeps rank 0's port that long: cddp__close_port; -1: none */
+  char master[256]; /* MASTER_ADDR; with `port` for joins from other hosts */
+  int port; /* MASTER_PORT; 0: a launcher listens there */
+  uint32_t foreign; /* bit i: address i of MASTER_ADDR belongs to another job */
+  double timeout_s; /* of a joining process's search */
+  char endpoint[96]; /* where the ranks meet, for error texts: "port 29500" */
+  int rank_claim_fd; /* this rank's socket on its host, held while the group lives; -1: none */
+  int port_fd; /* keeps rank 0's port while the group lives: cddp__close_port; -1: none */
   const char *secret; /* "": none; its proof then only rejects programs other than cddp */
 } cddp__job_info;
 
 typedef struct cddp__registration { /* a rank, or another process with a rank's number */
   cddp__rank_info info;
-  int node;    /* its number; 0: this rank's own */
-  int link_fd; /* its listening socket for other nodes; -1: none yet, or it was sent to the rank */
-  bool fits;   /* no misfit: it matches this rank, and its number is unique */
+  int node; /* number of its node; 0: this rank's own */
+  int link_fd; /* its listening socket, opened by its coordinator; -1: not yet, or sent to it */
+  bool fits; /* no misfit: it matches this rank, and its number is unique */
 } cddp__registration;
 
 typedef struct cddp__channel { /* a connection to the parent or a child */
   cddp__connection connection; /* deadline: for the first RANK */
-  bool rank_received;                  /* the first RANK was received */
-  bool ready;   /* the child's READY was received */
-  bool fail_sent;  /* FAIL was sent by TCP: the connection stays until it has arrived */
+  bool rank_received; /* the first RANK was received */
+  bool ready; /* the child's READY was received */
+  bool fail_sent; /* FAIL was sent by TCP: the connection stays until it has arrived */
   bool end_is_loss; /* its end is the loss of a rank: from a child's matching RANK, or the parent's
                    WAIT, until the parent's READY */
   size_t entry; /* of the first RANK: index in rendezvous.registered */
 } cddp__channel;
 
-typedef struct cddp__root_search {
+typedef struct cddp__root_search { /* how a coordinator finds the root */
   int fds[CDDP__ADDRESSES_MAX]; /* of rank 0 and the root: sockets that listen for coordinators */
   int fd_count;
-  char key[160];     /* RUN/meeting */
+  char key[160]; /* RUN/meeting */
   cddp_store *store; /* a launcher's, or file://, locked by rank 0; NULL: none, or not open */
   /* From the store or the file, else 0. The proof of the secret covers it: it shows that a
      coordinator has read the store or the file. */
@@ -10236,20 +10236,20 @@ typedef struct cddp__root_search {
   /* Of the root. The one to connect to next is addresses[next]. */
   cddp__address addresses[CDDP__ADDRESSES_MAX];
   int address_count, next;
-  double resolved_at;  /* when MASTER_ADDR was resolved */
-  double next_look;    /* when to look for the root again */
-  double pause;        /* seconds between two looks */
-  double try_s;        /* seconds for the next connection */
+  double resolved_at; /* when MASTER_ADDR was resolved */
+  double next_look; /* when to look for the root again */
+  double pause; /* seconds between two looks */
+  double try_s; /* seconds for the next connection */
   double closed_since; /* since when connections end unanswered: cddp__fail_connect; 0: no */
-  bool closed;         /* one was, since the first of `addresses` was tried */
-  cddp__text blocked;  /* why the root cannot be reached; "": it can, or is not looked for */
-  bool port_blocked;   /* `blocked` is about the root's own port: CDDP_NETWORK, not _TIMEOUT */
-  int refused_count;   /* the root's callers without the secret */
+  bool closed; /* a connection ended so since addresses[0] was tried */
+  cddp__text blocked; /* why the root cannot be reached; "": it can, or is not looked for */
+  bool port_blocked; /* `blocked` is about the root's own port: CDDP_NETWORK, not _TIMEOUT */
+  int refused_count; /* callers that the root refused: without the secret */
 } cddp__root_search;
 
 typedef struct cddp__root_key { /* value of RUN/meeting */
-  struct sockaddr_in6 address;  /* of the root's listener, with the port */
-  unsigned char token[32];      /* root_search.token */
+  struct sockaddr_in6 address; /* of the root's listener, with the port */
+  unsigned char token[32]; /* root_search.token */
 } cddp__root_key;
 
 typedef struct cddp__rendezvous {
@@ -10259,24 +10259,24 @@ typedef struct cddp__rendezvous {
   double deadline;
   cddp__root_search root;
   cddp__address address; /* of this host, for ranks of other nodes */
-  int node_socket;       /* listening for clients; -1: this rank is a client */
+  int node_socket; /* listening for clients; -1: this rank is a client */
   cddp__channel parent;
   cddp__channel *children;
   size_t child_count, child_capacity;
   cddp__registration *registered; /* this rank and all below it, in order of registration */
   size_t registered_count, registered_capacity;
-  size_t forwarded;    /* registrations sent to the parent */
-  int node_count;      /* this node, and those with a coordinator that sent RANK */
-  uint32_t expected;   /* number of ranks: the largest WORLD_SIZE that has registered */
-  bool with_rank_0;    /* rank 0 is on this node, perhaps a misfit */
+  size_t forwarded; /* number of these sent to the parent */
+  int node_count; /* this node, and those with a coordinator that sent RANK */
+  uint32_t expected; /* number of ranks: the largest WORLD_SIZE that has registered */
+  bool with_rank_0; /* rank 0 is on this node, perhaps a misfit */
   cddp__cause problem; /* why the first misfit is refused */
-  double problem_at;   /* when it registered */
-  bool common_failure; /* not of this rank alone: its text is sent unchanged */
-  int memory_fd;       /* a client: the memfd, received with TABLE; -1: none, or mapped */
-  cddp__net *net;      /* the table of ranks; NULL: it is not complete */
+  double problem_at; /* when it registered */
+  bool common_failure; /* the failure is not this rank's alone: its text is sent unchanged */
+  int memory_fd; /* a client: the memfd, received with TABLE; -1: none, or mapped */
+  cddp__net *net; /* the table of ranks; NULL: it is not complete */
 } cddp__rendezvous;
 
-/* A hash, equal for ranks on one kernel and in one network namespace. */
+/* A hash, equal for ranks of one network namespace and kernel (or CDDP_HOST_ID). */
 static uint64_t cddp__host_identity(void) {
   const char *id = cddp__env("CDDP_HOST_ID");
   char boot[128] = "";
@@ -10311,7 +10311,7 @@ static void cddp__append_origin(const cddp__config *config, cddp_result r) {
    resolve, else ranks of one node could have different names. A rank 0 that will listen there tries
    once. */
 static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
-                                   bool *on_host) {
+                                   bool *endpoint_here) {
   static const char hex[] = "0123456789abcdef";
   const char *id = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
@@ -10347,7 +10347,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32 /* hex digits */; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
-  *on_host = here || strncmp(config->init_method, "unix:", 5) == 0;
+  *endpoint_here = here || strncmp(config->init_method, "unix:", 5) == 0;
   return CDDP_OK;
 }
 
@@ -10423,7 +10423,8 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error
 
 /* --- two jobs at one endpoint --- */
 
-/* unix://cddp-...: from cddp__env_master. pid 0: not known. */
+/* Process `other` has the rank of process pid (0: not known). unix://cddp-...: a name of
+   cddp__env_master. */
 static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, uint32_t pid,
                                          const char *name, uint32_t other, const char *other_name) {
   return CDDP__REFUSE(
@@ -10466,7 +10467,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     if (error == 0) (void)cddp__peer_process(fd, peer);
     pid = peer[0]; /* 0: not known */
     ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
-                                        cddp__exit_status(-1 /* a zombie */, pid, &status)));
+                                        cddp__exit_status(-1 /* pidfd */, pid, &status)));
     if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1))
       ended = false; /* its queue is full; or it answered, and has failed and ended since */
     cddp__close_fd(&fd);
@@ -10481,7 +10482,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     }
     cddp__sleep(0.001); /* the rank has ended (its child can hold the name), or does not listen */
   }
-  return CDDP_OK; /* not bound */
+  return CDDP_OK; /* not bound: only this check is lost */
 }
 
 /* A job of one rank holds its name too: it shows joining processes that the job lives, before its
@@ -10516,6 +10517,7 @@ static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, ui
   return NULL;
 }
 
+/* Fails if `other` is a misfit. */
 static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *other) {
   if (other->version != own->version)
     return cddp__fail(CDDP_MISMATCH,
@@ -10585,7 +10587,7 @@ static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const 
   cddp_result r;
   if (fds != NULL) memcpy(c->send_fds, fds, sizeof c->send_fds);
   r = cddp__connection_post(c, kind, body, size);
-  return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* no answer */, deadline) : r;
+  return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* to read */, deadline) : r;
 }
 
 /* The next complete message, of at most `most` bytes, which the caller frees; NULL: none. */
@@ -10603,7 +10605,7 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
   cddp_result r = cddp__post_failure(c, result, text);
-  return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* no answer */, deadline) : r;
+  return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* to read */, deadline) : r;
 }
 
 /* Names the rank that was lost, a child or the parent. */
@@ -10627,7 +10629,7 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                     "the rank that coordinates %s ranks at %s died during the rendezvous%s%s",
                     local ? "this host's" : "all hosts'", rdv->job->endpoint,
                     net != NULL ? ", or its host " : "",
-                    net != NULL ? net->hosts[net->ranks[0].host].name : "");
+                    net != NULL ? net->hosts[net->ranks[0].host].name /* the root's */ : "");
 }
 
 /* fd: -1: closed. On TCP both ends prove the secret first. caller: CDDP__END_*. */
@@ -10711,8 +10713,8 @@ static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) { /* the last on
 /* Most connections of other hosts without a proof, if few descriptors are left. */
 #define CDDP__FEW_UNPROVEN 8
 
-/* Accepts the connections at a listener, or -1. If more than `limit` have not sent RANK, the oldest
-   of these is closed: a rank proves the secret and sends RANK immediately. */
+/* Accepts the connections at a listener (-1: none). If more than `limit` have not sent RANK, closes
+   the oldest of these: a rank proves the secret and sends RANK immediately. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   bool local = listener == rdv->node_socket;
   size_t most = (size_t)cddp__unproven_most(rdv->config->world_size);
@@ -10736,7 +10738,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
       cddp__remove_child(rdv, oldest);
     else if (error != 0)
       return cddp__fail_descriptors(rdv, error, "accept of another rank");
-    if (none) continue;               /* the removed child's descriptor is free now */
+    if (none) continue; /* the removed child's descriptor is free now */
     if (few) fd = cddp__lower_fd(fd); /* to a number that removed children have freed */
     children = (cddp__channel *)cddp__grow_array(&rdv->host->allocator, rdv->children,
                                                  &rdv->child_capacity, rdv->child_count + 1,
@@ -10782,15 +10784,15 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
   return CDDP_OK;
 }
 
-static void cddp__close_parent(cddp__rendezvous *rdv) {
+static void cddp__close_parent(cddp__rendezvous *rdv) { /* to find another, or be the root */
   size_t i;
   cddp__connection_close(&rdv->parent.connection);
-  for (i = 0; i < rdv->registered_count; i++) /* at this connection's address */
+  for (i = 0; i < rdv->registered_count; i++) /* bound to this end's address */
     cddp__close_fd(&rdv->registered[i].link_fd);
   rdv->forwarded = 0; /* the next parent gets all registrations */
 }
 
-/* A child's RANK: its own, or of a rank below it. *admitted: the message is valid. */
+/* A child's RANK: its own, or of a rank below it. *admitted: false ends the connection. */
 static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *child,
                                       const cddp__message *m, bool *admitted) {
   cddp__connection *c = &child->connection;
@@ -10803,7 +10805,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   *admitted = info.pid != 0 && info.port >= 0 && info.port <= 65535 &&
               (child->rank_received || cddp__admit_rank(rdv, c, &info));
   if (!*admitted) return CDDP_OK;
-  /* an address that other nodes can reach */
+  /* this host's, for other nodes: not loopback, if possible */
   if (!c->local && (rdv->node_count == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
   node = c->local               ? 0
@@ -10872,7 +10874,7 @@ static bool cddp__check_table(cddp__net *net, int rank) {
       return false;
     entry->index = net->hosts[entry->host].size++;
   }
-  for (i = 0; i < net->host_count && net->hosts[i].size > 0; i++) {}
+  for (i = 0; i < net->host_count && net->hosts[i].size > 0; i++) {} /* has ranks */
   net->host = net->ranks[rank].host;
   return i == net->host_count && net->ranks[rank].pid == (uint32_t)getpid();
 }
@@ -10935,6 +10937,7 @@ static double cddp__try_deadline(const cddp__rendezvous *rdv) {
   return cddp__earlier_deadline(seconds, rdv->deadline);
 }
 
+/* Of the launcher's store, or file://. */
 static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
   cddp__store_options o;
   memset(&o, 0, sizeof o);
@@ -10964,13 +10967,13 @@ static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool p
   root->blocked = cddp__textf("rank %d on %s: %s", config->rank, rdv->host->name, cddp_error());
   root->port_blocked = port_blocked;
   root->next_look = now;
-  if (root->next < root->address_count) return CDDP_OK;           /* the next address immediately */
+  if (root->next < root->address_count) return CDDP_OK; /* the next address immediately */
   root->next_look += root->pause * (0.5 + (double)jitter / 1024); /* factor 0.5 to 1.5 */
   root->pause = root->pause < 0.125 ? 2 * root->pause : 0.25;
   return CDDP_OK;
 }
 
-static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
+static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) { /* file:// */
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
   cddp__store_file record;
@@ -10996,7 +10999,7 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   cddp_result r = CDDP_NETWORK;
   if (error == EMFILE || error == ENFILE)
     return cddp__fail_descriptors(rdv, error, "connection to another host");
-  if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) { /* a failure */
+  if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) { /* the proof failed */
     r = cddp__fail_refused(&rdv->parent.connection, cddp__describe_address(&at).s);
   } else if (error == 0 && challenge->state == CDDP__CHALLENGE_PROVEN) { /* it has the secret */
     cddp__fail(r, "the process at %s belongs to another job, or has just ended",
@@ -11115,7 +11118,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
                         to the store. */
 
 /* Launcher's store: the root's address is the near end of the store's connection. If that is
-   loopback, or the store has several addresses, it listens on all: others can use another one. */
+   loopback, or the store has several, the root listens on all: others can use another one. */
 static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
@@ -11174,7 +11177,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
     q.capacity = sizeof value;
     q.size = &value_size;
     if (found) r = cddp__store_run(root->store, &q);
-    if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* another program's value */
+    if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* too long: another program's */
   }
   if (r == CDDP_OK && value_size == sizeof value &&
       cddp__local_address(root->store->connection.fd, &here)) {
@@ -11215,14 +11218,14 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* The coordinator of a node without rank 0 does; with a launcher's store the root too, until it has
-   published its address. */
+/* Whether this rank calls cddp__find_root: a coordinator without rank 0 does; with a launcher's
+   store the root too, until it has published its address. */
 static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
   return rdv->node_socket >= 0 && rdv->parent.connection.fd < 0 &&
          (!rdv->with_rank_0 || (rdv->config->client_only && rdv->root.fd_count == 0));
 }
 
-/* One try of a coordinator: begins to connect to the root's next address. It finds these first, if
+/* One try of a coordinator: begins to connect to the root's next address. Finds addresses first, if
    all were tried; with a launcher's store the root publishes its own. */
 static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
@@ -11243,7 +11246,7 @@ static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
     root->blocked.s[0] = 0;
   }
   if (root->fd_count > 0) return CDDP_OK; /* this rank is the root: its address is published */
-  if (root->address_count == 0) {         /* the root's is not published yet */
+  if (root->address_count == 0) { /* the root's is not published yet */
     root->next_look = cddp__now() + root->pause;
     root->pause = 2 * root->pause < most_pause ? 2 * root->pause : most_pause;
     return CDDP_OK;
@@ -11283,7 +11286,7 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   return cddp__fail(r, "%s", own_text);
 }
 
-static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
+static cddp_result cddp__serve_file(cddp__rendezvous *rdv) { /* rank 0 of file:// */
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
   cddp__store_file record;
@@ -11296,7 +11299,8 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   }
   if (r == CDDP_OK) r = cddp__file_record_new(&record, !cddp__one_host(rdv->config));
   if (r == CDDP_OK)
-    r = cddp__listen_at(record.addresses, (int)record.count, -1, root->fds, &root->fd_count);
+    r = cddp__listen_at(record.addresses, (int)record.count, -1 /* listen_fd */, root->fds,
+                        &root->fd_count);
   if (r == CDDP_OK) r = cddp__file_record_write(root->store->file, &record);
   if (r == CDDP_OK) memcpy(root->token, record.key, sizeof root->token);
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", rdv->config->init_method);
@@ -11341,7 +11345,7 @@ static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
     if (is_rank_0 && keep && has_address && a.sa.ss_family != AF_UNIX)
       (void)!bind(*fd, &a.any, a.size); /* again: shutdown(2) frees a port chosen by the system */
     if (is_rank_0 && keep && root->fd_count == 0 && (!has_address || a.sa.ss_family != AF_UNIX))
-      rdv->job->port_fd = *fd;
+      rdv->job->port_fd = *fd; /* fds[0] */
     else
       cddp__close_fd(fd);
   }
@@ -11357,7 +11361,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->host = host;
   rdv->job = host->job_info;
   rdv->deadline = cddp__now() + config->timeout_s;
-  cddp__channel_init(rdv, &rdv->parent, -1 /* closed */, true /* local */, CDDP__END_CALLER);
+  cddp__channel_init(rdv, &rdv->parent, -1 /* fd */, true /* local */, CDDP__END_CALLER);
   rdv->memory_fd = rdv->node_socket = -1;
   rdv->node_count = 1;
   rdv->expected = (uint32_t)config->world_size;
@@ -11394,7 +11398,7 @@ static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
     CDDP__POINT("follow");
     cddp__channel_init(rdv, &rdv->parent, fd, true /* local */, CDDP__END_CALLER);
   } else if (error == ECONNREFUSED || error == EAGAIN || error == EINTR) {
-    cddp__sleep(0.001); /* the coordinator does not listen yet, or has just ended */
+    cddp__sleep(0.001); /* the coordinator does not listen yet, has just ended, or is busy */
   } else {
     return cddp__fail_descriptors(rdv, error, "connect to an abstract Unix socket");
   }
@@ -11476,7 +11480,8 @@ static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
         rdv->children[i].rank_received && rdv->registered[rdv->children[i].entry].fits;
   net->listener = rdv->registered[0].link_fd;
   rdv->registered[0].link_fd = -1;
-  if (rdv->job->secret[0] == 0 || rdv->config->launcher_secret || net->host_count == 1)
+  if (rdv->job->secret[0] == 0 || rdv->config->launcher_secret /* not for links */ ||
+      net->host_count == 1)
     return CDDP_OK;
   net->secret = cddp__strdup(&rdv->host->allocator, rdv->job->secret);
   return net->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
@@ -11523,7 +11528,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   return r;
 }
 
-static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
+static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) { /* the deadline has passed */
   const cddp__config *config = rdv->config;
   const char *launcher = config->launcher != CDDP__LAUNCHER_SCRIPT
                              ? cddp__launchers[config->launcher].name
@@ -11626,7 +11631,8 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
 }
 
 /* Sends TABLE to the children, on this host with the descriptors of the memory and of the listening
-   socket: to others sendmsg sends none. The rest of it is sent while this rank waits for READY. */
+   socket: to others sendmsg sends none. The rest of its bytes is sent while this rank waits for
+   READY. */
 static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
   const cddp__net *net = rdv->net;
   cddp_result r = CDDP_OK;
@@ -11759,7 +11765,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
       if (!child->fail_sent) cddp__remove_child(rdv, k); /* new connections need its descriptor */
     }
     if (r != CDDP_OK) (void)cddp__accept_channels(rdv, rdv->node_socket);
-  } while (r != CDDP_OK && rdv->child_count > draining && rounds++ < CDDP__MAX_RANKS);
+  } while (r != CDDP_OK && rdv->child_count > draining /* new */ && rounds++ < CDDP__MAX_RANKS);
   deadline = cddp__now() + 0.2;
   cddp__channel_drain(&rdv->parent, deadline);
   for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
@@ -11775,7 +11781,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
   const cddp_allocator *allocator = &rdv->host->allocator;
   cddp_store *store = rdv->root.store;
   size_t i;
-  if (rdv->config->rank != 0) cddp__close_port(rdv, false /* keep */); /* for a restarted rank 0 */
+  if (rdv->config->rank != 0) cddp__close_port(rdv, false /* keep */); /* a new rank 0 can bind */
   cddp__report_failure(rdv, g, r);
   if (r == CDDP_OK) cddp__store32(&cddp__node_hashes[cddp__add32(&cddp__node_hash_count, 1) % 16],
                                    rdv->job->node_hash);
@@ -11788,7 +11794,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
     unlink(store->name);
   cddp__close_port(rdv, r == CDDP_OK && !rdv->config->client_only);
   if (store != NULL) cddp__store_free(store);
-  if (rdv->net != rdv->host->net) cddp__net_release(rdv->net); /* not kept */
+  if (rdv->net != rdv->host->net) cddp__net_release(rdv->net); /* one host, or failed */
   cddp__free(allocator, rdv->children);
   cddp__free(allocator, rdv->registered);
   return r;
@@ -11805,8 +11811,8 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
      4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
 #define CDDP__JOIN_WAIT_S 0.02 /* most that a rank waits for joining processes */
-#define CDDP__JOB_GONE_S 2.0   /* without a living rank: then the job has ended */
-#define CDDP__JOIN_CALLS 64    /* most calls of a joining process at the same time */
+#define CDDP__JOB_GONE_S 2.0 /* without a living rank: then the job has ended */
+#define CDDP__JOIN_CALLS 64 /* most calls of a joining process at the same time */
 
 /* Opens the sockets for joining processes: at this rank's socket name and, on one rank of each
    host, at MASTER_PORT, where the system holds back silent connections. Lock: joins.lock. */
@@ -11846,6 +11852,7 @@ static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   bool few = listener >= 0 && cddp__accept_links(&host->allocator, listener, &host->joins.calls,
                                                  &host->joins.spare, NULL /* starved */);
   for (c = host->joins.calls; c != NULL && c->state == CDDP__CONNECTION_NEW; c = c->next) {
+    /* new ones are first */
     c->local = local;
     (void)cddp__connection_begin_proof(c, host->job_info->secret, "join", NULL, 0 /* context */);
   }
@@ -11918,16 +11925,16 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
   pthread_mutex_unlock(&joins->lock);
 }
 
-typedef struct cddp__join_search {
-  cddp__connection *calls; /* [JOIN_CALLS] peer: a rank on this host; -1 - i: at addresses[i] */
+typedef struct cddp__join_search { /* a joining process's */
+  cddp__connection *calls; /* [CDDP__JOIN_CALLS] peer: a rank here; -1 - i: at addresses[i] */
   int count;
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of MASTER_ADDR */
   int address_count;
   double next_resolve; /* when to resolve MASTER_ADDR again */
-  double next_all;     /* when to call numbers beyond WORLD_SIZE again */
-  double pause;        /* seconds between two such calls */
-  double seen;         /* when a rank listened last, or held the socket name of a first rank */
-  cddp__text blocked;  /* the last error of a connection to MASTER_ADDR, or "" */
+  double next_all; /* when to call numbers beyond WORLD_SIZE again */
+  double pause; /* seconds between two such calls */
+  double seen; /* when a rank last listened, or a process held a first rank's socket name */
+  cddp__text blocked; /* the last error of a connection to MASTER_ADDR, or "" */
 } cddp__join_search;
 
 /* Calls the ranks on this host and (rank < 0) the addresses of MASTER_ADDR that listen and are not
@@ -11961,7 +11968,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     if (error != 0) continue;
     search->count++;
     cddp__connection_begin(c, &host->allocator, fd, CDDP__END_CALLER);
-    c->local = rank >= 0 && host->arena.fd < 0; /* no second descriptor: see >>arena */
+    c->local = rank >= 0 && host->arena.fd < 0; /* gets the memfd, but only once: >>arena */
     c->peer = rank;
     r = cddp__connection_begin_proof(c, job->secret, "join", NULL, 0 /* context */);
     (void)cddp__connection_progress(c);
@@ -11969,7 +11976,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
   return r;
 }
 
-/* A host's number is 2 * shards until it is known. */
+/* Checks an answer. A host's number is 2 * shards until it is known. */
 static bool cddp__check_join_table(cddp__join_table *table) {
   cddp__member *lead = &table->lead.self;
   table->info.host.name[sizeof table->info.host.name - 1] = 0;
@@ -12082,7 +12089,7 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
   return r;
 }
 
-static cddp_result cddp__join_find(cddp__host *host, int *fd) {
+static cddp_result cddp__join_find(cddp__host *host, int *fd) { /* fills job_info.table */
   cddp__job_info *job = host->job_info;
   cddp__join_table table;
   cddp_result r = cddp__find_job(host, cddp__now() + job->timeout_s, fd, &table);
@@ -12132,8 +12139,8 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 #define CDDP__POLLS_A_YIELD 4 /* polls between yields: hosts can be containers that share cores */
 #define CDDP__SUM_AREAS (CDDP__AHEAD + 1) /* areas for sums in transit, used in turn */
 #define CDDP__POSTED_MAX (4 * CDDP__SUM_AREAS) /* frames for a rank: 4 moves of each piece */
-#define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes of a group's copies; then sends wait */
-#define CDDP__SCRATCH_HALF ((size_t)2 << 20) /* bytes; a rank uses two halves in turn */
+#define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes of a group's kept messages; then sends wait */
+#define CDDP__SCRATCH_HALF ((size_t)2 << 20) /* bytes; a rank reads one as others write the next */
 
 /* --- links --- */
 
@@ -12237,7 +12244,7 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
   return work;
 }
 
-enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME };
+enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME /* a posted one */ };
 /* Sends waiting bytes, and receives frames up to the next piece, without blocking. A frame goes to
    the buffer of its receive, or is stored. If over CDDP__STAGED_MAX bytes are stored, it reads only
    FOR_FRAME or if cddp__is_awaited. Received bytes wake this rank's threads. */
@@ -12257,7 +12264,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
       link->into->from = link->rank;
       link->into->result = CDDP_OK;
     }
-    if ((m = cddp__connection_receive(link, SIZE_MAX / 16 /* any size */)) == NULL) break;
+    if ((m = cddp__connection_receive(link, SIZE_MAX / 16 /* most: any */)) == NULL) break;
     if (link->into != NULL) {
       link->into->filling = false;
       link->into->done = true;
@@ -12289,7 +12296,8 @@ static size_t cddp__hosts_send_queued(cddp_group *g) {
   return unsent;
 }
 
-/* Accepts connections, reads notices, and sends waiting bytes, for all groups of the process. */
+/* Accepts connections, reads notices, and sends waiting bytes, for all groups of the process
+   with free locks. */
 static void cddp__poll_all_groups(cddp_group *g) {
   cddp__host *host = g->host;
   cddp__net_serve(host, g->hosts->net);
@@ -12307,7 +12315,7 @@ static void cddp__poll_all_groups(cddp_group *g) {
    links. Only the host of a dead rank knows how it died: after the end of a link, the others wait
    for its notice, at most CDDP__REMOTE_CAUSE_LONG_S. */
 
-/* Says BYE, else elastic models count this process as ended; closes the links for sending. */
+/* Says BYE: without it elastic models count this process as ended. Closes the links for sending. */
 static void cddp__hosts_disconnect(cddp_group *g) {
   int i;
   if (pthread_mutex_trylock(&g->p2p.lock) == 0) { /* else no BYE: this thread can hold it */
@@ -12393,7 +12401,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 /* --- send and recv --- */
 
 /* Whether a message can be posted: the link is connected, and few bytes wait on all links: at most
-   CDDP__STAGED_MAX, or this message's. After the peer's BYE: if none wait for it. */
+   CDDP__STAGED_MAX, or as many as it has. After the peer's BYE: if none wait for the peer. */
 static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
   if (cddp__ensure_link(g, peer) != CDDP_OK) return false;
@@ -12436,8 +12444,8 @@ done:
   return r;
 }
 
-/* A receive ends while its message arrives in the caller's buffer: moves the message to memory of
-   its own. */
+/* A receive ends while its message arrives in the caller's buffer: gives the message memory of its
+   own, link.message. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   const cddp__net *net = g->hosts->net;
   cddp__message *m = NULL;
@@ -12489,7 +12497,7 @@ typedef struct cddp__posted_frame {
   int type; /* CDDP__FRAME_HEADERS or _PIECE */
   const void *data;
   size_t size; /* bytes; of awaited headers the limit */
-  long step;   /* of cddp__flow_run: in which a frame to send was posted */
+  long step; /* of cddp__flow_run: in which a frame to send was posted */
 } cddp__posted_frame;
 
 /* Adds a frame for cddp__deliver. Those to a rank, and those from it, move in posting order. */
@@ -12685,7 +12693,7 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
 }
 
 /* Before each turn a leader knows the headers of `known` hosts in a row, its own first. In a turn
-   each of CDDP__DIRECT_HOSTS - 1 leaders sends it as many more. A host in another call can send
+   each of CDDP__DIRECT_HOSTS - 1 leaders sends it `known` more. A host in another call can send
    other shares, up to in_limit; then all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
@@ -12752,7 +12760,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
            CDDP__HEADER_BYTES - sizeof in->seq);
     cddp__exchange32(&header->seq, g->round); /* full fence before `sleepers` is read */
   }
-  if (!g->oversubscribed && cddp__load32(&g->block->sleepers) != 0)
+  if (!g->oversubscribed && cddp__load32(&g->block->sleepers) != 0) /* perhaps on this: */
     cddp__futex_wake(&cddp__op_header_of(g, hosts->lowest_remote, g->round)->seq);
   return CDDP_OK;
 }
@@ -12826,8 +12834,8 @@ static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
 enum cddp__move {
   CDDP__SEND_CONTRIBUTION, /* k = s + ahead, to the owner of the part */
   CDDP__RECV_CONTRIBUTION, /* k = s, for this rank's part; then it adds up the piece */
-  CDDP__SEND_RESULT,       /* k = s - 1, of this rank's part */
-  CDDP__RECV_RESULT        /* k = s - ahead - 1, from the owner of the part */
+  CDDP__SEND_RESULT, /* k = s - 1, of this rank's part */
+  CDDP__RECV_RESULT /* k = s - ahead - 1, from the owner of the part */
 };
 
 /* A chunk, elements [begin, begin + n) of each share of a call, between the hosts. */
@@ -12835,21 +12843,21 @@ typedef struct cddp__flow {
   cddp_group *g;
   const cddp__call *c;
   const cddp__shape *shape; /* of c */
-  int root_host;  /* -1: the call has no root */
+  int root_host; /* -1: the call has no root */
   int local_root; /* the root's number on this host; -1: not here */
-  bool in_scratch;  /* this rank's view */
+  bool in_scratch; /* this rank's view is in scratch */
   int scratch_half; /* 0 or 1: which half this chunk uses */
   /* The chunk. */
   size_t begin, n;
-  size_t piece_max;   /* elements of a piece of a part; the last one can have fewer */
+  size_t piece_max; /* elements of a piece of a part; the last one can have fewer */
   long pieces, ahead; /* of each part; see enum cddp__move */
-  bool hosts_sum_whole; /* short all_reduce: each host adds up the whole array, in equal slices */
+  bool hosts_sum_whole; /* short all_reduce: each host adds up the array, a rank a slice of it */
   /* Sums in transit, in hosts.stage. */
-  char *out;        /* contributions to others' parts: CDDP__SUM_AREAS areas, used in turn */
+  char *out; /* contributions to others' parts: CDDP__SUM_AREAS areas, used in turn */
   size_t out_bytes; /* of one area */
-  char *sums;       /* in the current area: where the next frame's sums are written */
-  char *in;         /* the other hosts' contributions to a piece of this rank's part */
-  char *result;     /* the sums of a reduce for a root elsewhere: CDDP__SUM_AREAS areas */
+  char *sums; /* in the current area: where the next frame's sums are written */
+  char *in; /* the other hosts' contributions to a piece of this rank's part */
+  char *result; /* the sums of a reduce for a root elsewhere: CDDP__SUM_AREAS areas */
 } cddp__flow;
 
 /* scatter, gather, all_to_all: every two ranks exchange their own bytes; none acts for its host. */
@@ -12898,7 +12906,7 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
   int host_count = f->hosts_sum_whole ? 1 : hosts->count;
   bool one_buffer = cddp__in_one_buffer(f->c);
   *begin = 0;
-  if (one_buffer && p->local_rank >= hosts->min_locals) return 0; /* as many owners on each host */
+  if (one_buffer && p->local_rank >= hosts->min_locals) return 0; /* only min_locals own slices */
   if (one_buffer)
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->local_rank * host_count + (f->hosts_sum_whole ? 0 : p->host), begin, &end);
@@ -12906,8 +12914,9 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
   return cddp__min(f->piece_max, end - *begin);
 }
 
-/* Whether rank `from` sends rank `to` contributions or, if `result`, results. Arrays have both, but
-   whole ones no results. Calls with shares have contributions if they scatter, else results. */
+/* Whether rank `from` sends rank `to` contributions or, if `result`, results. Calls in one buffer
+   have both, or if hosts_sum_whole no results. Others have contributions if they scatter, else
+   results. */
 static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool result) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = f->shape;
@@ -12932,7 +12941,7 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
     hosts->pointers[i - s->low] =
         cddp__view_of(f, hosts->peers[hosts->leaves[i]].local_rank, owner) + begin * f->c->esize;
   if (s->high - s->low == 1) return hosts->pointers[0];
-  cddp__reduce_nodes(space, hosts->pointers, NULL, s->high - s->low, 0 /* partial */, n,
+  cddp__reduce_nodes(space, hosts->pointers, NULL, s->high - s->low, 0 /* ranks: partial */, n,
                      (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
   return space;
 }
@@ -12951,7 +12960,7 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
   if (hosts->subtree_count > 1)
     cddp__reduce_nodes(result, hosts->sums, hosts->widths, hosts->subtree_count, hosts->leaf_count,
                        n, (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
-  else
+  else /* one leaf */
     cddp__copy(result, hosts->sums[0], n * f->c->esize);
 }
 
@@ -12961,6 +12970,7 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root) /* reduce, root elsewhere */
     return f->result + (size_t)(k % CDDP__SUM_AREAS) * f->piece_max * c->esize;
   if (cddp__in_one_buffer(c)) return cddp__local_view(f, 0 /* no shares */, begin);
+  /* reduce_scatter: recv; all_gather: send */
   return (f->shape->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
          (f->begin + begin) * c->esize;
 }
@@ -13007,7 +13017,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   f->sums = f->out + (size_t)(k % CDDP__SUM_AREAS) * f->out_bytes;
   for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size; /* each rank begins with another peer */
-    if (g->host_index[p] >= 0 && !(cddp__is_pairwise(f) && sends)) continue;
+    if (g->host_index[p] >= 0 && !(cddp__is_pairwise(f) && sends)) continue; /* shares views */
     if (!cddp__sends_frames(f, sends ? me : p, sends ? p : me, result)) continue;
     if ((n = cddp__piece_elements(f, own ? me : p, k, &begin)) == 0) continue;
     if (f->shape->reduces && !result) /* the sums of a host's ranks */
@@ -13044,7 +13054,7 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   }
 }
 
-/* See enum cddp__move. */
+/* Moves a chunk: see enum cddp__move. */
 static cddp_result cddp__flow_run(cddp__flow *f) {
   const cddp__shape *shape = f->shape;
   bool spreads = !cddp__is_pairwise(f) && !shape->to_root && !shape->scatters; /* to all ranks */
@@ -13099,7 +13109,7 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   if (!f->hosts_sum_whole) owners *= host_count;
   if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->piece_max = longest;
-  if (!f->hosts_sum_whole && (one_buffer || f->shape->reduces))
+  if (!f->hosts_sum_whole && (one_buffer || f->shape->reduces)) /* else one piece */
     f->piece_max = cddp__min(longest, piece * host_count / sum_bytes);
   f->piece_max = cddp__round_up(cddp__max(f->piece_max, 1), granule);
   f->pieces = (long)((longest + f->piece_max - 1) / f->piece_max);
@@ -13110,7 +13120,7 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
 static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   cddp__hosts *hosts = f->g->hosts;
   size_t locals = (size_t)hosts->group_hosts[hosts->mine].size;
-  size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals; /* owners on each host */
+  size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals; /* owners on one host */
   size_t in, bytes;
   f->out_bytes =
       f->piece_max * hosts->group_hosts[hosts->mine].bytes * (size_t)hosts->count * acts_for;
@@ -13167,12 +13177,12 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-static cddp_result cddp__chunk_round(cddp_group *g, const cddp__call *c) {
+static cddp_result cddp__chunk_round(cddp_group *g, const cddp__call *c) { /* of this host */
   return cddp__run_round(g, CDDP__ROUND_OF_HOST, c, CDDP__PHASE_CHUNK, NULL, 0);
 }
 
 /* Runs a chunk, with copies to and from views in scratch. has_sources: views hold the data to send.
-   After the last round no other rank accesses this rank's view. */
+   After the last round no other rank accesses this chunk in this rank's view. */
 static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
@@ -13227,7 +13237,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   return cddp__end_access(g, r);
 }
 
-/* Averages over the ranks outside cddp_ddp_join. */
+/* carrier.average, over the ranks outside cddp_ddp_join. */
 static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
   cddp__hosts *hosts = g->hosts;
   cddp__flow f = cddp__flow_of(g, c);
@@ -13242,7 +13252,7 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void 
 }
 
 static const cddp__carrier cddp__hosts_carrier = {
-    false /* not foreign */, false /* not shared */, cddp__hosts_run, cddp__hosts_average,
+    false /* foreign */, false /* shares_memory */, cddp__hosts_run, cddp__hosts_average,
     cddp__nothing_to_split, cddp__nothing_to_leave};
 
 /* --- creation and end of a group --- */
@@ -13252,7 +13262,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   int p, h, first = 0;
   size_t at = 0;
   for (p = 0; p < g->size; p++) {
-    int *number = &index[hosts->net->ranks[g->world[p]].host]; /* 1 + that in the group */
+    int *number = &index[hosts->net->ranks[g->world[p]].host]; /* 1 + its index in g; 0: none */
     if (*number == 0) *number = ++hosts->count;
     hosts->peers[p].host = *number - 1;
     hosts->peers[p].local_rank = hosts->group_hosts[hosts->peers[p].host].size++;
@@ -13270,7 +13280,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
     if (g->host_index[p] < 0) hosts->lowest_remote = p;
   }
   hosts->mine = hosts->peers[g->rank].host;
-  if (hosts->count <= CDDP__DIRECT_HOSTS) { /* equal parts, in whole cache lines */
+  if (hosts->count <= CDDP__DIRECT_HOSTS) { /* equal for all, in whole cache lines */
     g->staging_size = cddp__piggyback_bytes(g->size) / (size_t)g->size;
     g->staging_size -= g->staging_size % CDDP__CACHE_LINE;
   }
@@ -13290,7 +13300,7 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__posted_frame) + n * each;
   cddp__hosts *hosts = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + shares);
   if (hosts == NULL) return NULL;
-  /* By falling alignment. Headers and shares have multiples of 4 bytes. */
+  /* Arrays by falling alignment. Headers and shares have multiples of 4 bytes. */
   hosts->peers = (cddp__peer *)(void *)(hosts + 1);
   hosts->group_hosts = (cddp__group_host *)(void *)(hosts->peers + n);
   hosts->subtrees = (cddp__subtree *)(void *)(hosts->group_hosts + n);
@@ -13359,7 +13369,8 @@ static void cddp__hosts_leave(cddp_group *g) {
     if (unsent < before) cddp__wait_begin(&w, 1);
   } while (unsent > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
   pthread_mutex_lock(&net->lock);
-  if ((g->id & 1) == 0) net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: none */
+  if ((g->id & 1) == 0) /* else of a split: cddp__has_left */
+    net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: none */
   pthread_mutex_unlock(&net->lock);
   cddp__net_serve(g->host, net); /* ends late links to this group: net.left */
   cddp__claim_links(g); /* those that another thread accepted before */
