@@ -14689,12 +14689,12 @@ static bool cddp__cpu_done(cddp_work *work) {
 
 #define CDDP__NT_MIN ((size_t)16 << 10) /* smallest chunk with non-temporal copies, bytes */
 #define CDDP__NT_LARGE ((size_t)64 << 10) /* chunks from here on have timings of their own */
-#define CDDP__NT_SHARE ((size_t)32 << 20) /* shares that no cache holds, bytes */
+#define CDDP__NT_SHARE ((size_t)32 << 20) /* bytes; larger shares are copied past the cache */
 #define CDDP__TIMING_PERIOD 2048u /* chunks from one timing to the next */
 #define CDDP__TIMING_RUNS 4u /* chunks timed with each kind of copy: cached, then non-temporal */
 #define CDDP__NT_BLOCK 4096 /* bytes of a sum between two non-temporal copies */
-#define CDDP__CHECK_BYTES ((size_t)1 << 20) /* written to a peer per cddp__is_broken */
-/* Oversubscribed: bytes that a rank reads in the time of a second round. */
+#define CDDP__CHECK_BYTES ((size_t)1 << 20) /* written to a peer between looks at is_broken */
+/* Oversubscribed: reading this many bytes takes a rank as long as a second round. */
 #define CDDP__OVERSUBSCRIBED_READ ((size_t)384 << 10)
 /* Bytes of a staging buffer to prefetch for the next call. memcpy prefetches larger ones. */
 #define CDDP__PREFETCH_MAX ((size_t)2 << 10)
@@ -14704,10 +14704,11 @@ static bool cddp__cpu_done(cddp_work *work) {
 /* A call's elements [begin, begin + n) of each share. */
 typedef struct cddp__chunk {
   size_t begin, n;
-  bool in_header; /* small enough for the headers */
+  bool in_header; /* small: in headers, else in staging buffers */
 } cddp__chunk;
 
-/* Rank 0's header payload or staging buffer. *apart: bytes to the next rank's; each rank has 2. */
+/* The chunk's place at rank 0: header payload or staging buffer. *apart: bytes to the next rank's:
+   each has 2, for even and odd rounds. */
 static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp__chunk *chunk,
                                 size_t *apart) {
   *apart = 2 * (chunk->in_header ? sizeof(cddp__op_header) : g->staging_size);
@@ -14731,6 +14732,7 @@ static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
   return &g->timings[call->kind][bytes >= CDDP__NT_LARGE];
 }
 
+/* The first 2 * TIMING_RUNS chunks of a period. */
 static bool cddp__is_timed(const cddp__copy_timing *timing) {
   return timing != NULL && timing->chunks % CDDP__TIMING_PERIOD < 2 * CDDP__TIMING_RUNS;
 }
@@ -14747,7 +14749,7 @@ static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) { /* adds up 
 }
 
 /* Ends the timing of a chunk. The first two of TIMING_RUNS do not count: they find the buffers as
-   the other kind of copy has left them. Of the rest the fastest counts. */
+   the other kind of copy has left them. Of the rest the fastest replaces the last period's. */
 static void cddp__record_timing(cddp__copy_timing *timing, size_t bytes) {
   uint32_t n = timing->chunks % CDDP__TIMING_RUNS;
   double *least = &timing->seconds[cddp__uses_nontemporal(timing)];
@@ -14797,7 +14799,7 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
     if (r != CDDP_OK) return r;
   }
   space += (size_t)g->rank * apart;
-  if (CDDP__UNLIKELY(call->shares != NULL)) {
+  if (CDDP__UNLIKELY(call->shares != NULL)) { /* lengths differ */
     for (p = 0; p < shares; p++, space += bytes)
       memcpy(space, cddp__share_for(call, (int)p) + chunk->begin * call->esize,
              cddp__out_bytes(call, (int)p, chunk->begin, chunk->n));
@@ -14851,7 +14853,7 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
 }
 
 /* Adds up this rank's slice of all ranks' arrays of n elements, block by block, and writes it to
-   `to`; NULL: to all arrays. Ends early if the group breaks. */
+   the same place of `to`; NULL: of all arrays. Ends early if the group breaks. */
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
@@ -14964,7 +14966,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
   r = cddp__round_of(g, call, CDDP__PHASE_STAGED,
                      sends && all.in_header ? call->send : NULL, bytes);
   if (r != CDDP_OK) return r;
-  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* the next round's: all ranks have read it */
+  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* next round's = last round's: all have read it */
     space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
     for (i = 0; i < bytes; i += CDDP__CACHE_LINE) cddp__prefetch_to_write(space + i);
   }
@@ -14975,7 +14977,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
     return CDDP_OK;
   }
   for (p = 0; p < g->size; p++, space += apart)
-    srcs[p] = p == g->rank ? call->send : space; /* a peer's cache can have this rank's header */
+    srcs[p] = p == g->rank ? call->send : space; /* not its header: a peer's cache can have it */
   cddp__reduce(call->recv, srcs, g->size, call->count, (cddp_dtype)call->dtype, (cddp_op)call->op);
   if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
@@ -14993,18 +14995,18 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
   }
   cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
   for (; begin < end && !cddp__is_broken(g); begin += n) {
-    /* with 2 ranks a block is read once */
+    /* with 2 ranks a block is read once: it need not fit a cache */
     n = cddp__min(end - begin, g->size == 2 ? CDDP__CHECK_BYTES : CDDP__STAGING_MIN);
     for (p = 0; p < g->size; p++)
       cddp__copy_by(bufs[p] + begin, bufs[call->root] + begin, n, bytes >= CDDP__NT_SHARE);
   }
 }
 
-/* Runs a call in place. bufs[p]: rank p's buffer, if it is read. */
+/* Runs a call on the ranks' own buffers. bufs[p]: rank p's, as mapped here, if it is read. */
 static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void *const *bufs) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   cddp__chunk all = {0, call->count, false /* in_header */};
-  size_t at; /* of the share for this rank in bufs[p] */
+  size_t at; /* in elements: the share for this rank in bufs[p] */
   int p;
   if (call->kind == CDDP__KIND_BROADCAST) {
     cddp__broadcast_direct(g, call, (char *const *)bufs);
@@ -15045,7 +15047,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
   const cddp__ref *at;
   cddp__chunk first = cddp__chunk_at(g, call, 0);
-  bool direct = true, written = true; /* if not direct: all first chunks */
+  bool direct = true, written = true; /* written: all have staged their first chunk */
   cddp_result r = CDDP_OK;
   int p;
   if (ref.kind <= CDDP__REF_UNUSED /* or NONE */) r = cddp__write_shares(g, call, &first);
@@ -15056,7 +15058,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     if (at->kind == CDDP__REF_NONE) {
       direct = direct && !cddp__is_read(call, p);
     } else if (at->kind != CDDP__REF_UNUSED) {
-      written = written && !cddp__is_read(call, p); /* p has not */
+      written = written && !cddp__is_read(call, p); /* p has staged none */
       if (p == g->rank)
         g->buffers[p] = (void *)(uintptr_t)call->send;
       else if (direct) {
@@ -15089,12 +15091,12 @@ static cddp_result cddp__run_by_size(cddp_group *g, const cddp__call *call) {
 }
 
 /* In a call with counts: exchanges and checks the lengths and positions of the ranks' shares.
-   call->count becomes the largest length. *host_memory: this rank's buffers are in it; becomes: any
-   rank's are. */
+   call->count becomes the largest length. *host_memory: this rank's buffers are in host memory;
+   becomes: any rank's are. */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host_memory) {
   cddp__count_notice *sent = (cddp__count_notice *)(void *)(call->shares + g->size);
   cddp__count_notice *received = sent + g->size;
-  size_t most = 0;
+  size_t most = 0; /* largest length here, then of all ranks */
   cddp__call counts = *call;
   cddp_result r;
   int p;
@@ -15127,6 +15129,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   return r;
 }
 
+/* Enters the call in the flight recorder: its number; 0: it is off. */
 CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *call) {
   size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
@@ -15138,7 +15141,7 @@ CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *
                           cddp__shapes[call->kind].reduces ? call->op : -1, call->root);
 }
 
-/* For an operation that is no cddp__call. */
+/* Records the start of an operation that is no cddp__call. */
 static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t sequence,
                                    uint64_t count) {
   uint64_t record = cddp__record_new(g, cddp__shapes[kind].name, count, -1, -1, -1 /* none */);
@@ -15185,6 +15188,7 @@ static cddp__call cddp__broadcast_call(void *data, size_t count, cddp_dtype dtyp
   return cddp__make_call(CDDP__KIND_BROADCAST, data, data, count, dtype, CDDP_SUM, root);
 }
 
+/* Blocking, on host memory. */
 static cddp_result cddp__broadcast(cddp_group *g, void *data, size_t bytes, int root) {
   cddp__call c = cddp__broadcast_call(data, bytes, CDDP_U8, root);
   return cddp__run_call(g, &c);
@@ -15202,10 +15206,10 @@ enum { CDDP__PACKET_ARRAYS = 256 };
 typedef struct cddp__packet {
   cddp_group *g;
   int root, count;
-  size_t used; /* bytes of the packet */
-  void *to[CDDP__PACKET_ARRAYS];
+  size_t used; /* bytes of all arrays */
+  void *to[CDDP__PACKET_ARRAYS]; /* the arrays */
   size_t sizes[CDDP__PACKET_ARRAYS];
-  char bytes[16384];
+  char bytes[16384]; /* their contents */
 } cddp__packet;
 
 static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
@@ -15215,7 +15219,7 @@ static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
   packet->used = 0;
 }
 
-/* Must be called after the last cddp__packet_add. */
+/* Sends the packet. Must be called after the last cddp__packet_add. */
 static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   bool sends = packet->g->rank == packet->root;
   size_t at = 0;
@@ -15236,7 +15240,7 @@ static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   return r;
 }
 
-/* All ranks add the same sizes in the same order. */
+/* Adds an array; sends a long one now. All ranks add the same sizes in the same order. */
 static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t count,
                                     cddp_dtype dtype) {
   size_t bytes = count * cddp__dtype_size(dtype);
@@ -15423,7 +15427,7 @@ static const char *cddp__memory_error(const cddp_group *g, const cddp__call *cal
   return NULL;
 }
 
-/* The same for parameters. */
+/* Refuses device memory in a group without a device. */
 static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *params, int count) {
   int k;
   for (k = 0; k < 2 * count && !g->backend->on_device; k++) {
@@ -15459,7 +15463,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
     wrong = "tag is negative";
   else if (call->count > 0 &&
            (!one_buffer || call->send == NULL || cddp__misaligned(call->send, call->esize)))
-    wrong = cddp__buffer_error(g, call); /* else the buffer is good */
+    wrong = cddp__buffer_error(g, call); /* else one buffer, aligned: good */
   if (wrong == NULL && call->count > 0) wrong = cddp__memory_error(g, call);
   return wrong == NULL ? CDDP_OK : CDDP__REFUSE("%s", wrong);
 }
@@ -15585,7 +15589,8 @@ static cddp_result cddp__commit_block(cddp__host *host, uint64_t base, int size,
 }
 
 /* A round of g. The first member of each new group and host allocates the control block, the others
-   map it. n 0: this rank is in no group. *block: NULL after a failure. *mine: its own failure. */
+   map it. (members: [n] ranks of g; n 0: this rank is in no group. *ref, *block: the block; NULL
+   after a failure. *mine: this rank's own failure.) */
 static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
                                         char **block, cddp_result *mine) {
   void *p = NULL;
@@ -15770,7 +15775,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   char *block;
   int i;
   cddp_result r;
-  /* its life byte, and the use bytes of all: >>arena */
+  /* life byte: it lives; use bytes of all: it can read their memory */
   if (fd >= 0 && (!cddp__arena_lock(host, F_WRLCK, host->index, 1) ||
                   !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size)))
     return cddp__fail_errno("lock on the shared memory");
@@ -15803,7 +15808,7 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
    group of all ranks. After a failure *out can be a group too, which the caller destroys. */
 static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host) {
   cddp__rendezvous rdv;
-  int next;
+  int next; /* the process that this rank watches */
   cddp_result r = cddp__rendezvous_init(&rdv, config, host);
   if (r == CDDP_OK) r = cddp__claim_rank(&rdv);
   if (r == CDDP_OK) r = cddp__listen_endpoint(&rdv);
@@ -15939,16 +15944,16 @@ typedef struct cddp__row_order {
 typedef struct cddp__rows {
   size_t n, capacity;
   int64_t *number;   /* [capacity] */
-  char *values;      /* [capacity] rows of `bytes` bytes */
-  cddp__row_order *order; /* [capacity] scratch */
+  char *values;      /* [capacity] rows, cddp__sparse.bytes each */
+  cddp__row_order *order; /* [capacity] scratch for sorting */
 } cddp__rows;
 
 /* A parameter with a sparse gradient. Owner: its cddp_ddp; one thread at a time. */
 typedef struct cddp__sparse {
-  size_t rows, width, bytes; /* of the parameter; elements and bytes of a row */
+  size_t rows, width, bytes; /* rows of the parameter; elements and bytes of each */
   cddp__rows added;          /* not packed yet, in order of arrival; numbers can repeat */
-  cddp__rows mean;           /* of the last cddp_ddp_wait; numbers ascend and do not repeat */
-  char *zeros;               /* a row */
+  cddp__rows mean;           /* of the last wait or step; numbers ascend and do not repeat */
+  char *zeros; /* a row, for shards without it */
 } cddp__sparse;
 
 static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
@@ -15960,12 +15965,12 @@ typedef struct cddp__row_list {
   const int64_t *number;
   const char *values;
   size_t n, next; /* rows; the first row not yet merged */
-  char *packet;   /* where the next parameter's list begins */
+  char *packet; /* its head; once opened, the next parameter's */
 } cddp__row_list;
 
 /* The start of a list in a packet. Numbers and values follow, each from a cache line on. */
 typedef struct cddp__row_head {
-  uint64_t n, bound; /* rows; rows with memory: before equal ones were added up */
+  uint64_t n, bound; /* rows; rows that fit: those added, equal ones too */
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__row_head;
 
@@ -15979,7 +15984,7 @@ static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
 /* Allocates memory for n rows in all, and keeps the present ones. */
 static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *r, size_t n,
                                       size_t bytes) {
-  size_t capacity[3] = {r->capacity, r->capacity, r->capacity}; /* r's changes last */
+  size_t capacity[3] = {r->capacity, r->capacity, r->capacity}; /* r's own last: all must grow */
   void *grown;
   if (n <= r->capacity) return CDDP_OK;
   grown = cddp__grow_array(allocator, r->number, &capacity[0], n, sizeof *r->number);
@@ -16033,6 +16038,7 @@ static int cddp__by_number(const void *x, const void *y) {
   return a->at < b->at ? -1 : a->at > b->at; /* qsort is not stable */
 }
 
+/* Bytes of a packed list of n rows. */
 static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t n) {
   return sizeof(cddp__row_head) + cddp__round_up(n * sizeof(int64_t), CDDP__CACHE_LINE) +
          cddp__round_up(n * sparse->bytes, CDDP__CACHE_LINE);
@@ -16081,8 +16087,8 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
   }
 }
 
-/* Computes the mean over n shards. Each lists[k].packet is at the list of this parameter. sources:
-   [n] scratch. */
+/* Computes sparse->mean over n shards. Each lists[k].packet is at the list of this parameter.
+   sources: [n] scratch. */
 static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__sparse *sparse,
                                     cddp__row_list *lists, int n, const void **sources,
                                     cddp_dtype dtype) {
@@ -16165,7 +16171,7 @@ enum { CDDP__NO_WAIT, CDDP__WAIT }; /* of `bool waits` */
 typedef struct cddp__optim_backend {
   bool on_device;
   cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after its checks */
-  cddp_result (*copy)(const cddp_optim *o); /* writes all copies from data */
+  cddp_result (*copy)(const cddp_optim *o); /* writes all desc.copies from the weights */
   /* waits: returns when the zeros are visible to all streams; else they are to the optimizer's. */
   cddp_result (*zero)(const cddp_optim *o, void *p, size_t bytes, bool waits);
   void (*leave)(cddp_optim *o); /* frees the states */
@@ -16176,8 +16182,8 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   int count;
   const cddp__algorithm *algorithm;
   const cddp__optim_backend *backend;
-  cddp__optim_desc desc;
-  uint64_t settings_hash, check; /* hashes of its numbers without lr, with lr: CDDP__OPTIM_HASH */
+  cddp__optim_desc desc; /* its lists are private */
+  uint64_t settings_hash, check; /* hashes of desc's numbers without lr, with: CDDP__OPTIM_HASH */
 
   /* The states. */
   int state_count; /* of each parameter; with master_weights the last one is its master */
@@ -16190,8 +16196,8 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
 
   /* States that the ranks of a host share: >>ddp-states. */
   cddp_ddp *shared_by; /* the model: each of its ranks steps a part; NULL: not shared */
-  void (*unshare)(cddp_optim *o); /* cddp__end_sharing; this and the rest if shared_by */
-  char *shared_states; /* see cddp__state_at */
+  void (*unshare)(cddp_optim *o); /* cddp__end_sharing; this and the next 3: set if shared_by is */
+  char *shared_states; /* mapped here; layout: cddp__state_at */
   char *own_shared;    /* the same on the rank that has allocated and frees them; else NULL */
   cddp_optim *next;    /* in shared_by->sharing */
 
@@ -16202,7 +16208,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
 
   /* cddp_kernels.cuh's. */
-  int device; /* its number */
+  int device; /* the GPU's number */
   void *flat; /* all states in one allocation; NULL: none */
   struct cddp_segment *segments; /* [count] scratch of a step */
 };
@@ -16216,7 +16222,7 @@ struct cddp__update {
   cddp__scalars scalars;
   char *states[CDDP__STATES]; /* the first element of each; NULL: not in use */
   char *master;               /* the first element; NULL: no master */
-  bool init_master;           /* from the weights */
+  bool init_master;           /* copy the weights to master first */
   /* Runs a data-parallel step of an f32 parameter in one loop; NULL: this step needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
@@ -16365,7 +16371,7 @@ static void **cddp__state_of(const cddp_optim *optim, int k, int i) {
   return &optim->state[k * optim->count + i];
 }
 
-/* The next step of parameter i, with states that start at state[k * stride]. */
+/* The next step of parameter i. Its state k starts at state[k * stride]. */
 static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const *state,
                                     int stride) {
   cddp__update u;
@@ -16433,7 +16439,7 @@ static cddp__text cddp__param_name(const cddp_param *params, int i) {
   return params[i].name != NULL ? cddp__cut(params[i].name, 100) : cddp__textf("#%d", i);
 }
 
-enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 }; /* needed */
+enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 }; /* of `rules`: needed */
 
 static cddp_result cddp__check_params(const cddp_param *params, int count, int rules) {
   int i;
@@ -16528,6 +16534,7 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
 
 /* --- a step of all parameters --- */
 
+/* Empty, or unused in this step. */
 static bool cddp__optim_skips(const cddp_optim *optim, int i) {
   return optim->params[i].count == 0 || (optim->used != NULL && !optim->used[i]);
 }
@@ -16578,7 +16585,7 @@ static void cddp__step_sparse(cddp_optim *optim, int i, const cddp__sparse *spar
   }
 }
 
-/* Weight decay would change the rows without a gradient. */
+/* Refuses weight decay (it would change rows without a gradient) and strict algorithms. */
 static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
   if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->strict) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -16619,7 +16626,7 @@ static float cddp__most_steps(const cddp_optim *optim) {
   return most;
 }
 
-static void cddp__renew_masters(cddp_optim *optim) { /* at the next step */
+static void cddp__renew_masters(cddp_optim *optim) { /* the next step copies weights to them */
   memset(optim->init_master, true, (size_t)optim->count * sizeof *optim->init_master);
 }
 
@@ -16696,7 +16703,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  /* It can be older than an elastic model: pairs with it now. */
+  /* Pairs it with an elastic model, if any, created after it. */
   if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_set_optim(optim, CDDP__PAIR_STEPS));
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
@@ -16750,7 +16757,7 @@ CDDPDEF double cddp_optim_lr(const cddp_optim *optim) {
 
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *optim) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  CDDP__TRY(cddp__check_sizes(optim)); /* copies have room for as many */
+  CDDP__TRY(cddp__check_sizes(optim)); /* copies have the sizes of its creation */
   cddp__renew_masters(optim);
   return cddp__named(__func__, (optim->backend->copy)(optim));
 }
@@ -16898,8 +16905,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 
 /* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
-  cddp_result (*select_device)(const cddp_ddp *d); /* selects its device for this thread */
-  /* The same, for a call of a step. CDDP_UNSUPPORTED: in a capture that cannot contain it. */
+  cddp_result (*select_device)(const cddp_ddp *d); /* makes the model's device this thread's */
+  /* The same, for a call of a step. CDDP_UNSUPPORTED: a graph's capture cannot contain it. */
   cddp_result (*enter)(const cddp_ddp *d);
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
@@ -16909,7 +16916,7 @@ struct cddp__ddp_memory {
   /* Sets *met if ranks need no round before this wait or step, since NCCL's watchers compare
      `check`. NULL: they always need one. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
-  cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* starts it; lock held */
+  cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* starts reducing; lock held */
   cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* in the engine */
   /* out = n elements: the sum of nodes, in the compute type; divisor > 0: their mean, as dtype. */
   cddp_result (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
@@ -16954,11 +16961,11 @@ static cddp_result cddp__break_model(cddp_ddp *d, cddp_result r) {
   int i;
   if (d->elastic != NULL) cddp__elastic_close(d);
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
-    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* the other texts mostly name one */
+    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* the other texts mostly name a rank */
   r = cddp__ddp_set_cause(d, r);
   if (d->elastic != NULL) /* the other ranks count this rank as lost */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
-  for (i = 0; i < 3; i++) /* the caller's can have been left */
+  for (i = 0; i < 3; i++) /* NCCL: the caller's, which can have been left */
     if (groups[i] != NULL && cddp__load32(&groups[i]->left) == 0) cddp__break(groups[i], r);
   cddp__drain_buckets(d);
   return cddp__check_cause(&d->failure);
@@ -16977,6 +16984,7 @@ static int cddp__part_count(const cddp_ddp *d) {
   return d->group->backend->on_device ? d->group->size : d->group->local_size;
 }
 
+/* rank: its index on this host; on GPUs in the group. */
 static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *end) {
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
 }
@@ -16998,14 +17006,15 @@ static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size
   return *begin < *end;
 }
 
-/* Whether ranks that cannot read each other's memory sum shards: cddp__gather_nodes. */
+/* Whether cddp__gather_nodes takes the mean over shards: ranks cannot read each other's memory. */
 static bool cddp__gathers_nodes(const cddp_ddp *d) {
   return d->shards.uses_slots &&
          (!d->group->carrier->shares_memory || d->group->backend->on_device);
 }
 
-/* Bytes that cddp__gather_nodes can write behind a dtype's gradients: a cache line for each rank
-   (elastic: shard). In slots, where elements can be twice as wide, it reads twice as many. */
+/* Bytes that cddp__gather_nodes can write behind a dtype's gradients, since it rounds each rank's
+   elements up to a cache line (elastic: at most one rank a shard). In slots, where elements can be
+   twice as wide, it reads twice as many. */
 static size_t cddp__gather_nodes_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
@@ -17101,6 +17110,7 @@ static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
          (at - d->tensors[i].offset);
 }
 
+/* Mapped here; only if tensor.shared. */
 static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->addresses.weights[(size_t)rank * (size_t)d->count + (size_t)i];
 }
@@ -17212,13 +17222,14 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 
 /* --- collectives on the memory of a model --- */
 
-/* On the model's memory, which d->comm can reach if it is a device's. */
+/* Runs a collective on the model's memory, which d->comm can reach if it is a device's. */
 static cddp_result cddp__run_model_collective(cddp_ddp *d, const cddp__call *c) {
   cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
   g->stream = d->group->stream; /* cddp_set_stream */
   return (g->backend->start)(g, c, NULL /* no handle */);
 }
 
+/* Of this host's ranks. */
 static cddp_result cddp__local_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
   return cddp__local_round(d->control, kind, phase, 0);
 }
@@ -17291,7 +17302,7 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
      4. Sparse rows are packed shard by shard, and merged as if each shard were a rank. */
 
 #define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host processes at a time */
-#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements in one call, of all ranks */
+#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements in one cddp__gather_chunk, of all ranks */
 #ifndef CDDP__SHARD_CHUNK /* tests set less */
 #define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* the same on GPUs */
 #endif
@@ -17325,8 +17336,8 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
     cddp__reduce_nodes(out, sources, all->widths, all->node_count, all->count, n, dtype, CDDP_AVG);
 }
 
-/* Sums nodes of this rank, which together form one node, into the slot `out`. clear: zeroes the
-   gradients, which can be one of them (slot -1). */
+/* Sums `count` nodes of this rank, which together form one node, into the slot `out`. clear: zeroes
+   the gradients, which can be one of them (slot -1). */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
@@ -17426,7 +17437,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
 
 /* Takes the mean of all nodes, d->shards.nodes, into `out`, a buffer laid out as the arena. If the
    number of ranks does not divide the number of elements of a dtype, `out` is written, and slots
-   are read, past the dtype's end: cddp__gather_nodes_slack. The next dtype's means come later. */
+   are read, past the dtype's end: cddp__gather_nodes_slack. The next dtype overwrites that. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
   size_t chunk = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
@@ -17454,7 +17465,7 @@ typedef struct cddp__shard_rows {
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__shard_rows;
 
-/* Packs the added rows of `shard` into packet, unless it is NULL. Returns the number of bytes. */
+/* Packs the added rows of `shard` into packet; NULL: only counts. Returns the number of bytes. */
 static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
   cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
   size_t bytes = sizeof *head, n;
@@ -17492,13 +17503,13 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   return CDDP_OK;
 }
 
-/* Takes the mean of the rows in the ranks' packets [ranks]. Absent ranks do not count. */
+/* Takes the mean of the rows in packets [ranks], which it advances. Absent ranks do not count. */
 static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp__shard_rows *head;
   cddp_result r = CDDP_OK;
   int i, n = 0;
   for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
-  for (i = 0; i < d->shards.count; i++) { /* takes the next shard of i's owner: all in the end */
+  for (i = 0; i < d->shards.count; i++) { /* the next shard of i's owner; all in the end */
     head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
     packets[d->shards.owner[i]] += head->bytes;
     if (head->shard < (uint64_t)d->shards.count)
@@ -17517,7 +17528,7 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  char **packets = (char **)g->buffers;
+  char **packets = (char **)g->buffers; /* borrowed after the all_gather */
   char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
   cddp_result r;
   int k;
@@ -17536,11 +17547,11 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   size_t longest = 0;
-  char **packets = (char **)g->buffers;
+  char **packets = (char **)g->buffers; /* borrowed: no round uses it */
   unsigned char size[8];
   cddp_result r = CDDP_OK;
   int i;
-  if (!d->shards.uses_slots) r = cddp__keep_rows(d, g->rank); /* else when a shard ended */
+  if (!d->shards.uses_slots) r = cddp__keep_rows(d, g->rank); /* else cddp__end_shard did */
   if (r == CDDP_OK && g->hosts != NULL) {
     cddp__put64(size, d->rows.bytes);
     r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0 /* count */, size, sizeof size);
@@ -17549,7 +17560,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
           longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
     if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
   } else if (r == CDDP_OK) { /* ranks read each other's packets */
-    r = cddp__exchange_refs(g, kind, d->rows.packet, 0 /* any bytes */, packets);
+    r = cddp__exchange_refs(g, kind, d->rows.packet, 0 /* bytes: ranks' differ */, packets);
     if (r == CDDP_OK) r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
     if (r == CDDP_OK) r = cddp__local_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
@@ -17585,7 +17596,7 @@ struct cddp__bucket_state {
   cddp_ddp *ddp;
 };
 
-/* Compares offsets: in a bucket (of one dtype) the last parameter comes first. */
+/* Compares offsets for qsort: within a dtype the last parameter has the lowest. */
 static int cddp__by_offset(const void *a, const void *b) {
   int x = *(const int *)a, y = *(const int *)b;
   return x < y ? 1 : x > y ? -1 : 0;
@@ -17751,7 +17762,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.params = used =
       (int *)cddp__malloc(&d->group->host->allocator, (size_t)b->count * sizeof *used);
   if (used == NULL) return CDDP_OUT_OF_MEMORY;
-  for (k = 0; k < b->count; k++) /* those with elements in data */
+  for (k = 0; k < b->count; k++) /* those with elements in bucket.data */
     if (d->tensors[b->sorted[k]].used && cddp__dense_count(d, b->sorted[k]) > 0)
       used[bucket.param_count++] = b->sorted[k];
   bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
@@ -17801,7 +17812,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
   int b;
-  (void)part; /* the mean is whole */
+  (void)part; /* ranks get all of the mean */
   cddp__drain_buckets(d);
   for (b = 0; b < d->plan.next; b++) { /* those launched */
     cddp_work *work = &d->plan.buckets[b].work;
@@ -18029,7 +18040,7 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
         follows the update of a block.
      5. Partitioned states: the rank steps its part by the means, and sends the weights to all. */
 
-#define CDDP__STEP_BLOCK 8192 /* bytes; several blocks fit into the second-level cache */
+#define CDDP__STEP_BLOCK 8192 /* bytes per block; several fit into the second-level cache */
 
 /* A pass through a part of the model. A block is n elements of parameter i from offset `at`. */
 typedef struct cddp__pass {
@@ -18357,7 +18368,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
     r = cddp__mean_part(&pass, kind);
   if (r != CDDP_OK) return r;
   for (i = 0; optim == NULL && pass.clip != 1 && i < d->partition_count; i++) {
-    const cddp_partition *p = &d->partitions[i]; /* reduce_scatter: no update clips */
+    const cddp_partition *p = &d->partitions[i]; /* reduce_scatter: no update follows that clips */
     if (d->step.used[p->param])
       cddp__scale(p->grad, p->count, d->params[p->param].dtype, pass.clip);
   }
@@ -18467,7 +18478,7 @@ static const cddp__ddp_memory cddp__host_memory = {
 typedef struct cddp__step_header {
   uint64_t missing;  /* parameters that are not ready on this rank */
   uint64_t settings_hash; /* of the cddp_optim without its lr; 0: none */
-  double lr;
+  double lr; /* the cddp_optim's */
   uint32_t absent;   /* CDDP__ABSENT_*; 0: the rank has data */
 } cddp__step_header;
 enum { /* the rank is in cddp_ddp_join */
@@ -18489,7 +18500,7 @@ static void cddp__reset_step(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
-/* Ends the shard, if any, and sets d->shards.current to this rank's next one, which exists. */
+/* Ends a current shard, and sets d->shards.current to this rank's next one, which exists. */
 static cddp_result cddp__next_shard(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int first, count;
@@ -18578,7 +18589,7 @@ static uint64_t cddp__optim_settings(const cddp_optim *optim) {
   return cddp__add_sharing(optim, optim != NULL ? optim->settings_hash : 0);
 }
 
-/* As of the last meeting. */
+/* A rank's header of the last meeting. */
 static cddp__step_header cddp__step_header_of(const cddp_ddp *d, int rank) {
   cddp__step_header m;
   memcpy(&m, cddp__op_header_of(d->control, rank, d->control->round)->u.bytes, sizeof m);
@@ -18949,7 +18960,7 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
   return r == CDDP_OK ? r : cddp__ddp_set_cause(d, r); /* d->control is broken */
 }
 
-/* Refuses an optimizer that cannot step d. Checks its rows only once. */
+/* Refuses an optimizer that cannot step d. Checks its sizes and rows only once. */
 static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *optim) {
   cddp_result r;
   int i;
@@ -19207,7 +19218,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   uint64_t count = (uint64_t)d->count;
   cddp__model_info mine, *theirs; /* rank 0's: settings, parameters */
   cddp_result r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
-                              d->meets /* must agree */, &count, sizeof count);
+                              d->meets /* count: must agree */, &count, sizeof count);
   int i;
   if (r != CDDP_OK) return r;
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
@@ -19264,7 +19275,7 @@ static void cddp__ddp_free(cddp_ddp *d) {
     cddp__engine_drain(d->comm);
   }
   if (d->memory->free != NULL) (d->memory->free)(d);
-  /* with NCCL both can be the caller's */
+  /* With NCCL both can be d->group. */
   if (d->hook_group != NULL && d->hook_group != d->group) cddp__group_leave(d->hook_group);
   if (d->comm != NULL && d->comm != d->group) cddp__group_leave(d->comm);
   if (d->control != NULL) cddp__group_leave(d->control);
