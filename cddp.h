@@ -4743,14 +4743,14 @@ static bool cddp__has_spare_fd(int fd) {
    command of a connection is VALIDATE. Commands 14 to 18 (QUEUE_PUSH to BARRIER) are missing:
    PyTorch does not send them by default. */
 
-#define CDDP__COMMAND_MAX (64u << 20) /* bytes of a command or reply */
-#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* bytes of a client's in, or out */
-#define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all clients' buffers */
+#define CDDP__COMMAND_MAX (64u << 20) /* most bytes of a command or reply */
+#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* limit of a client's in, and out */
+#define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* most bytes of all clients' buffers */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
 #endif
 
-/* Kinds of answers: the value is the size of a number, and STRING has its length before it. */
+/* Kinds of answers. The value is the number's size in bytes; before a STRING is its length. */
 enum cddp__answer {
   CDDP__ANSWER_NONE,
   CDDP__ANSWER_BYTE = 1,
@@ -4782,7 +4782,7 @@ enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__STORE_CODES };
 #define CDDP__X(code, counted, strings, tail, answer) \
   {counted, strings, tail, CDDP__ANSWER_##answer},
 static const struct cddp__command {
-  unsigned char counted, strings, tail, answer;
+  unsigned char counted, strings, tail, answer; /* as above */
 } cddp__commands[CDDP__STORE_CODES] = {CDDP__COMMANDS(CDDP__X)};
 #undef CDDP__X
 
@@ -4806,8 +4806,8 @@ static void cddp__buffer_add_string(cddp__buffer *buffer, cddp__span s) {
 
 /* The progress of the command at the head of a connection's input. */
 typedef struct cddp__parser {
-  size_t end;       /* of the bytes parsed; 0: not yet the count */
-  uint64_t strings; /* to be parsed */
+  size_t end;       /* bytes parsed so far; 0: code and count are not */
+  uint64_t strings; /* still to be parsed */
   unsigned code;    /* cddp__code */
   size_t missing;   /* WAIT: offset of the first missing key; 0 = not executed yet */
 } cddp__parser;
@@ -4860,13 +4860,13 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   pthread_t thread;
   cddp_allocator allocator;
   const char *secret; /* NULL = none */
-  int epoll;
+  int epoll; /* of fds and clients */
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
-  int spare_fd;           /* closed when no descriptor is left, to accept one more */
+  int spare_fd; /* a copy of epoll, closed when no descriptor is left, to accept one more */
   cddp__atomic_u32 stop; /* 1: the thread must return; set by cddp__store_close */
-  cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map */
-  uint64_t seed; /* of the map's hash: secret */
+  cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map: entries by hash */
+  uint64_t seed; /* of its hash; secret: no client can choose keys of one chain */
   size_t keys;   /* in the map */
   size_t stored; /* bytes of the map's entries */
   struct cddp__client *clients; /* newest first */
@@ -4915,6 +4915,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
   size_t owned = e != NULL ? e->value.capacity : 0; /* part of server->stored */
   bool fresh = e == NULL;
   size_t overhead = fresh ? sizeof *e + key.size : 0;
+  /* value is outside e's buffer */
   CDDP_ASSERT(owned == 0 || value.data < e->value.data || value.data >= e->value.data + owned);
   if (size > CDDP__VALUE_MAX) return false;
   if (size > owned && server->stored - owned + size + overhead > CDDP__STORE_MEMORY) return false;
@@ -4939,14 +4940,15 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
   return false;
 }
 
-/* Adds amount to the key's value, a decimal number that wraps around; a missing key counts as 0. */
+/* Adds amount to the key's value, a decimal number that wraps around; a missing key counts as 0.
+   Returns false if it is not one. */
 static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount, uint64_t *total) {
   cddp__span value;
   char text[24] = "0", *end;
   size_t size = 1; /* of text */
   if (cddp__map_get(server, key, &value)) {
     size = value.size;
-    if (size == 0 || size >= sizeof text || value.data[0] <= ' ') return false; /* a space */
+    if (size == 0 || size >= sizeof text || value.data[0] <= ' ') return false; /* leading space */
     memcpy(text, value.data, size);
   }
   errno = 0;
@@ -4964,7 +4966,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
   const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + parser->end - c->tail;
-  uint64_t number = 0; /* the answer's. p .. end: the strings */
+  uint64_t number = 0; /* the answer, if it is no string. p .. end: the strings */
   cddp__span key, value, expected, desired;
   bool ok = true, found, swap;
   switch (parser->code) {
@@ -4982,7 +4984,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     break;
   case CDDP__STORE_GET:
   case CDDP__STORE_MULTI_GET: /* a missing key's value is empty, as with PyTorch's libuv server */
-    while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX /* else it is closed */) {
+    while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) { /* else the caller closes */
       cddp__map_get(server, cddp__parse_string(&p), &value);
       cddp__buffer_add_string(out, value);
     }
@@ -5030,10 +5032,10 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
    One thread with level-triggered epoll: poll(2) is slow with thousands of clients. A closed
    connection and an ended WAIT are only marked: cddp__server_settle handles them. */
 #ifndef CDDP__GREETING_S
-#define CDDP__GREETING_S 5.0 /* for a caller's proof and VALIDATE; >>rendezvous: its RANK */
+#define CDDP__GREETING_S 5.0 /* seconds for a caller's proof and VALIDATE; >>rendezvous: its RANK */
 #endif
 #ifndef CDDP__COMMAND_S
-#define CDDP__COMMAND_S 10.0 /* to send a command, and 1 s more per 64 KiB; to read an answer */
+#define CDDP__COMMAND_S 10.0 /* seconds to send a command, plus 1 s per 64 KiB; to read an answer */
 #endif
 #define CDDP__SERVER_CHECK_MS 250 /* between checks of deadlines */
 
@@ -5066,7 +5068,7 @@ static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
   if (client->connection.fd >= 0) { /* a forked child's copy would stay connected after close */
-    cddp__server_watch(server, client->connection.fd, EPOLL_CTL_DEL, 0, 0 /* unused */);
+    cddp__server_watch(server, client->connection.fd, EPOLL_CTL_DEL, 0 /* events */, 0);
     shutdown(client->connection.fd, SHUT_RDWR);
   }
   cddp__connection_close(&client->connection);
@@ -5153,6 +5155,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client);
 }
 
+/* Handles the events that epoll reports. */
 static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
   cddp__connection *c = &client->connection;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
@@ -5254,18 +5257,18 @@ static void cddp__server_accept(cddp__server *server, int listener) {
     if (fd >= 0)
       cddp__server_add_client(server, fd, !exhausted && cddp__has_spare_fd(fd));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
-      cddp__sleep(0.01); /* epoll would report the same connection again */
+      cddp__sleep(0.01); /* epoll reports the same connection again soon */
     if (server->spare_fd < 0)
       server->spare_fd = fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   }
 }
 
-static void *cddp__server_main(void *arg) { /* on the server's thread, until `ended` */
+static void *cddp__server_main(void *arg) { /* on the server's thread, until `stop` */
   cddp__server *server = (cddp__server *)arg;
   struct epoll_event events[64];
   for (;;) {
     double start = cddp__now();
-    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000; /* no deadlines */
+    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines */;
     n = epoll_wait(server->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms);
     if ((n < 0 && errno != EINTR) || cddp__load32(&server->stop) != 0) return NULL;
@@ -5280,7 +5283,7 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `en
   }
 }
 
-/* The server's thread has ended, or never ran. */
+/* Frees a server. Its thread has ended, or never ran. */
 static void cddp__server_free(cddp__server *server) {
   cddp_allocator a = server->allocator;
   cddp__client *client;
@@ -5302,7 +5305,7 @@ typedef struct cddp__store_options {
   cddp_store_desc desc; /* timeout_s: above 0 */
   bool elect;           /* file://: the first process that opens it serves, not desc.is_server */
   double deadline;      /* for opening; a time of cddp__now */
-  double closed_since;  /* in: the store's, from an earlier try; out: its last */
+  double closed_since;  /* in, out: store.closed_since, kept from one try to open to the next */
 } cddp__store_options;
 
 struct cddp_store {
@@ -5322,8 +5325,8 @@ struct cddp_store {
   int file;             /* of a server of file://, locked while it serves; -1 = none */
 };
 
-#define CDDP__CLOSED_S 4.0 /* retry time for a server that closes connections without an answer */
-#define CDDP__CONNECT_S 5.0 /* for one address, before the next one is tried */
+#define CDDP__CLOSED_S 4.0 /* seconds to retry if a server closes connections without an answer */
+#define CDDP__CONNECT_S 5.0 /* seconds to connect to one address; then the next one is tried */
 
 /* Fails because the program at the address has refused this process, or has not proved that it
    knows the secret. CDDP_MISMATCH: it is neither cddp nor a store. */
@@ -5402,7 +5405,7 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
 
 /* Fails with the error of connect(2); 0 or ECONNRESET: the other side closed the connection without
    an answer. CDDP_NETWORK: a retry can succeed. A server that exits, or a proxy before its server
-   starts, closes for a moment. A program that does so for CDDP__CLOSED_S, counted from
+   starts, closes connections for a moment. A program that does so for CDDP__CLOSED_S, counted from
    *closed_since, is not cddp. */
 static cddp_result cddp__fail_connect(const cddp__address *address, int error,
                                       double *closed_since) {
@@ -5448,13 +5451,14 @@ typedef struct cddp__request { /* one command and its answer */
   unsigned code;
   const char *const *keys;
   int count; /* keys */
-  cddp__span values[2]; /* strings behind the key */
+  cddp__span values[2]; /* SET: the value; COMPARE_SET: expected, desired */
   uint64_t number; /* sent: the amount to ADD; received: a number or byte, or a string's size */
   bool equal;      /* received: the string equals values[1] */
   void *out;       /* receives a string */
-  size_t capacity, *size; /* bytes of `out`; NULL, or receives the string's */
+  size_t capacity, *size; /* bytes of `out`; receives the string's size, unless NULL */
 } cddp__request;
 
+/* Callers set the rest. */
 static cddp__request cddp__request_of(unsigned code, const char *const *keys, int count) {
   cddp__request q;
   memset(&q, 0, sizeof q);
@@ -5464,7 +5468,7 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Names the store in the error text. CDDP_MISMATCH is for the opening of a store only. */
+/* Names the store in the error text. CDDP_MISMATCH, for its opening only, becomes CDDP_NETWORK. */
 static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
@@ -5580,7 +5584,7 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
   }
   if (r == CDDP_TIMEOUT) {
     q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
-    deadline = cddp__earlier_deadline(store->timeout_s, cddp__now() + 5 /* s */);
+    deadline = cddp__earlier_deadline(store->timeout_s, cddp__now() + 5 /* s to ask */);
     r = cddp__store_run_locked(store, &q, deadline);
     r = cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
                    store->name, cddp__cut(keys[i - 1], 128).s, i, count,
@@ -5809,15 +5813,14 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
   else if (r == CDDP_OK && (got_lock || !named || record->count == 0))
     r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
                                  "has not started or is suspended");
-  for (i = 0; r == CDDP_OK && i < record->count; i++)
+  for (i = 0; r == CDDP_OK && i < record->count; i++) /* it can be damaged */
     record->addresses[i].size =
         (socklen_t)cddp__min(record->addresses[i].size, sizeof record->addresses[i].sa);
   if (r != CDDP_OK) cddp__close_fd(fd);
   return r;
 }
 
-/* Opens the file once. Locks it in store->file if this process must serve it, else connects to its
-   server. Results: as of cddp__store_try. */
+/* Opens the file: locks it to serve, or connects to its server. CDDP_NETWORK: retry. */
 static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_options *options) {
   cddp__store_file record;
   int fd;
@@ -5894,7 +5897,7 @@ static void cddp__store_close(cddp_store *store) {
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
   double pause = 0.001, begin = cddp__now();
   uint64_t number = cddp__hash64((uint64_t)getpid(), &begin, sizeof begin) % 1024;
-  double jitter = 0.5 + (double)number / 1024; /* ranks retry at different times */
+  double jitter = 0.5 + (double)number / 1024; /* up to 1.5: ranks retry at different times */
   cddp_result r;
   for (;;) {
     if (store->scheme == CDDP__URL_FILE && store->file < 0)
@@ -5983,7 +5986,7 @@ typedef struct cddp__config {
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "": one rank */
   char host[256];         /* of "tcp://host:port" */
   int port;               /* of "tcp://host:port"; 0: another scheme */
-  const char *host_origin, *port_origin; /* where both are from; NULL: the caller */
+  const char *host_origin, *port_origin; /* the variables that gave them; NULL: none */
   bool client_only;                  /* torchrun's agent serves the store, so rank 0 must not */
   int listen_fd;        /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
   bool listen_fd_lost;  /* CDDP_LISTEN_FD is set, but is no such socket any more */
@@ -5991,7 +5994,7 @@ typedef struct cddp__config {
   const char *secret;   /* of the caller or the environment; "": none */
   bool launcher_secret; /* the secret is CDDP_JOB_SECRET: only for the rendezvous */
   char backend[16];     /* "cpu", "nccl" or "mpi" */
-  double timeout_s;
+  double timeout_s;     /* of every wait */
 } cddp__config;
 
 static const char *cddp__env(const char *name) { /* NULL if unset or empty, or if name is NULL */
@@ -6069,7 +6072,7 @@ CDDP__STATIC_ASSERT(sizeof cddp__launchers / sizeof *cddp__launchers == CDDP__LA
    SLURM_TASK_PID and no terminal. */
 static bool cddp__in_slurm_shell(void) {
   const char *task = cddp__env("SLURM_TASK_PID");
-  int fd, session = 0, terminal = 0; /* the task's; 0: none */
+  int fd, session = 0, terminal = 0; /* the task's: fields 6, 7 of its stat; 0: none */
   char path[64], stat[512] = "";
   FILE *file = NULL;
   if (cddp__env("SLURM_PTY_PORT") == NULL) return false;
@@ -6167,7 +6170,7 @@ static cddp_result cddp__check_alone(const cddp__config *config) {
 static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers, *end = script + CDDP__LAUNCHER_COUNT,
                        *launcher = script;
-  int numbers[2] = {0, 1}, k; /* rank and size, first of a single process; their index */
+  int numbers[2] = {0, 1}, k; /* rank, size: of one process, until set; k: the index */
   cddp_result r = CDDP_OK;
   while (launcher < end && (!cddp__is_launched_by((int)(launcher - script)) ||
                             cddp__env(launcher->variables[CDDP__VAR_SIZE]) == NULL))
@@ -6181,7 +6184,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
     bool size = k == CDDP__VAR_SIZE;
     int of_script;
     r = cddp__env_int(name, size ? 1 : INT_MIN, size ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
-    of_script = numbers[k]; /* if it is unset, or no number */
+    of_script = numbers[k]; /* if `plain` is unset, or no number */
     if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &of_script);
     if (r == CDDP_OK && of_script != numbers[k])
       r = CDDP__REFUSE(
@@ -6443,7 +6446,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
                         name, name);
   }
   size = cddp__env(cddp__launchers[config->launcher].variables[CDDP__VAR_SIZE]);
-  if (given && (size == NULL || atoi(size) != desc->world_size)) k = 0; /* another job's */
+  if (given && (size == NULL || atoi(size) != desc->world_size)) k = 0; /* size: another job's */
   for (; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* 3: that size's other name */
     r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
                       &config->local_world_size);
@@ -6507,9 +6510,9 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 #define MADV_COLLAPSE 25
 #endif
 #define CDDP__WINDOW_BITS 40 /* a window has 1 TiB, or less with a file size limit (ulimit -f) */
-#define CDDP__WINDOW_BITS_MIN 12
+#define CDDP__WINDOW_BITS_MIN 12 /* with such a limit */
 #define CDDP__FILE_BITS 62     /* size of the memfd without a limit: 4 million windows */
-#define CDDP__JOIN_MEMORY_S 20 /* limit of a joining process's wait for a life byte */
+#define CDDP__JOIN_MEMORY_S 20 /* seconds that a joining process retries to lock a life byte */
 #define CDDP__USE_BYTES 0x40000000 /* use byte of window i: at offset USE_BYTES + i of the memfd */
 
 enum cddp__extent_use {
@@ -6528,13 +6531,13 @@ typedef struct cddp__extent {
   uint32_t block_generation; /* of freed_after; it changes when that block is freed */
   const cddp__control_block *freed_after; /* freed once all ranks have left this block, which can
                                              be this extent; NULL: freed by a call */
-  struct cddp__extent *next, *previous; /* in arena.pending; free: in its list, by next */
+  struct cddp__extent *next, *previous; /* in the ring arena.pending; free: next in lists[].free */
 } cddp__extent;
 
 /* A range of a rank's window, mapped in this process; private memory if ranks are threads. */
 typedef struct cddp__segment {
-  uint64_t base, size;
-  char *address;
+  uint64_t base, size; /* in the memfd */
+  char *address;       /* in this process */
   cddp__extent *extents; /* [size / extent_size] of an own segment; NULL: a peer's segment */
   size_t extent_size;    /* bytes */
 } cddp__segment;
@@ -6569,6 +6572,7 @@ static bool cddp__memfd_is_open(const cddp__host *host) {
          s.st_ino == host->arena.memory.st_ino;
 }
 
+/* NULL: errno tells why. */
 static char *cddp__map_segment(const cddp__host *host, uint64_t base, uint64_t size) {
   errno = EBADF; /* if the memfd is closed */
   if (host->arena.fd >= 0 && !cddp__memfd_is_open(host)) return NULL;
@@ -6613,7 +6617,7 @@ static bool cddp__life_byte_is_locked(const cddp__host *host, int window) {
   return fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
-static int cddp__window_of(const cddp__host *host, uint64_t base) {
+static int cddp__window_of(const cddp__host *host, uint64_t base) { /* that contains base */
   return (int)(base >> host->arena.window_bits) - 1; /* window 0 follows the first group's block */
 }
 
@@ -6692,8 +6696,9 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
   return segment;
 }
 
-/* Sets whether core dumps contain this shared memory. A dump fills holes, and the process counts as
-   alive until it ends. So dumps lack peers' memory, and own extents of huge pages unless in use. */
+/* Sets whether core dumps contain this shared memory. A dump fills holes, and until it is
+   written the process counts as alive. So dumps lack peers' memory, and own extents of huge pages
+   unless in use. */
 static void cddp__set_dumped(const cddp__host *host, char *address, uint64_t size, bool dumped) {
   if (host->arena.fd >= 0) madvise(address, (size_t)size, dumped ? MADV_DODUMP : MADV_DONTDUMP);
 }
@@ -6782,7 +6787,7 @@ static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *ext
   return NULL;
 }
 
-/* Puts an extent into the ring: it is freed once all ranks of the host have left `block`. */
+/* Puts an extent into arena.pending: it is freed once all ranks of the host have left `block`. */
 static void cddp__pending_add(cddp__host *host, cddp__extent *extent,
                               const cddp__control_block *block) {
   if (extent->freed_after == NULL) { /* not yet in the ring: becomes its last */
@@ -6838,7 +6843,7 @@ static bool cddp__populate(const cddp__host *host, char *address, uint64_t base,
   uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
   if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0;
   cddp__request_huge_pages(address, huge);
-  for (at = 0; at < huge; at += CDDP__HUGE_PAGE) /* the first page of each */
+  for (at = 0; at < huge; at += CDDP__HUGE_PAGE) /* one page of each, for COLLAPSE */
     if (!cddp__arena_commit(host, base + at, 1)) return false;
   if (huge > 0) madvise(address, (size_t)huge, MADV_COLLAPSE);
   return cddp__arena_commit(host, base, size);
@@ -6965,7 +6970,7 @@ static void cddp__arena_quarantine(cddp__host *host) {
   pthread_mutex_unlock(&host->lock);
 }
 
-/* Returns false if p is not an allocation of this rank. */
+/* Frees p. Returns false if p is not an allocation of this rank. */
 static bool cddp__arena_free(cddp__host *host, void *p) {
   cddp__extent *extent;
   bool own;
@@ -7073,7 +7078,7 @@ static cddp_result cddp__commit_lazy(cddp__host *host, char *p, size_t bytes) {
    INT_MAX: none. */
 static int cddp__container_cores(void) {
   static const char *const files[] = {"cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"};
-  long long n[3][2] = {{0, 0}, {0, 0}, {0, 0}}, quota, period; /* n: of each file 2 numbers */
+  long long n[3][2] = {{0, 0}, {0, 0}, {0, 0}}, quota, period; /* n: two numbers of each file */
   char path[64];
   FILE *file;
   int i;
@@ -7090,7 +7095,8 @@ static int cddp__container_cores(void) {
 }
 
 /* Adds this process's processors to `all`, a bitmap of all ranks', and sets host->cores to their
-   number: a launcher can bind each rank to other processors. */
+   number: a launcher can bind each rank to other processors. At most container_cores of
+   them count. */
 static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   uint64_t mine[CDDP__PROCESSORS / 64], bits, old;
   int allowed = host->container_cores, n = 0, i;
@@ -7110,8 +7116,8 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   host->cores = n > 0 ? n : 1;
 }
 
-/* The process after p (NULL: the first): host->ranks, then host->others. For the thread that
-   trains. */
+/* The process after p (NULL: the first): host->ranks, then host->others. Only for the thread that
+   trains, which changes the list. */
 static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *p) {
   if (p == NULL) return host->ranks;
   if (p >= host->ranks && p + 1 < host->ranks + host->size) return p + 1;
@@ -7160,7 +7166,7 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
 /* Adds all processes that have joined, and marks them as lost until they are members: the memory of
    those that end before must be freed too. After a failure the next step tries again. */
 static void cddp__find_processes(cddp__host *host) {
-  uint32_t joins; /* of the block at offset 0 */
+  uint32_t joins; /* how many have joined: in the block at offset 0 */
   cddp__process *p;
   int window;
   if (!cddp__memfd_is_open(host) ||
@@ -7187,7 +7193,7 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
     p->use_locked = true;
     return CDDP_OK;
   }
-  if (errno == EAGAIN || errno == EACCES) /* by cddp__free_window */
+  if (errno == EAGAIN || errno == EACCES) /* locked by a rank's cddp__free_window */
     return cddp__fail(CDDP_PEER_LOST, "process %u has ended, and its memory is being freed",
                       p->pid);
   return cddp__fail_errno("lock on the shared memory");
@@ -7444,7 +7450,7 @@ typedef int64_t CDDP__ALIAS cddp__i64;
   __attribute__((optimize("O2", "tree-vectorize", "vect-cost-model=dynamic", "fp-contract=off", \
                           "no-fast-math")))
 #define CDDP__SCALAR __attribute__((optimize("O1", "fp-contract=off", "no-fast-math")))
-#define CDDP__WIDE ",prefer-vector-width=512"
+#define CDDP__WIDE ",prefer-vector-width=512" /* gcc prefers 256 */
 #define CDDP__STRICT_FP
 #define CDDP__IVDEP _Pragma("GCC ivdep")
 #ifdef __CUDACC__
@@ -7455,7 +7461,7 @@ typedef int64_t CDDP__ALIAS cddp__i64;
 #endif
 
 /* The attributes of each instruction set's functions. `base` is the compiler's own target. If
-   cddp__isa chooses the set, it serves only x86 processors without AVX2 (and vector fma), from
+   cddp__isa chooses the set, `base` serves only x86 processors without AVX2 (and vector fma), from
    before 2013. */
 #if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
 #include <cpuid.h>
@@ -7512,7 +7518,7 @@ CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
      is shifted. Integers round to nearest also if the caller has set another rounding mode. */
   uint32_t exponent = magnitude >> 23, mantissa = (magnitude & 0x7fffff) | 0x800000;
   uint32_t kept = exponent > 112 ? magnitude - (112u << 23) : mantissa;
-  uint32_t shift = exponent > 112 ? 13 : exponent < 96 ? 31 : 126 - exponent;
+  uint32_t shift = exponent > 112 ? 13 : exponent < 96 ? 31 /* to 0 */ : 126 - exponent;
   uint32_t even = kept >> shift & 1; /* ties go to even */
   uint32_t half = (kept + (1u << (shift - 1)) - 1 + even) >> shift;
   half = magnitude >= 0x477ff000 ? 0x7c00 : half; /* 65520 and larger values round to infinity */
@@ -7538,7 +7544,7 @@ typedef struct cddp__scalars {
   double keep;  /* factor of the momentum */
   double take;  /* factor of the gradient that is added to the momentum */
   bool nesterov;
-  bool first; /* step: the momentum is set to the gradient */
+  bool first; /* the first step, which sets the momentum to the gradient */
 } cddp__scalars;
 
 /* A range of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one set of states. */
@@ -7550,7 +7556,7 @@ typedef struct cddp__fused_args {
   float clip; /* factor of that mean, from gradient clipping; 1: none */
 } cddp__fused_args;
 
-enum { CDDP__SCALE_MULTIPLY, CDDP__SCALE_DIVIDE }; /* of `bool divide` */
+enum { CDDP__SCALE_MULTIPLY, CDDP__SCALE_DIVIDE }; /* values of `bool divide` */
 
 /* The loops for one element type. Comments end with the types that have the loop; else NULL. */
 typedef struct cddp__loops {
@@ -7578,6 +7584,7 @@ typedef struct cddp__loops {
   void (*narrow)(void *d, const cddp__f32 *s, size_t n); /* F16, BF16 */
 } cddp__loops;
 
+/* Runs the statement for each i < n. */
 #define CDDP__EACH(statement) \
   do { \
     size_t i; \
@@ -7634,8 +7641,8 @@ typedef struct cddp__loops {
     } \
   }
 
-/* FMA: a * b + c with one rounding. mix: dst = factor_p * p + factor_q * q, for SGD; the first
-   product is rounded. */
+/* FMA: a * b + c with one rounding. mix: dst = factor_p * p + factor_q * q, for SGD; only the
+   first product is rounded before the addition. */
 #define CDDP__SCALE_KERNELS(ISA, TARGET, T, S, FMA) \
   TARGET static void cddp__scale_##S##_##ISA(void *p, size_t n, double factor, bool divide) { \
     CDDP__STRICT_FP \
@@ -7712,6 +7719,7 @@ typedef struct cddp__loops {
     else CDDP__EACH(d[i] = (cddp__u8)(((a[i] ^ f) & (b[i] ^ f)) ^ f)); \
   }
 
+/* Conversions to F32 and back. */
 #define CDDP__HALF_KERNELS(ISA, TARGET, S) \
   TARGET static void cddp__widen_##S##_##ISA(cddp__f32 *d, const void *src, size_t n) { \
     const cddp__u16 *s = (const cddp__u16 *)src; \
@@ -7938,15 +7946,15 @@ typedef struct cddp__fold {
   /* [nsrcs] 1: the source is a leaf, of type dtype. Of the compute type: -1: a leaf; w > 1: a sum
      of w leaves. NULL: all are 1 */
   const int *widths;
-  int nsrcs, ranks; /* ranks: the divisor of AVG. 0: partial: not divided, of the compute type */
+  int nsrcs, ranks; /* ranks: AVG's divisor. 0: the result is partial, in the compute type */
   cddp_dtype dtype;
   cddp_op op;          /* SUM for AVG */
-  int64_t flip;        /* for `pair` */
+  int64_t flip;        /* for `pair`: bits that MIN inverts; floats: 0 MIN, -1 MAX */
   size_t esize, csize; /* bytes of an element: of dtype, of the compute type */
   bool sums;           /* true: uses math->sum; false: math->pair or math->bits */
   bool narrows;        /* the result is converted from a wider compute type to dtype */
   bool divide;         /* true: the result is divided by ranks; false: multiplied by factor */
-  double factor;
+  double factor;       /* or the divisor */
 } cddp__fold;
 
 CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, int nsrcs, int ranks,
@@ -8015,7 +8023,7 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
                                    size_t n) {
   const void *s[8];
   int i;
-  if (fold->widths != NULL && fold->widths[first] != 1) /* it has the compute type */
+  if (fold->widths != NULL && fold->widths[first] != 1) /* in the compute type already */
     return (const char *)fold->srcs[first] + at * fold->csize;
   for (i = 0; i < k; i++) s[i] = (const char *)fold->srcs[first + i] + at * fold->esize;
   if (k == 1 && fold->loops == fold->math) return s[0];
@@ -8028,10 +8036,10 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
 
 /* Bytes of a block, such that those of all levels fit into FOLD_BYTES: less from 16 sources on. */
 static size_t cddp__fold_bytes(const cddp__fold *fold) {
-  size_t levels = 2; /* most partial results at a time; with widths not known */
+  size_t levels = 2; /* most partial results at a time */
   int n;
   for (n = fold->nsrcs; n > 1; n /= 2) levels++;
-  if (fold->widths != NULL) levels = CDDP__FOLD_DEPTH;
+  if (fold->widths != NULL) levels = CDDP__FOLD_DEPTH; /* not known */
   return cddp__min(CDDP__BLOCK_BYTES, CDDP__FOLD_BYTES / levels / 64 * 64);
 }
 
@@ -8039,7 +8047,8 @@ static size_t cddp__fold_bytes(const cddp__fold *fold) {
      1. A stack holds partial results of 2^j sources each; sizes fall from bottom to top.
      2. The next leaf is pushed.
      3. While the two results on top have the same size, or no sources are left, they are merged.
-   So merges form the canonical tree. The last one writes dst, unless its result is narrowed. */
+   So merges form the canonical tree. The last one writes dst, unless its result is narrowed. No
+   source is read later, so dst can be one. */
 static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_t n) {
   double space[CDDP__FOLD_BYTES / sizeof(double)];
   char *bufs[CDDP__FOLD_DEPTH];
