@@ -8526,7 +8526,7 @@ typedef struct cddp__count_notice {
   uint64_t host;  /* 1: the sender's buffers are in host memory: for ranks without data */
 } cddp__count_notice;
 
-/* Bytes of a call's counted shares and, behind them, of the notices sent and received. */
+/* Bytes of a call's counted shares, then of the notices sent and received. */
 static size_t cddp__counts_bytes(const cddp_group *g) {
   return (size_t)g->size * (sizeof(cddp__counted_share) + 2 * sizeof(cddp__count_notice));
 }
@@ -9357,7 +9357,7 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 #define CDDP__ROUND_MAX ((size_t)4 << 10)
 #define CDDP__ROUND_MAX_OVERSUBSCRIBED ((size_t)8 << 10)
 #define CDDP__SPIN 2000 /* polls, tens of microseconds, before a rank yields: cddp__spin_of */
-#define CDDP__YIELDS 100 /* before it sleeps; at most for CDDP__YIELDS_MAX_S */
+#define CDDP__YIELDS 100 /* of a wait before it sleeps; at most for CDDP__YIELDS_MAX_S */
 
 /* --- groups with work for every waiting thread --- */
 
@@ -13841,7 +13841,7 @@ static bool cddp__show_message_wait(const cddp_work *work) {
 }
 
 /* For calls that do not wait: whether the operation cannot succeed. Connects to a remote peer: only
-   a connection shows its end. Looks at most once a ms. */
+   a connection shows its end. Looks once a ms. */
 static bool cddp__peer_is_lost(cddp_work *work) {
   cddp_group *g = work->group;
   int p, peer = work->call.root;
@@ -14184,6 +14184,7 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *c
   return r;
 }
 
+/* cddp__carrier.run */
 static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
   const char *send = (const char *)call->send, *recv = (const char *)call->recv;
   cddp__call mpi_call = *call;
@@ -14543,7 +14544,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   return in_time;
 }
 
-/* Waits for all collectives of the group that are in flight. */
+/* Waits for all collectives of the group in flight. */
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   if (!engine->started) return; /* written only by the thread that calls this group's collectives */
@@ -14551,7 +14552,7 @@ static void cddp__engine_drain(cddp_group *g) {
   cddp__engine_wait(engine, NULL /* work: all */, INFINITY);
 }
 
-/* Ends the engine's thread. Operations in flight fail, and with them the group. */
+/* Ends the engine's thread. Operations in flight fail, and so does the group. */
 static void cddp__engine_stop(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   bool busy;
