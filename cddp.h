@@ -15705,7 +15705,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   /* ranks of g; from g->size on their indices on this host, later their ranks in the job */
   int *members = (int *)cddp__calloc(allocator, 2 * (size_t)g->size, sizeof *members);
   int n, i, rank = 0;
-  int32_t mine[2];
+  int32_t mine[2]; /* color, key */
   uint64_t record, id[3];
   cddp__ref ref;
   char *block = NULL;
@@ -15953,16 +15953,16 @@ typedef struct cddp__row_order {
 /* Rows of a matrix, with their numbers. Owner: cddp__sparse. */
 typedef struct cddp__rows {
   size_t n, capacity;
-  int64_t *number;   /* [capacity] */
-  char *values;      /* [capacity] rows, cddp__sparse.bytes each */
+  int64_t *number; /* [capacity] */
+  char *values; /* [capacity] rows, cddp__sparse.bytes each */
   cddp__row_order *order; /* [capacity] scratch for sorting */
 } cddp__rows;
 
 /* A parameter with a sparse gradient. Owner: its cddp_ddp; one thread at a time. */
 typedef struct cddp__sparse {
   size_t rows, width, bytes; /* rows of the parameter; elements and bytes of each */
-  cddp__rows added;          /* not packed yet, in order of arrival; numbers can repeat */
-  cddp__rows mean;           /* of the last wait or step; numbers ascend and do not repeat */
+  cddp__rows added; /* not packed yet, in order of arrival; numbers can repeat */
+  cddp__rows mean; /* of the last wait or step; numbers ascend and do not repeat */
   char *zeros; /* a row, for shards without it */
 } cddp__sparse;
 
@@ -16228,11 +16228,11 @@ struct cddp__update {
   const cddp__algorithm *algorithm;
   const cddp__loops *loops; /* by dtype */
   cddp_dtype stored; /* type of the weights and gradients */
-  cddp_dtype dtype;  /* of the states and of each result: stored, or f32 if there are masters */
+  cddp_dtype dtype; /* of the states and of each result: stored, or f32 if there are masters */
   cddp__scalars scalars;
   char *states[CDDP__STATES]; /* the first element of each; NULL: not in use */
-  char *master;               /* the first element; NULL: no master */
-  bool init_master;           /* copy the weights to master first */
+  char *master; /* the first element; NULL: no master */
+  bool init_master; /* copy the weights to master first */
   /* Runs a data-parallel step of an f32 parameter in one loop; NULL: this step needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
@@ -17600,7 +17600,7 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
 
 struct cddp__bucket_state {
   int remaining; /* parameters not yet ready; guarded by lock */
-  int *sorted;   /* its parameters by offset, those in place last; in plan.sorted */
+  int *sorted; /* its parameters by offset, those in place last; in plan.sorted */
   int count;
   cddp_work work; /* its reduction in the engine */
   cddp_ddp *ddp;
@@ -18486,10 +18486,10 @@ static const cddp__ddp_memory cddp__host_memory = {
 
 /* Payload of a step's meeting. */
 typedef struct cddp__step_header {
-  uint64_t missing;  /* parameters that are not ready on this rank */
+  uint64_t missing; /* parameters that are not ready on this rank */
   uint64_t settings_hash; /* of the cddp_optim without its lr; 0: none */
   double lr; /* the cddp_optim's */
-  uint32_t absent;   /* CDDP__ABSENT_*; 0: the rank has data */
+  uint32_t absent; /* CDDP__ABSENT_*; 0: the rank has data */
 } cddp__step_header;
 enum { /* the rank is in cddp_ddp_join */
   CDDP__ABSENT_BEFORE = 1, /* since an earlier meeting */
@@ -19211,6 +19211,7 @@ static cddp__model_info cddp__model_of(const cddp_ddp *d) {
   return model;
 }
 
+/* Refuses another model than the job's. */
 static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info *job) {
   cddp__model_info model = cddp__model_of(d);
   if (model.hash != job->hash)
