@@ -1680,12 +1680,12 @@ typedef struct cddp__text {
 
 /* A reference to a buffer that is valid in every process of the host: cddp__map_ref. */
 typedef struct cddp__ref {
-  uint64_t base;   /* EXTENT: its segment's offset in the memfd; POINTER: the buffer's address */
+  uint64_t base;   /* EXTENT: offset of the segment in the memfd; POINTER: the buffer's address */
   uint64_t size;   /* EXTENT: bytes of the segment */
   uint64_t offset; /* EXTENT: of the buffer in the segment */
   uint64_t kind;   /* CDDP__REF_* */
 } cddp__ref;
-/* NONE: private. UNUSED: other ranks do not need it. POINTER: the ranks are threads. */
+/* NONE: private memory. UNUSED: other ranks do not need it. POINTER: the ranks are threads. */
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
 
 /* An element type. Parameters of models are of class FLOAT or HALF. */
@@ -1707,11 +1707,12 @@ enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
 CDDP__DTYPES(CDDP__X)
 #undef CDDP__X
 
-/* esize: bytes of an element, a power of two. */
+/* Whether p is no multiple of esize, an element's size: a power of two. */
 static bool cddp__misaligned(const void *p, size_t esize) {
   return ((uintptr_t)p & (esize - 1)) != 0;
 }
 
+/* A received d can be unknown. */
 static bool cddp__dtype_ok(unsigned d) { return d < CDDP__DTYPE_COUNT; }
 static size_t cddp__dtype_size(unsigned d) { return cddp__dtype_ok(d) ? cddp__dtypes[d].size : 0; }
 static const char *cddp__dtype_name(unsigned d) {
@@ -1749,10 +1750,10 @@ enum cddp__phase {
    even and odd rounds. */
 typedef struct cddp__op_header {
   cddp__atomic_u32 seq; /* number of the round; readers sleep on it */
-  uint32_t call;        /* kind, dtype, op and phase: cddp__call_code */
-  uint64_t count;       /* elements */
-  int32_t root;         /* rank; -1: the call has no root */
-  uint32_t fp_mode;     /* cddp__fp_mode() of the calling thread; 0: the call does not compute */
+  uint32_t call; /* kind, dtype, op and phase: cddp__call_code */
+  uint64_t count; /* elements */
+  int32_t root; /* rank; -1: the call has no root */
+  uint32_t fp_mode; /* cddp__fp_mode() of the calling thread; 0: the call does not compute */
   union {
     unsigned char bytes[CDDP__PAYLOAD];
     cddp__ref ref;
@@ -1766,16 +1767,16 @@ typedef struct cddp__op_header {
 typedef struct cddp__send_request {
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SEND_*, or CDDP__POSTED_TO(receiver) */
   cddp__atomic_u32 tag;
-  uint32_t dtype;
+  uint32_t dtype; /* and count: must be the receive's */
   uint64_t count;
   cddp__atomic_u64 number; /* order of posting at the sender */
   union {
-    unsigned char bytes[sizeof(cddp__ref)]; /* of a message that fits: one cache line has it all */
-    cddp__ref ref; /* of a longer one */
+    unsigned char bytes[sizeof(cddp__ref)]; /* the message, if it fits: needs no other line */
+    cddp__ref ref; /* of a longer one: the program's buffer, or `stage` */
   } u;
-  void *stage CDDP__OWN_LINE; /* the sender's memory for copies, kept for reuse */
+  void *stage CDDP__OWN_LINE; /* the sender's memory for copies of messages, kept for reuse */
   size_t stage_size;
-  bool staged; /* the message is a copy, so no call waits: the request is free when DONE */
+  bool staged; /* `u` has, or refers to, a copy, so no call waits: DONE frees the request */
 } cddp__send_request;
 enum {
   CDDP__SEND_FREE,
@@ -1787,7 +1788,7 @@ enum {
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
 
 #define CDDP__SENDS 128 /* in a slot; with more to one rank, a send without a handle blocks */
-#define CDDP__SEND_BLOCKS 16 /* blocks of send requests: block i has CDDP__SENDS << i */
+#define CDDP__SEND_BLOCKS 16 /* of send requests: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 #define CDDP__WHERE_MAX 160 /* bytes of slot.where */
 
@@ -1800,7 +1801,7 @@ typedef struct cddp__logged_call {
     int32_t root;
     uint64_t count;
   } what;
-  uint64_t hash; /* of this and all calls before it */
+  uint64_t hash; /* of `what` of this call and all before it */
   char site[96]; /* text of the call site; "": unknown */
 } cddp__logged_call;
 #define CDDP__CALL_LOG 64 /* a rank's latest calls that a group keeps; a power of two */
@@ -1811,37 +1812,37 @@ typedef struct cddp__logged_call {
 typedef struct cddp__slot {
   /* Life, and access to other ranks' memory. */
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_* (TAKEN: a thread's creator writes it) */
-  cddp__atomic_u32 inside; /* 1: between cddp__begin_access and cddp__end_access */
-  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* low half: 1 + the rank of another host that it awaits,
-                                             or 0; high: ms of cddp__monotonic() when last set */
+  cddp__atomic_u32 inside; /* 1: it can be accessing peers' memory: cddp__begin_access */
+  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* low half: 1 + the rank of another host that makes it
+                                             late, or 0; high: ms of cddp__monotonic(), then */
   /* Messages, and counters. */
-  cddp__atomic_u32 events;   /* peers increment it after they change a send from or for this rank,
-                                if this rank sleeps or the group has several hosts */
+  cddp__atomic_u32 events; /* peers increment it after they change a send from or for this rank,
+                              if this rank sleeps or the group has several hosts */
   cddp__atomic_u32 event_sleepers; /* threads of this rank that sleep on `events` */
-  cddp__atomic_u32 send_top; /* send requests from this index on have never been used */
+  cddp__atomic_u32 send_top; /* receivers scan the send requests below: others were never used */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
-  cddp__atomic_u32 works; /* operations queued or running in its engine */
-  cddp__atomic_u32 ended;    /* in the job's first group: 1 << 16 | the dead process's wait status;
-                                0: unknown. Writer: the rank before it on the host */
+  cddp__atomic_u32 works; /* operations queued or running in the rank's engine */
+  cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | its wait status; 0:
+                             unknown. Writer: the rank before it on the host */
   cddp__send_request sends[CDDP__SENDS];
   /* Failure. */
-  cddp__atomic_u32 site_round; /* the last round in which calls differed */
-  char site[CDDP__SITE_MAX]; /* call site of this rank's call there */
-  char failure[CDDP__ERROR_MAX]; /* why the group failed, if `broken` names this slot; fail_lock */
+  cddp__atomic_u32 site_round; /* the last round in which ranks made different calls */
+  char site[CDDP__SITE_MAX]; /* call site of this rank's call of that round */
+  char failure[CDDP__ERROR_MAX]; /* the group's error if block.broken names this slot; fail_lock */
   /* In the job's first group: the place where the rank waits, for texts of ranks that wait for it.
      Writer: the waiting thread. */
   cddp__atomic_u64 wait; /* the awaited round: low half of the group's id << 32 | its number;
                             UINT64_MAX: a message; 0: no thread has waited for long */
   cddp__atomic_u32 wait_failed; /* 1: the last wait ended in a failure */
-  cddp__atomic_u32 multithreaded; /* 1: several threads of the rank use cddp */
+  cddp__atomic_u32 multithreaded; /* 1: several threads use cddp: a wait stops only one */
   char where[CDDP__WHERE_MAX]; /* the operation and call site of that wait */
   /* Memory of this rank, and its calls on device memory. */
-  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* blocks of requests after block 0, `sends` */
-  cddp__ref scratch; /* several hosts: chunks of its private buffer */
+  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* [i]: block i of requests; block 0 is `sends` */
+  cddp__ref scratch; /* several hosts: copies of chunks of a private buffer */
   cddp__logged_call call_log[CDDP__CALL_LOG]; /* a ring */
   cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* number of messages on device memory to each rank */
 } cddp__slot;
-/* LEFT: by cddp_destroy. DEAD: its thread has failed, or it has called MPI_Finalize. */
+/* TAKEN: by a rank. LEFT: by cddp_destroy. DEAD: its thread failed, or it called MPI_Finalize. */
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
 /* A failure that does not break the group, or not yet. Shared if in a control block. Written once,
@@ -1853,41 +1854,41 @@ typedef struct cddp__cause {
 
 /* shared: the control block of a group. Headers, slots and staging buffers follow: >>block. */
 typedef struct cddp__control_block {
-  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: how often ranks reached a round */
+  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: of all ranks at all rounds so far */
   cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached */
-  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* on a header, arrivals or release */
+  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads on a header, arrivals or release */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0, or a cddp_result | the slot with the text << 8 */
   cddp__atomic_u32 left; /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 generation; /* number of the block; a change means that it was freed */
-  cddp__atomic_u32 size; /* when this many ranks have left, it is freed; 0: not set yet */
+  cddp__atomic_u32 size; /* when `left` is this number, the block is freed; 0: not set yet */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank */
-  cddp__atomic_u32 cores; /* usable by all ranks of the host; until all count, by the first */
+  cddp__atomic_u32 cores; /* that all ranks of the host together can use; first: only one rank */
   cddp__atomic_u32 joins; /* job's first group: number of joined processes */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones, a bitmap; job's first group */
-  cddp__cause cause; /* a loss that another host has reported */
+  cddp__cause cause; /* a lost rank of which a notice has arrived or was sent */
   cddp__atomic_u32 reported; /* last round for which this host sent others its arrivals */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
 
-struct cddp__segments { /* mapped ones, sorted */
+struct cddp__segments { /* mapped ranges, sorted */
   struct cddp__segment **list;
   size_t count, capacity;
 };
-struct cddp__extents { /* own ones of one size class */
-  struct cddp__extent *free;
+struct cddp__extents { /* this rank's allocations of one size class */
+  struct cddp__extent *free; /* by next */
   size_t count; /* free or not */
 };
 
 /* The memory that this rank shares. */
 typedef struct cddp__arena {
   int fd; /* the memfd; -1: threads, or one rank alone */
-  struct stat memory; /* identifies the memfd: cddp__memfd_is_open */
-  int window; /* this process's number: its index, or a new number if it joined */
+  struct stat memory; /* of the memfd: shows whether the program has reused fd */
+  int window; /* number of this rank's part of the memfd: its index, or a new one if it joined */
   int window_bits; /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
   uint64_t used_end; /* end of the used part of the window, an offset in the memfd */
-  cddp__atomic_u64 lowest, highest; /* addresses: all own extents, also free ones, are between */
-  uint32_t generation; /* of the last control block */
+  cddp__atomic_u64 lowest, highest; /* memory outside these addresses is private: cddp__ref_of */
+  uint32_t generation; /* of this rank's last control block */
   struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
   struct cddp__extents lists[CDDP__SIZE_CLASSES]; /* indexed by cddp__size_class */
   struct cddp__extent *pending; /* a ring: own control blocks, and extents to free with a block */
@@ -1895,10 +1896,10 @@ typedef struct cddp__arena {
 
 /* A process of the host. Owner: the thread that trains. Others read it through cddp__process_at. */
 typedef struct cddp__process {
-  int window;
-  uint32_t pid;    /* 0: not known */
-  int pidfd;       /* tells how it ended; only of the next rank and joined processes. -1: none */
-  bool member;     /* of this rank's elastic model */
+  int window; /* as in its own arena.window */
+  uint32_t pid; /* 0: not known */
+  int pidfd; /* tells how it ended; only of the next rank and joined processes. -1: none */
+  bool member; /* of this rank's elastic model */
   bool use_locked; /* this rank locks the process's use byte, and can have mapped its memory */
   uint64_t lost_in_step; /* 1 + the step in which the model lost it; 1: no member; 0: not lost */
   struct cddp__process *next; /* joined processes */
@@ -1907,12 +1908,12 @@ typedef struct cddp__process {
 /* The listeners for processes that join, and their connections. */
 struct cddp__join_listeners {
   pthread_mutex_t lock; /* of this struct, and of job_info's table while `fd` is open */
-  int fd;               /* for processes of this host; -1: no elastic model */
-  int tcp_fd;           /* for those of other hosts; -1: none, or another rank listens */
+  int fd; /* for processes of this host; -1: no elastic model */
+  int tcp_fd; /* for those of other hosts; -1: none, or another rank listens */
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
   struct cddp__connection *spare; /* memory for the next one, or NULL */
-  double pause_end; /* until then joining processes are not served: that costs time */
-  double wait_end;  /* until then cddp__join_serve does not wait for their messages */
+  double pause_end; /* until then joining processes are not served: that delays training */
+  double wait_end; /* until then cddp__join_serve does not wait for their messages */
 };
 
 /* The ranks of one host, which share memory, as one of them sees them. Created by cddp_init or
@@ -1920,8 +1921,8 @@ struct cddp__join_listeners {
 typedef struct cddp__host {
   cddp_allocator allocator;
   cddp_logger logger;
-  pthread_mutex_t lock; /* also guards the arena */
-  int refs; /* of lead: number of groups that use any of its hosts; lead's lock */
+  pthread_mutex_t lock; /* of fields that name it, and of the arena */
+  int refs; /* in `lead`: number of groups that use any of its hosts; lead's lock */
   struct cddp__host *lead; /* itself; if ranks are threads: rank 0's host, which counts for all */
   struct cddp__host *sibling; /* if ranks are threads: the next rank's host, which lead frees too */
   cddp__arena arena;
@@ -1936,8 +1937,8 @@ typedef struct cddp__host {
   cddp__process *ranks; /* [size] the ranks of the job's first group */
   cddp__process *others; /* processes that joined, until their memory is freed: a list; lock */
   uint32_t joins_seen; /* number of joined processes that are, or were, in the list */
-  int models; /* the sum of its groups'; lock */
-  uint64_t started_before; /* ticks since boot; a process that began later reuses a rank's pid */
+  int models; /* the sum of cddp_group.models; lock */
+  uint64_t started_before; /* ticks since boot: a process that began later reuses a rank's pid */
   /* The rendezvous and joins. */
   bool joined; /* this process joined with CDDP_JOIN */
   bool elastic; /* this rank has an elastic model */
@@ -1946,15 +1947,15 @@ typedef struct cddp__host {
   /* Waits of this rank. */
   struct cddp_group *groups; /* of this rank, by next; lock */
   struct cddp__slot *slots; /* [size] of the job's first group; NULL: freed, or it has one rank */
-  uintptr_t first_thread; /* the first that used cddp: its &cddp__this_site; 0: none yet */
-  cddp__atomic_u32 wait_shown; /* 1: a thread's wait is in this rank's slot; only it writes there */
+  uintptr_t first_thread; /* the first that used cddp, by its &cddp__this_site; 0: none yet */
+  cddp__atomic_u32 wait_shown; /* 1: a thread has published its wait: others do not */
 } cddp__host;
 
 /* A collective or message, with checked arguments. */
 typedef struct cddp__call {
-  uint8_t kind;      /* CDDP__KIND_*. BARRIER: `count` is the hash of the logged calls, or 0 */
+  uint8_t kind; /* CDDP__KIND_*. BARRIER: `count` is the hash of the logged calls, or 0 */
   uint8_t dtype, op; /* cddp_dtype, cddp_op */
-  int root;          /* -1: the call has no root; messages: the peer */
+  int root; /* -1: the call has no root; messages: the peer */
   const void *send;
   void *recv;
   size_t count; /* elements of a rank's share (>>shape), or of the message */
@@ -1967,9 +1968,9 @@ typedef struct cddp__call {
 /* Calls with counts: a rank's shares for another rank and from it, in elements. */
 typedef struct cddp__counted_share {
   size_t out, out_at; /* for the other rank; position in the send buffer */
-  size_t in, in_at;   /* from it; position in the receive buffer */
-  size_t peer_at;     /* one host: position of `in` in the other's send buffer; several: of `out`
-                         in its receive buffer */
+  size_t in, in_at; /* from it; position in the receive buffer */
+  size_t peer_at; /* one host: position of `in` in the other's send buffer; several hosts: of
+                     `out` in its receive buffer */
 } cddp__counted_share;
 /* The kinds of calls: names in texts, and which data they move (struct cddp__shape). Messages
    (behind COUNT) have no rounds. */
@@ -2017,13 +2018,13 @@ CDDP__STATIC_ASSERT(CDDP_BAND == CDDP_MAX + 1 && CDDP_BXOR == CDDP_BAND + 2,
    cddp__cpu_backend, or one of cddp_kernels.cuh, which also handles host memory. */
 typedef struct cddp__backend {
   bool on_device; /* `alloc` and models' gradients are memory of a device */
-  bool enqueues;  /* operations on device memory run on streams, without the host (NCCL) */
+  bool enqueues; /* operations on device memory run on streams, without the host (NCCL) */
   /* Runs a checked operation. work not NULL: only starts it, and sets *work. */
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work);
   /* Waits at most `limit` seconds; negative: without a limit. CDDP_TIMEOUT: the limit has passed
      and the operation continues. Else the operation's result. */
   cddp_result (*wait)(cddp_work *w, double limit);
-  bool (*done)(cddp_work *w);
+  bool (*done)(cddp_work *w); /* without waiting */
   cddp_result (*synchronize)(cddp_group *g);
   void *(*alloc)(cddp_group *g, size_t bytes);
   void (*free)(const cddp_group *g, void *p);
@@ -2043,7 +2044,7 @@ typedef struct cddp__backend {
    connections between hosts, or MPI. */
 typedef struct cddp__carrier {
   bool foreign; /* another library: it reduces over all ranks, also those in cddp_ddp_join */
-  bool shares_memory;  /* every rank can read all gradients: `average` is not called */
+  bool shares_memory; /* every rank can read all gradients: `average` is not called */
   cddp_result (*run)(cddp_group *g, const cddp__call *c);
   /* The mean of the ranks' c->count elements, to c->recv. arrays: [local_size] those of this
      host's ranks. */
@@ -2061,7 +2062,7 @@ struct cddp_work {
   cddp__call call;
   bool done;
   cddp_result result;
-  uint64_t record; /* number of its record */
+  uint64_t record; /* its number in the flight recorder */
   cddp__site site; /* its caller's */
 
   /* Work of the engine. */
@@ -2069,13 +2070,13 @@ struct cddp_work {
   void *context; /* for run; if staged through the host: the result's address on the device */
   uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
   bool anywhere; /* a thread that waits can run it too; false: only the engine's */
-  uint32_t pushed_at_poll; /* engine.poll_count when it was pushed */
+  uint32_t pushed_at_poll; /* engine.poll_count at the push: due once that changes */
 
   /* Messages. p2p.lock */
   int send; /* send: index of its request, which has the buffer's address; -1: none has it */
   int from; /* receive: the message's sender; with CDDP_ANY a candidate until done */
-  bool filling; /* receive: the message is being read */
-  double next_look; /* when cddp_test, by the thread that has the handle, checks the peer again */
+  bool filling; /* receive: a link is reading the message into the buffer */
+  double next_look; /* when cddp_test next checks if the peer has ended; no lock */
 
   /* Device memory. */
   bool on_stream; /* it runs on a stream of the device, and ends with `event` */
@@ -2093,18 +2094,18 @@ CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_wo
 typedef struct cddp__engine {
   cddp__atomic_u32 own_state; /* CDDP__OWN_*, of `own` */
   cddp__atomic_u32 *works; /* slot.works, which peers read too */
-  cddp__atomic_u32 poll_count; /* of the thread; operations pushed before the last poll are due */
-  cddp__atomic_u32 idle; /* polls since the last operation was pushed */
+  cddp__atomic_u32 poll_count; /* polls of the thread; operations pushed before the last are due */
+  cddp__atomic_u32 idle; /* polls since the last push; after many the thread sleeps */
   cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
-  cddp__atomic_u32 awaited; /* 1: a waiting thread has nothing else to run and no limit */
+  cddp__atomic_u32 awaited; /* 1: a thread waits, without a limit, and has nothing else to run */
   pthread_mutex_t lock;
   pthread_cond_t changed; /* for waiting threads: an operation has finished */
   pthread_cond_t work; /* for the engine's thread: an operation is due, or stop is set */
   pthread_t thread;
-  bool started, stop;
+  bool started, stop; /* the thread is; it ends once the queue is empty */
   bool busy; /* an operation of the queue is running */
-  cddp_work *first, *last;
+  cddp_work *first, *last; /* the queue */
   cddp_work own; /* for one collective at a time, without an allocation */
 } cddp__engine;
 
@@ -2119,9 +2120,9 @@ enum {
 
 /* How fast ranks copy chunks of one kind of collective and of similar sizes: >>collectives. */
 typedef struct cddp__copy_timing {
-  double seconds[2]; /* least per byte, by CDDP__COPY_CACHED or CDDP__COPY_NONTEMPORAL */
-  double clock;      /* seconds of the chunk being timed, so far */
-  uint32_t chunks;   /* so far; the same on all ranks */
+  double seconds[2]; /* fewest per byte: CDDP__COPY_CACHED, CDDP__COPY_NONTEMPORAL */
+  double clock; /* seconds of the chunk being timed, so far */
+  uint32_t chunks; /* so far, timed or not; the same on all ranks */
 } cddp__copy_timing;
 
 /* The messages of a group: >>p2p. */
@@ -2130,8 +2131,8 @@ typedef struct cddp__p2p {
   cddp_work *recvs; /* pending receives, oldest first */
   int next_any; /* the rank that the next CDDP_ANY checks first */
   uint64_t send_number; /* of the last posted send */
-  uint64_t sends_open; /* sends in flight to the last scan's receiver, and all since then */
-  uint64_t sends_staged; /* the same for the bytes of their copies */
+  uint64_t sends_open; /* in flight to the receiver of the last cddp__scan_sends, + all since */
+  uint64_t sends_staged; /* bytes of the copies among them */
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's blocks of requests */
   int send_blocks; /* number of blocks */
   bool is_served; /* the group is in the list of cddp__serve_in_waits */
@@ -2163,17 +2164,17 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
   /* The control block, in shared memory. */
   cddp__control_block *block; /* behind it headers, slots, staging buffers */
-  cddp__slot *slots;
-  char *staging;
-  size_t staging_size; /* bytes of a buffer; 0: the group has none */
-  size_t staging_ready; /* bytes of each of this rank's own two that have memory */
-  cddp__ref block_ref;
+  cddp__slot *slots; /* [local_size], then one for all ranks of other hosts */
+  char *staging; /* the staging buffers */
+  size_t staging_size; /* bytes of one; 0: the group has none */
+  size_t staging_ready; /* bytes of each of this rank's two that already have memory */
+  cddp__ref block_ref; /* NONE: the job's first group; POINTER: threads, or made private */
   uint32_t block_generation; /* block->generation when the group was created */
 
   /* How this rank waits. An engine's thread changes spin and yields. */
   int spin, yields; /* polls before yielding, yields before sleeping */
   bool oversubscribed; /* more ranks than cores */
-  size_t round_max; /* bytes of the largest share in a single round */
+  size_t round_max; /* bytes of the largest share of a call that can be a single round */
 
   /* Rounds. Owner: the thread that runs a collective. */
   uint32_t round; /* number of the last one */
@@ -2192,7 +2193,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
   /* Life. host.lock. */
   struct cddp_group *next; /* in host.groups */
-  int models; /* cddp_ddps, and handles if elastic, that use the group's memory */
+  int models; /* number of cddp_ddps, and handles if elastic, that use its memory */
   bool of_model; /* private to a cddp_ddp, which leaves it */
   cddp__atomic_u32 left; /* 1: this rank has left the group; any thread reads it */
 };
@@ -2202,8 +2203,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 /* A node of the canonical tree over the shards of a step: the sum of a rank's shards. */
 typedef struct cddp__shard_node {
   int32_t first, width; /* first shard, number of shards */
-  int32_t slot;         /* of the sum among the rank's slots; -1: one shard, in its gradients */
-  int32_t rank;         /* only in lists of all ranks' nodes */
+  int32_t slot; /* the rank's slot with the sum; -1: one shard, in the rank's gradients */
+  int32_t rank; /* only in lists of all ranks' nodes */
 } cddp__shard_node;
 
 /* Where ranks reduce the gradient of a parameter. */
@@ -2219,9 +2220,9 @@ typedef struct cddp__tensor {
   enum cddp__storage storage;
   size_t offset, bytes;
   size_t arena_offset; /* equals `offset` if no gradient is in place */
-  size_t padded_bytes; /* in the arena to the end of a cache line: the padding stays zero */
+  size_t padded_bytes; /* in the arena to the end of a cache line; the padding stays zero */
   size_t begin, end; /* bytes that this rank updates; end <= begin: none */
-  size_t first_norm_block; /* index in addresses.squares of its first piece's sum */
+  size_t first_norm_block; /* index in addresses.squares of its first block's sum */
   size_t dense_offset; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready; /* cddp_ddp_ready was called in this step; lock */
   bool noted; /* cddp_ddp_ready was called under no_sync since the last step; lock */
@@ -2229,16 +2230,16 @@ typedef struct cddp__tensor {
   bool shared; /* the weights of all ranks are in shared memory */
   float restored_steps; /* in a rank that joined: the parameter's steps in the snapshot */
   const void *data; /* elastic: param.data, for cddp__elastic_set_optim in any thread */
-  int bucket;
+  int bucket; /* index in plan.buckets */
 } cddp__tensor;
 
 /* --- elastic models --- */
 
 /* Data of a parameter, or of the whole model, that must be the same on all ranks. */
 typedef struct cddp__model_info {
-  uint64_t hash;         /* of a parameter, or of the model's settings */
-  uint64_t params;       /* of the model: hash of all parameters; else 0 */
-  char text[176];        /* describes the hashed data */
+  uint64_t hash; /* of a parameter, or of the model's settings */
+  uint64_t params; /* of the model: hash of all parameters; of a parameter: 0 */
+  char text[176]; /* describes the hashed data */
 } cddp__model_info;
 
 /* An optimizer's settings, from a cddp_sgd_desc or cddp_adamw_desc. The numbers are first, all
@@ -2251,11 +2252,11 @@ typedef struct cddp__optim_desc {
   double beta1, beta2, eps;
   double nesterov, maximize, amsgrad;
   double master_weights, sharded_states;
-  const double *lr_scales, *weight_decays; /* [count] in a cddp_optim one array */
+  const double *lr_scales, *weight_decays; /* [count] each, adjacent in a cddp_optim */
   double weight_decay; /* if weight_decays is NULL; not in a cddp_optim */
   cddp_ddp *ddp;
   void *stream;
-  void *const *copies; /* [count] or NULL; in a cddp_optim its own */
+  void *const *copies; /* [count] or NULL; in a cddp_optim its own array */
   cddp_dtype copy_dtype;
 } cddp__optim_desc;
 enum {
@@ -2272,7 +2273,7 @@ CDDP__STATIC_ASSERT(offsetof(cddp__optim_desc, shared) == CDDP__SETTING_SHARED *
 /* Data of the members' cddp_optim for a joining rank, except the states. */
 typedef struct cddp__snapshot {
   double settings[CDDP__SETTING_COUNT + 1]; /* the last: weight_decay of the first parameter */
-  uint64_t lr_scales, weight_decays; /* hashes */
+  uint64_t lr_scales, weight_decays; /* hashes of the arrays */
   int32_t state_count; /* of each parameter */
   bool has_optim; /* false: the members have no cddp_optim yet; only `stepped` is valid */
   bool stepped; /* false: no step, so no states */
@@ -2281,16 +2282,17 @@ typedef struct cddp__snapshot {
 /* A rank of an elastic model, in the format of messages: >>meeting. */
 typedef struct cddp__member {
   struct sockaddr_in6 address; /* where it listens; or a sockaddr_in */
-  int32_t port, rank;          /* rank: in the job */
+  int32_t port, rank; /* rank: in the job */
   uint32_t pid;
-  int32_t number;      /* its index among the members */
-  int32_t host, index; /* of its host in `net`; of its process on that host */
-  uint64_t life;       /* random number of the process; 0: no process */
-  uint64_t since;      /* the epoch in which it became a member; the oldest members lead */
-  uint64_t gpu;        /* hash of its GPU's uuid; 0: none, or ranks can share it */
-  char name[72];       /* of its host */
+  int32_t number; /* its index among the members */
+  int32_t host, index; /* of its host in net.hosts; of its process on that host */
+  uint64_t life; /* random number of the process; 0: no process */
+  uint64_t since; /* the epoch in which it became a member; the oldest members lead */
+  uint64_t gpu; /* hash of its GPU's uuid; 0: none, or ranks can share it */
+  char name[72]; /* of its host */
 } cddp__member;
 
+/* Ranks exchange it to create a model; joining ones get the leader's. */
 typedef struct cddp__leader_info {
   cddp__member self;
   unsigned char token[16]; /* of the model: that of the first rank */
@@ -2301,13 +2303,13 @@ typedef struct cddp__leader_info {
    model `slots` grows later. */
 typedef struct cddp__layout {
   int *param_order; /* [count] parameters in the order of the model; sparse ones come last */
-  size_t dense_bytes;       /* bytes of the dense model */
-  size_t starts[CDDP__DTYPE_COUNT + 1]; /* offset of each dtype in it; the last is `dense` */
-  size_t model_bytes; /* elastic: with sparse gradients, as dense ones */
-  size_t bytes;       /* of the arena's gradients; on a device sparse ones are last */
+  size_t dense_bytes; /* of all gradients but the sparse ones */
+  size_t starts[CDDP__DTYPE_COUNT + 1]; /* offset of each dtype in them; last: dense_bytes */
+  size_t model_bytes; /* dense_bytes; elastic: + sparse gradients as dense ones */
+  size_t bytes; /* of the arena's gradients; on a device sparse ones are last */
   size_t slot_stride; /* bytes from one slot to the next */
-  int slots;          /* a rank's, for sums of shards; elastic: used by this rank so far */
-  size_t arena_bytes; /* with the slots and squares that follow */
+  int slots; /* a rank's, for sums of shards; elastic: used by this rank so far */
+  size_t arena_bytes; /* `bytes`, and the slots and squares behind them */
   size_t state_stride; /* bytes from one optimizer state to the next */
 } cddp__layout;
 
@@ -2315,9 +2317,9 @@ typedef struct cddp__layout {
    and slots change. Peers write to it between cddp__begin_access and cddp__end_access. */
 typedef struct cddp__addresses {
   char **gradients; /* [ranks][count] */
-  char **weights;   /* [ranks][count] if tensor.shared */
-  char **slots;     /* [ranks] the first slot */
-  double **squares; /* [ranks] for the norm: sum of squares of each piece of the rank's part */
+  char **weights; /* [ranks][count] if tensor.shared */
+  char **slots; /* [ranks] each rank's first slot */
+  double **squares; /* [ranks] for the norm: sum of squares of each block of the rank's part */
 } cddp__addresses;
 
 typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp-buckets */
@@ -2328,10 +2330,10 @@ typedef struct cddp__plan {
   size_t limits[2]; /* bytes of the first bucket, and of the others */
   int *offsets, *params; /* where each bucket begins in params; the parameters by bucket */
   cddp__bucket_state *buckets; /* [count] */
-  int count;
+  int count; /* of buckets */
   int *sorted; /* memory of buckets[].sorted */
   int next; /* the first bucket that is not launched */
-  int *arrival; /* [arrived] order of cddp_ddp_ready */
+  int *arrival; /* [arrived] parameters, in the order of cddp_ddp_ready */
   int arrived;
   bool rebuilt; /* planned again, once, in the order of arrival */
 } cddp__plan;
@@ -2340,10 +2342,10 @@ typedef struct cddp__plan {
 typedef struct cddp__step {
   bool reduces_early; /* buckets are reduced when full; false: when the step needs them */
   bool divides; /* the optimizer's kernel can divide sums, so buckets need no mean; constant */
-  bool sums; /* `divides`, behind a cddp_ddp_step: buckets are sums, not means */
+  bool sums; /* `divides`, and the last step was cddp_ddp_step: buckets are sums, not means */
   bool scatters; /* NCCL reduces each part of a bucket to the rank that steps it */
   bool scattered; /* the next call must be cddp_ddp_all_gather */
-  int *active; /* [active_count] ranks not in cddp_ddp_join, as of the last meeting;
+  int *active; /* the first active_count: ranks not in cddp_ddp_join, as of the last meeting;
                   elastic: all ranks of the epoch's groups */
   int active_count;
   int present; /* active_count of the last completed step */
@@ -2364,9 +2366,9 @@ typedef struct cddp__shards {
   bool uses_slots; /* for the sums of own_nodes: more shards than ranks, or shards with NCCL */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
-  cddp__shard_node *nodes; /* [node_count] nodes of all ranks, ascending */
-  int *widths; /* [node_count] shards of each node */
-  int node_count;
+  cddp__shard_node *nodes; /* [count] nodes of all ranks, ascending */
+  int *widths; /* [count] number of shards of each node */
+  int node_count; /* in use */
 } cddp__shards;
 
 /* Gradients that are rows. Written by the training thread. */
@@ -2379,20 +2381,20 @@ typedef struct cddp__row_gradients {
 
 /* cddp_ddp_join. Written by the training thread; the engine reads `absent`. */
 typedef struct cddp__uneven {
-  uint32_t absent;  /* CDDP__ABSENT_*: this rank is in cddp_ddp_join; 0: it has data */
-  bool had_absent;  /* some ranks, not all, have been absent: cddp__end_uneven */
+  uint32_t absent; /* CDDP__ABSENT_*: this rank is in cddp_ddp_join; 0: it has data */
+  bool had_absent; /* some ranks, not all, were absent in a step: cddp__end_uneven */
   bool out_of_date; /* the weights of an absent rank are old */
 } cddp__uneven;
 
 /* Scratch memory: no contents last beyond a function. */
 typedef struct cddp__ddp_scratch {
-  void **buffers;       /* [shards] the engine's thread */
-  const void **sources; /* [shards] the training thread */
+  void **buffers; /* [shards] arrays to be added up: on the engine's thread */
+  const void **sources; /* [shards] the same on the training thread */
   unsigned char *flags; /* [ranks + 1][count] ready flags, own ones last; the training thread */
-  cddp__call *calls;    /* [count + buffers + ranks] on a device, to be started together; lock, or
-                           the thread that steps */
-  char *memory;         /* shared memory: a bucket for a hook, or nodes of all ranks */
-  size_t bytes;         /* of `memory` */
+  cddp__call *calls; /* [count + buffers + ranks] on a device, to be started together; lock, or
+                        the thread that steps */
+  char *memory; /* shared memory: a bucket for a hook, or nodes of all ranks */
+  size_t bytes; /* of `memory` */
 } cddp__ddp_scratch;
 
 typedef struct cddp__elastic cddp__elastic; /* >>elastic */
@@ -2438,19 +2440,19 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 typedef struct cddp__connection cddp__connection; /* >>connections, as is */
 typedef struct cddp__message cddp__message;       /* a received frame */
 
-#define CDDP__LEFT_GROUPS 8 /* remembered, to end late connections to them */
+#define CDDP__LEFT_GROUPS 8 /* how many net.left remembers */
 
-typedef struct cddp__rank_entry {
+typedef struct cddp__rank_entry { /* a rank of the job */
   int host; /* index in net.hosts */
   int index; /* among the ranks of the host */
   uint32_t pid;
-  int port;
+  int port; /* of its listener for links */
 } cddp__rank_entry;
 
 typedef struct cddp__host_entry {
   struct sockaddr_in6 address; /* without a port; or a sockaddr_in: cddp__internet_address */
   char name[68];
-  int size;
+  int size; /* number of its ranks */
 } cddp__host_entry;
 
 /* The other hosts, as found by rendezvous. Constant, except the fields that lock guards. The last
@@ -2458,20 +2460,20 @@ typedef struct cddp__host_entry {
 typedef struct cddp__net {
   cddp_allocator allocator;
   cddp__atomic_u32 uses; /* number of users: the host or an elastic model, and groups */
-  int rank, size; /* of the job */
-  int host, host_count;
+  int rank, size; /* in the job */
+  int host, host_count; /* this host's index; hosts of the job */
   unsigned char *token; /* [16] of the job; a process gets it from the store */
   cddp__host_entry *hosts; /* [host_count] behind the token; `ranks` follows */
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret; /* NULL: none */
   int listener;
-  cddp__cause loss; /* of a rank of a group, while this rank has begun no round since; once */
+  cddp__cause loss; /* why a group broke, for notices to others; state 1: a round began since */
   cddp__atomic_u32 starved; /* errno: no descriptor or memory to accept a caller; else 0 */
   pthread_mutex_t lock; /* guards the rest */
   cddp__connection *incoming; /* links that no group has claimed; newest first */
   cddp__connection *spare; /* memory for the next one, or NULL */
-  uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + even ids of groups that this rank has left, a ring */
-  uint32_t left_count;
+  uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + even ids of groups left last: ends late links. A ring */
+  uint32_t left_count; /* so far */
 } cddp__net;
 
 /* A host of a group. */
@@ -2479,7 +2481,7 @@ typedef struct cddp__group_host {
   int first, size; /* its ranks: hosts.ranks[first] .. */
   size_t headers_at; /* offset of its headers and their shares in hosts.headers */
   size_t received; /* bytes of them, in this round */
-  size_t bytes, bytes_at; /* of the host's sums of one element; of the earlier hosts' together */
+  size_t bytes, bytes_at; /* per element: of this host's sums; of all earlier hosts' together */
 } cddp__group_host;
 
 /* A rank of a group, as seen by another rank. */
@@ -2487,7 +2489,7 @@ typedef struct cddp__peer {
   int host, local_rank; /* of its host in the group; among the ranks there */
   cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
                                 connected at the same time. Any thread may read these */
-  uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from it, to it waited; p2p.lock */
+  uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from, to the peer waited; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last */
   double lost_at; /* when */
   int error; /* connection.error */
@@ -2503,7 +2505,7 @@ typedef struct cddp__hosts {
   cddp__peer *peers; /* [size] */
   cddp__group_host *group_hosts; /* [count] */
   int *ranks; /* [size] all, sorted by host */
-  struct cddp__subtree *subtrees; /* of the canonical tree, by rank */
+  struct cddp__subtree *subtrees; /* of the canonical tree, each on one host; by rank */
   int subtree_count;
   int *widths; /* [subtree_count] leaves of each subtree */
   int *leaves, leaf_count; /* ranks that are summed: those not in cddp_ddp_join */
@@ -2515,7 +2517,7 @@ typedef struct cddp__hosts {
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote; /* lowest rank on another host; its header is written last */
   bool local_only; /* the current round has only this host's ranks */
-  char *stage; /* bytes in transit to and from other hosts */
+  char *stage; /* pieces in transit to and from other hosts */
   size_t stage_size;
   char **scratch; /* [local_size] shared: chunks of private buffers; NULL: none yet */
   cddp__connection *links; /* to other hosts; p2p.lock, as the fields up to `pass` */
@@ -2535,7 +2537,7 @@ typedef struct cddp__hosts {
 static bool cddp__serve_all_recvs(cddp_group *g);
 
 /* >>hosts, for groups that span hosts. _exchange exchanges a round's headers with the other hosts.
-   _poll accepts connections, reads notices and sends pending bytes. _disconnect ends the links.
+   _poll_all_groups accepts connections, reads notices, sends pending bytes. _disconnect ends links.
    _query_arrivals asks the other hosts which of their ranks have reached a round. */
 static cddp_result cddp__hosts_exchange(cddp_group *g);
 static void cddp__poll_all_groups(cddp_group *g);
@@ -2552,7 +2554,7 @@ static void cddp__join_close(cddp__host *host);
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
 
-/* >>groups: for models, and for the handles of an elastic group, which can be replaced first. */
+/* >>groups: counts the models and elastic handles that use a group; a left one without is freed. */
 enum cddp__hold { CDDP__REMOVE_USE = -1, CDDP__LEAVE_GROUP, CDDP__ADD_USE };
 static void cddp__group_hold(cddp_group *g, enum cddp__hold change);
 
@@ -2729,7 +2731,7 @@ static cddp__text cddp__describe_number(double x) {
 /* " at train.c:120", or "" if the call site is not known. */
 static cddp__text cddp__describe_site(void) {
   const char *file = cddp__this_site.file;
-  size_t cut = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0;
+  size_t cut = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0; /* of its start */
   if (file == NULL) return cddp__textf("%s", ""); /* gcc warns of an empty format */
   return cddp__textf(" at %s%s:%d", cut > 0 ? "..." : "", file + cut, cddp__this_site.line);
 }
@@ -2775,7 +2777,7 @@ static const char *cddp__descriptor_advice(int e) {
   return e == EMFILE || e == ENFILE ? "; raise the limit of open files (ulimit -n)" : "";
 }
 
-static cddp_result cddp__fail_errno(const char *what) {
+static cddp_result cddp__fail_errno(const char *what) { /* what: the call */
   int e = errno;
   return cddp__fail(CDDP_SYSTEM, "%s: %s%s", what, strerror(e), cddp__descriptor_advice(e));
 }
@@ -2794,6 +2796,7 @@ static void cddp__log(const cddp_logger *logger, int level, const char *format, 
 
 /* --- memory --- */
 
+/* NULL: error set. */
 static void *cddp__malloc(const cddp_allocator *allocator, size_t bytes) {
   void *p = allocator != NULL && allocator->alloc != NULL
                 ? (allocator->alloc)(bytes ? bytes : 1, allocator->user_data)
@@ -2833,8 +2836,8 @@ static size_t cddp__min(size_t a, size_t b) { return a < b ? a : b; }
 static size_t cddp__max(size_t a, size_t b) { return a > b ? a : b; }
 static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-/* Returns the array p, or a larger copy, of at least `needed` elements of `size` bytes. NULL: no
-   memory, and p is unchanged. */
+/* Returns the array p, or a larger copy (and frees p), of at least `needed` elements of `size`
+   bytes. NULL: no memory, and p is unchanged. */
 static void *cddp__grow_array(const cddp_allocator *allocator, void *p, size_t *capacity,
                               size_t needed, size_t size) {
   size_t more = cddp__max(needed, *capacity * 2 + 8);
@@ -2946,8 +2949,8 @@ CDDP__OUT_OF_LINE double cddp__now(void) {
 }
 
 /* Called after each sleep: adds to cddp__stopped if the process was stopped meanwhile. The sleep
-   began at `start` of cddp__now and should have lasted at most `asked` seconds. The first of
-   several threads to wake sets the clock back; by that clock the other sleeps were short. */
+   began at `start` of cddp__now and should have lasted at most `asked` seconds. Of several threads
+   the first to wake sets the clock back: by that clock the others' sleeps were short. */
 static void cddp__note_sleep(double start, double asked) {
   uint64_t stopped;
   double more;
@@ -2965,7 +2968,7 @@ static struct timespec cddp__timespec(double seconds) {
   return t;
 }
 
-static double cddp__thread_seconds(void) {
+static double cddp__thread_seconds(void) { /* processor time; 0: unknown */
   struct timespec t;
   if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) != 0) return 0;
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -2978,7 +2981,7 @@ static void cddp__sleep(double seconds) {
   cddp__note_sleep(start, seconds);
 }
 
-static double cddp__earlier_deadline(double seconds, double deadline) {
+static double cddp__earlier_deadline(double seconds, double deadline) { /* now + seconds, or it */
   double end = cddp__now() + seconds;
   return end < deadline ? end : deadline;
 }
@@ -3022,11 +3025,10 @@ static void cddp__prefetch_to_write(void *p) {
 #endif
 }
 
-/* The bits of this thread's floating-point mode that change results; 0: the default (round to
-   nearest, keep subnormals), or another processor. With different modes the ranks' weights would
-   diverge. */
+/* The floating-point mode: what changes results. 0: the default (round to nearest, keep
+   subnormals), or another processor. With different modes the ranks' weights would diverge. */
 enum {
-  CDDP__FP_ROUNDING = 3, /* 1: downward, 2: upward, 3: towards zero */
+  CDDP__FP_ROUNDING = 3, /* two bits. 1: downward, 2: upward, 3: towards zero */
   CDDP__FP_FTZ = 4,      /* subnormal results become 0 */
   CDDP__FP_DAZ = 8       /* subnormal operands count as 0 */
 };
@@ -3047,7 +3049,7 @@ enum { /* their bits in FPCR */
 /* FPCR counts upward before downward; the same table converts both ways. */
 static const unsigned char cddp__fpcr_rounding[4] = {0, 2, 1, 3};
 #endif
-static uint32_t cddp__fp_mode(void) {
+static uint32_t cddp__fp_mode(void) { /* this thread's */
   uint32_t mode = 0;
 #if defined(__x86_64__)
   uint32_t csr = __builtin_ia32_stmxcsr();
@@ -3065,7 +3067,7 @@ static uint32_t cddp__fp_mode(void) {
   return mode;
 }
 
-/* Keeps all other bits of the control register, which enable traps. */
+/* Sets this thread's, and keeps the control register's other bits, which enable traps. */
 static void cddp__set_fp_mode(uint32_t mode) {
 #if defined(__x86_64__)
   uint32_t csr = __builtin_ia32_stmxcsr() & ~(uint32_t)CDDP__MXCSR_MODE;
@@ -3116,12 +3118,12 @@ static void cddp__cond_init(pthread_cond_t *c) { /* for timed waits on CLOCK_MON
   pthread_condattr_destroy(&a);
 }
 
-/* Returns false if the deadline has passed. */
+/* Waits for c. Returns false if the deadline has passed. */
 static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, double deadline) {
   double start, left;
   struct timespec t;
   int e = ETIMEDOUT;
-  if (deadline > 1e15 /* no end */) return pthread_cond_wait(c, lock) == 0;
+  if (deadline > 1e15 /* none */) return pthread_cond_wait(c, lock) == 0;
   while (e == ETIMEDOUT) {
     start = cddp__now();
     left = deadline - start;
@@ -3136,8 +3138,8 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
 
 enum cddp__thread_kind { CDDP__THREAD_OF_USER, CDDP__THREAD_OF_CDDP };
 /* Starts a thread with a stack for the user's callbacks: the default can be 64 KiB (ulimit -s 64)
-   or 128 KiB (musl). cddp's own threads inherit a mask that blocks all signals, so that the
-   program's handlers run on the program's threads; but those of faults, as in a hook, run here. */
+   or 128 KiB (musl). cddp's threads inherit a mask that blocks all signals except faults', so that
+   the program's handlers run on its own threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       enum cddp__thread_kind kind) {
   static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
@@ -3174,12 +3176,12 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
 /* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
    waiting thread. */
 typedef struct cddp__wait {
-  double deadline;   /* when the wait fails */
-  double since;      /* when the wait began, or last made progress */
-  double now;        /* when the clock was last read */
+  double deadline; /* when the wait fails */
+  double since; /* when the wait began, or last made progress */
+  double now; /* when the clock was last read */
   double next_check; /* when the caller next checks whether the awaited rank has ended */
-  int yields;        /* left before the first sleep; the caller sets it */
-  bool due, late;    /* set by cddp__wait_read_clock: next_check, deadline has passed */
+  int yields; /* left before the first sleep; the caller sets it */
+  bool due, late; /* set by cddp__wait_read_clock: next_check, deadline has passed */
 } cddp__wait;
 
 static void cddp__wait_begin(cddp__wait *w, double seconds) {
@@ -3312,7 +3314,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   return CDDP_OK;
 }
 
-/* The operation's record; NULL if the recorder is off (number 0) or a newer one has replaced it. */
+/* The record with this number; NULL if the recorder is off (0) or a newer record replaced it. */
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   cddp_record *record;
   if (CDDP__LIKELY(number == 0)) return NULL;
@@ -3351,7 +3353,7 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   return number;
 }
 
-/* The operation begins. sequence: its number in its group; 0: it has none. */
+/* The operation begins. sequence: its number among those of its group; 0: none. */
 static void cddp__record_start(const cddp_group *g, uint64_t number, uint64_t sequence) {
   cddp_record *record = cddp__record_at(g, number);
   if (CDDP__LIKELY(record == NULL)) return;
@@ -3359,6 +3361,7 @@ static void cddp__record_start(const cddp_group *g, uint64_t number, uint64_t se
   record->started = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
+/* The operation has ended. */
 CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cddp_result result) {
   cddp_record *record = cddp__record_at(g, number);
   if (CDDP__LIKELY(record == NULL)) return;
@@ -3435,7 +3438,7 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
   if (last) v[14] = ~v[14];
   for (round = 0; round < 10; round++)
     for (i = 0; i < 8; i++) { /* four columns, then four diagonals */
-      uint64_t words = order[round] >> (8 * i); /* its lowest two digits count */
+      uint64_t words = order[round] >> (8 * i); /* the lowest two digits: this step's words */
       int turn = i / 4; /* 1: diagonals */
       uint32_t *a = &v[i % 4], *b = &v[4 + (i + turn) % 4], *c = &v[8 + (i + 2 * turn) % 4],
                *d = &v[12 + (i + 3 * turn) % 4];
@@ -3473,7 +3476,7 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   for (i = 0; i < 8; i++) cddp__put32(out + 4 * i, h[i]);
 }
 
-/* A code of a label and data: its author knows the secret. A key has at most 32 bytes, so each is a
+/* A code of a label and data: its author knows the secret. Keys have at most 32 bytes, so each is a
    hash. */
 static void cddp__mac(const char *secret, const char *label, const void *data, size_t n,
                       unsigned char mac[32]) {
@@ -3524,11 +3527,11 @@ enum cddp__challenge_state {
 };
 
 typedef struct cddp__challenge {
-  const char *secret;  /* must outlive the struct; the called end's can be NULL: no secret */
+  const char *secret; /* must outlive the struct; the called end's can be NULL: no secret */
   const char *purpose; /* part of the labels */
   bool caller;
-  int state, messages_received; /* cddp__challenge_state; number of messages received */
-  char why;        /* state REFUSED: the letter received */
+  int state, messages_received; /* cddp__challenge_state; complete ones */
+  char why; /* state REFUSED: the letter received */
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
   size_t covered_size;
@@ -3550,7 +3553,7 @@ static void cddp__challenge_refuse(cddp__challenge *challenge, const char *lette
   cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, join ? "J" : letter, 1);
 }
 
-/* The proof that the caller, or the called end, sends. */
+/* Computes the proof that the caller, or the called end, sends. */
 static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64];
@@ -3585,7 +3588,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
   if (challenge->messages_received++ == 0) { /* the other end's nonce */
     memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0), challenge->in + 8,
            CDDP__NONCE_SIZE);
-    cddp__challenge_prove(challenge, CDDP__END_CALLER, proof); /* a caller sends it */
+    cddp__challenge_prove(challenge, CDDP__END_CALLER, proof); /* the called end ignores it */
     if (challenge->caller)
       cddp__challenge_queue(challenge, CDDP__AUTH_PROOF, proof, sizeof proof);
     else
@@ -3610,7 +3613,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
   static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF}, /* to the called */
                                          {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}}; /* caller */
   size_t used = 0;
-  if (challenge->secret == NULL && n > 0) { /* no proof is needed; a HELLO shows a secret */
+  if (challenge->secret == NULL && n > 0) { /* no proof needed; with a secret it would be HELLO */
     challenge->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
     if (challenge->state == CDDP__CHALLENGE_WRONG)
       cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, "N", 1);
@@ -3635,11 +3638,11 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
 /* >>sockets ------------------------------------------------------------------------------------
    Job: addresses of hosts and abstract Unix sockets; connecting and listening; parts of files.
    Owns: the table of FORK. Touches: the system.
-   Entry points: nearly all functions; the main ones cddp__resolve, _connect_address, _listen_all.
+   Entry points: nearly all functions, such as cddp__resolve, _connect_address and _listen_all.
    All sockets are non-blocking. Functions that return a result write an error text; those that
    return 0 or an errno do not, as their callers try the next address. */
 
-typedef struct cddp__address { /* a socket address */
+typedef struct cddp__address {
   __extension__ union {
     struct sockaddr any;
     struct sockaddr_storage sa;
@@ -3677,7 +3680,7 @@ static void cddp__in_forked_child(void) {
   if (idle >= 0) close(idle);
 }
 
-/* If it fails, children keep the sockets. */
+/* If this fails, children keep the sockets. */
 static void cddp__watch_forks(void) { (void)pthread_atfork(NULL, NULL, cddp__in_forked_child); }
 
 /* Adds a valid fd to the table, if that is large enough. Returns fd. */
@@ -3697,7 +3700,7 @@ CDDP__OUT_OF_LINE void cddp__close_fd(int *fd) {
   *fd = -1;
 }
 
-/* Moves a connection to a lower descriptor if one is free, and returns it. */
+/* Moves a connection to a lower free descriptor and returns it: the last are the program's. */
 static int cddp__lower_fd(int fd) {
   int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* the lowest free one above 2 */
   if (copy < 0) return fd;
@@ -3722,7 +3725,7 @@ static int cddp__above_stdio(int fd) {
   return moved;
 }
 
-#define CDDP__POLL_MS 20 /* most of one poll in _wait_fd */
+#define CDDP__POLL_MS 20 /* longest poll of _wait_fd */
 
 /* Waits for an event of fd. Between two polls it serves pending receives. */
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
@@ -3732,7 +3735,7 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
     if (n > 0) return CDDP_OK;
     if (n < 0 && errno != EINTR) return cddp__fail_errno("poll");
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
-    /* Safe: of locks a caller holds at most a store's. */
+    /* No deadlock: a caller holds no lock but a store's. */
     cddp__serve_all_recvs(NULL /* no group */);
   }
 }
@@ -3767,11 +3770,11 @@ static void cddp__address_set_port(cddp__address *address, int port) {
   if (address->sa.ss_family != AF_UNIX) address->v4.sin_port = htons((uint16_t)port);
 }
 
-static int cddp__address_port(const cddp__address *address) { /* 0: none */
+static int cddp__address_port(const cddp__address *address) { /* 0: a Unix socket's */
   return address->sa.ss_family != AF_UNIX ? ntohs(address->v4.sin_port) : 0;
 }
 
-/* Compares all but the ports. A Unix socket is the same as none. */
+/* Compares all but the ports; false for Unix sockets. */
 static bool cddp__address_same_host(const cddp__address *a, const cddp__address *b) {
   if (a->sa.ss_family != b->sa.ss_family || a->sa.ss_family == AF_UNIX) return false;
   if (a->sa.ss_family == AF_INET) return a->v4.sin_addr.s_addr == b->v4.sin_addr.s_addr;
@@ -3791,14 +3794,14 @@ static bool cddp__address_is_loopback(const cddp__address *address) {
   return address->sa.ss_family == AF_INET && ntohl(address->v4.sin_addr.s_addr) >> 24 == 127;
 }
 
-/* The scope of a link-local address is an interface number of the host that wrote it. Replaces it
-   with that of `here`, this host's address on the same link. */
+/* The scope of a link-local address is an interface number of the host that wrote it. Sets that of
+   `here`, this host's address on the same link. */
 static void cddp__set_scope(struct sockaddr_in6 *in, const cddp__address *here) {
   if (in->sin6_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&in->sin6_addr))
     in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
-/* in: can be a sockaddr_in. It was received: a family other than IPv6 becomes IPv4. */
+/* in: can be a sockaddr_in. A peer sent it: a family other than IPv6 becomes IPv4. */
 static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   cddp__address a;
   memset(&a, 0, sizeof a);
@@ -3863,7 +3866,7 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
     }
     cddp__address_set_port(&out[n], port);
     for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) {}
-    if (j == n) n++; /* a new one */
+    if (j == n) n++;
   }
   if (e == 0) freeaddrinfo(list);
   *count = n;
@@ -3880,8 +3883,8 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
                                     : "it has no IPv4 or IPv6 address");
 }
 
-/* This host's addresses on the interface `name`; NULL: on all, without loopback and link-local IPv6
-   addresses. Interfaces that are down do not count. Returns their number. */
+/* out: this host's addresses on the interface `name`; NULL: on all, except loopback and link-local
+   IPv6 ones. Skips interfaces that are down. Returns the number of addresses. */
 static int cddp__interface_addresses(const char *name, cddp__address *out, int capacity) {
   struct ifaddrs *list = NULL, *i;
   int n = 0;
@@ -3935,8 +3938,8 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
 
 #define CDDP__FOREIGN_USER (-1) /* instead of an errno: the other end is another user's process */
 
-/* Prepares a TCP connection, or checks the user at the other end of a Unix socket, as any user can
-   bind or connect to an abstract name. Returns 0, CDDP__FOREIGN_USER or an errno. */
+/* Sets TCP's options, or checks the user at the other end of a Unix socket, as any user can bind or
+   connect to an abstract name. Returns 0, CDDP__FOREIGN_USER or an errno. */
 static int cddp__stream_ready(int fd) {
   cddp__address a;
   uint32_t peer[3];
@@ -4011,7 +4014,7 @@ static int cddp__listen_address(const cddp__address *address, int *out) {
   return error;
 }
 
-/* CDDP_PORTS=first-last: the ports to choose from for port 0; 0 and 0: unset. */
+/* Reads CDDP_PORTS=first-last, the ports to use where 0 is asked for; 0 and 0: unset. */
 static cddp_result cddp__port_range(int *first, int *last) {
   const char *text = getenv("CDDP_PORTS");
   char digits[2][6] = {"", ""};
@@ -4030,7 +4033,7 @@ static cddp_result cddp__port_range(int *first, int *last) {
 
 /* Listens on all addresses at one port, and sets it in them; 0: the port that the system chooses
    for the first. Skips an address that fails (example: ::1 on a host without IPv6); if the port is
-   in use at one, closes all. Returns the last errno, or 0, and its address. */
+   in use at one, closes all. Returns 0, or the last errno; *failed: its address. */
 static int cddp__listen_port(cddp__address *address, int count, int port, int *fds, int *fd_count,
                              cddp__text *failed) {
   cddp__address bound;
@@ -4136,7 +4139,7 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
   return CDDP_OK;
 }
 
-/* Whether path still names the file fd. If not, errno is ENOENT or that of a failed call. */
+/* Whether path still names the open file fd. If not, errno is ENOENT or a failed call's. */
 static bool cddp__file_has_name(int fd, const char *path) {
   struct stat a, b;
   if (fstat(fd, &a) != 0 || lstat(path, &b) != 0) return false;
@@ -4249,7 +4252,7 @@ static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
 /* A frame is this struct and `size` bytes. With another byte order the magic number differs. */
 typedef struct cddp__frame_head {
   uint32_t magic, type; /* CDDP__FRAME_* */
-  uint32_t number;      /* MESSAGE: its tag, or what the owner defines; else the group's round */
+  uint32_t number; /* MESSAGE: its tag, or what the owner defines; else the group's round */
   uint32_t dtype;
   uint64_t count, size; /* elements; number of bytes that follow */
 } cddp__frame_head;
@@ -4268,9 +4271,9 @@ struct cddp__message { /* a received frame; its bytes follow the struct */
 };
 
 typedef struct cddp__hello { /* a link's first message: >>links */
-  uint32_t purpose, secret;  /* CDDP__LINK_FRAMES or _NOTICE; 1: there is a secret */
-  uint32_t from, to;         /* ranks of the job */
-  uint64_t group;            /* the group's id; in a meeting: the called member's life */
+  uint32_t purpose, secret; /* CDDP__LINK_FRAMES or _NOTICE; 1: there is a secret */
+  uint32_t from, to; /* ranks of the job */
+  uint64_t group; /* the group's id; in a meeting: the called member's life */
   unsigned char token[16];
 } cddp__hello;
 
@@ -4283,33 +4286,33 @@ enum cddp__connection_state {
 
 struct cddp__connection {
   cddp__connection *next; /* in a list of its owner */
-  int fd, state;   /* -1: closed; cddp__connection_state */
-  int error;       /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
-  bool caller;     /* this end has connected */
-  bool local;      /* a Unix socket: descriptors can travel with the bytes */
-  bool ready;      /* set by cddp__connections_poll */
-  bool ended_early;      /* it ended before it was UP */
+  int fd, state; /* -1: closed; cddp__connection_state */
+  int error; /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
+  bool caller; /* this end has connected */
+  bool local; /* a Unix socket: descriptors can travel with the bytes */
+  bool ready; /* set by cddp__connections_poll */
+  bool ended_early; /* it ended before it was UP */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
   cddp__challenge challenge;
-  cddp__buffer out, in;      /* to be sent; received and not parsed */
-  size_t sent, got;          /* bytes done of a hello, proof or frame (with head) beside out, in */
+  cddp__buffer out, in; /* to be sent; received and not parsed */
+  size_t sent, got; /* bytes so far, of a hello, proof or frame (with head) not in out, in */
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
-  cddp__frame_head in_head;  /* of the next frame; valid if got >= sizeof in_head */
-  cddp__message *message;    /* the incoming frame; NULL: none, or a piece */
-  cddp_work *into;           /* the receive with the buffer for its bytes; NULL: behind message */
-  int fds[2];                /* received descriptors, closed with the connection; -1: none */
-  int send_fds[2];           /* the owner's descriptors, to be sent with the next bytes; -1: none */
-  int peer;                  /* the owner's number of the other end; a link: rank of the job */
+  cddp__frame_head in_head; /* of the next frame; valid if got >= sizeof in_head */
+  cddp__message *message; /* the incoming frame; NULL: none, or a piece */
+  cddp_work *into; /* the receive with the buffer for the frame's bytes; NULL: behind message */
+  int fds[2]; /* received descriptors, closed with the connection; -1: none */
+  int send_fds[2]; /* the owner's descriptors, to be sent with the next bytes; -1: none */
+  int peer; /* the owner's number of the other end; a link: rank of the job */
   /* of links only: */
-  int rank;         /* the peer's rank in the group; -1: not known yet */
-  bool over;        /* this rank no longer takes part in its elastic model: for BYE */
+  int rank; /* the peer's rank in the group; -1: not known yet */
+  bool over; /* this rank has left its elastic model: for BYE */
   bool peer_failed; /* the peer's BYE says that the group is broken */
-  bool peer_over;   /* the BYE says that the peer has left the elastic model */
-  double retry_at;  /* when to connect again; a joining process's: time of its first message */
+  bool peer_over; /* the BYE says that the peer has left the elastic model */
+  double retry_at; /* when to connect again; a joining process's: time of its first message */
   cddp__hello hello;
 };
 
-/* What is known of a peer. cddp__rank_end (>>failure) decides about a rank of a group,
+/* How a peer has ended. cddp__rank_end (>>failure) decides about a rank of a group,
    cddp__end_from_error about the peer of a connection that has ended with this error. */
 enum cddp__end {
   CDDP__IS_ALIVE,      /* or not known: the caller connects again, and a dead process refuses */
@@ -4327,8 +4330,8 @@ static enum cddp__end cddp__end_from_error(int error) {
   return CDDP__IS_UNREACHABLE;
 }
 
-/* The most unproven connections of a listener; all ranks can connect at the same time. The oldest
-   one beyond is closed; its rank connects again. */
+/* The most unproven connections of a listener; all ranks can connect at the same time. Of more the
+   oldest is closed; its rank connects again. */
 static int cddp__unproven_most(int ranks) { return 128 + 4 * ranks; }
 
 /* The connection owns fd. It is UP until the owner sets another state. */
@@ -4392,8 +4395,8 @@ static void cddp__socket_message_init(cddp__socket_message *message, struct iove
   message->m.msg_controllen = (socklen_t)control_bytes; /* musl's type; glibc's is size_t */
 }
 
-/* The result n of sendmsg or recvmsg. Ends the connection if the call has failed or the peer has
-   closed, but not if the call can succeed later. */
+/* n: what sendmsg or recvmsg returned. Ends the connection if the peer has closed it or the call
+   has failed, but not if it can succeed later. */
 static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
   if (n == 0) cddp__connection_end(c, 0);
   if (n < 0 && errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM)
@@ -4404,7 +4407,7 @@ static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
 /* One sendmsg, with the descriptors of send_fds that are not -1. None travels with bytes of the
    proof: the peer can still be a stranger. */
 static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, size_t count) {
-  size_t fds = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0; /* how many */
+  size_t fds = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0; /* number */
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
@@ -4428,7 +4431,7 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
-  size_t fds; /* how many */
+  size_t fds; /* number */
   cddp__socket_message_init(&message, io, count, c->local ? CMSG_SPACE(2 * sizeof(int)) : 0);
   do n = recvmsg(c->fd, &message.m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
@@ -4461,16 +4464,16 @@ static int cddp__connection_fill(cddp__connection *c, size_t space) {
   return n > 0 ? 1 : c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
 }
 
-/* Bytes of a piece of a rank's part (>>hosts). With its head it fills two packets of 45 segments of
-   1,448 bytes; a few hundred bytes more took a sixth more time. */
+/* Bytes of a piece of a rank's part (>>hosts). With its head it is 90 TCP segments of 1,448 bytes,
+   which Linux sends 45 at a time; a few hundred bytes more took a sixth more time. */
 #define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
 #define CDDP__PIECE_FRAME (CDDP__PIECE + sizeof(cddp__frame_head))
-/* Bytes passed to the system in one call. With BBR (congestion control), 1 MiB in one call takes
-   four times as long: its window holds few packets more than it has measured. */
+/* Most bytes that one call passes to the system. With BBR (congestion control) 1 MiB in one call
+   takes four times as long as in several. */
 #define CDDP__SEND_BYTES (2 * CDDP__PIECE_FRAME)
 
-/* Sends the rest of a frame: its head (NULL: none) and `size` bytes at data. *sent of all these are
-   sent; this call sends at most `most`. Returns 1 if the frame is complete, 0 if not yet, -1 if the
+/* Sends the rest of a frame: its head (NULL: none) and `size` bytes at data. *sent: bytes of both
+   sent so far. most: for this call. Returns 1 if the frame is complete, 0 if not yet, -1 if the
    connection has ended. */
 static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *head,
                                  const void *data, size_t size, size_t *sent, size_t most) {
@@ -4527,7 +4530,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
   return stop == end;
 }
 
-/* Continues the proof, and sends waiting bytes as far as the system accepts them. Returns whether
+/* Continues the proof, and sends waiting bytes until the system accepts no more. Returns whether
    the connection is UP. */
 static bool cddp__connection_progress(cddp__connection *c) {
   cddp__challenge *challenge = &c->challenge;
@@ -4563,7 +4566,7 @@ static cddp__frame_head cddp__frame_head_of(int type, uint32_t number, int dtype
   return h;
 }
 
-/* Appends a frame to `out`. CDDP_OUT_OF_MEMORY ends the connection. */
+/* Appends a MESSAGE to `out`. CDDP_OUT_OF_MEMORY ends the connection. */
 static cddp_result cddp__connection_post(cddp__connection *c, uint32_t number, const void *body,
                                          size_t size) {
   cddp__frame_head head =
@@ -4592,14 +4595,14 @@ static cddp_result cddp__fail_by_message(const cddp__message *m) {
                     m->head.size > 0 ? (const char *)(m + 1) : "another rank has failed");
 }
 
-/* Whether no bytes wait, and no frame is partly sent. */
+/* Whether a frame can begin: no bytes wait, and none is partly sent. */
 static bool cddp__connection_is_idle(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
 }
 
 /* Flags of a BYE: the group is BROKEN; the rank has left its elastic model (OVER). */
 enum { CDDP__BYE_ORDERLY, CDDP__BYE_BROKEN = 1, CDDP__BYE_OVER = 2 };
-/* Sends BYE if no other frame waits. It is too short to be sent in part. */
+/* Sends BYE if no other frame waits. BYE is too short to be sent in part. */
 static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
   cddp__frame_head bye = cddp__frame_head_of(
       CDDP__FRAME_BYE, c->over ? kind | CDDP__BYE_OVER : kind, CDDP_U8, 0, 0);
@@ -4608,8 +4611,8 @@ static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
     cddp__connection_end(c, errno);
 }
 
-/* Receives more of the next frame's head, unless a body comes first. Returns whether in_head is
-   complete. */
+/* Receives more of the next frame's head, unless an earlier frame's body is next. Returns whether
+   in_head is complete. */
 static bool cddp__connection_peek(cddp__connection *c) {
   if (c->message != NULL) return false;
   return c->got >= sizeof c->in_head ||
@@ -4617,7 +4620,7 @@ static bool cddp__connection_peek(cddp__connection *c) {
 }
 
 /* Receives more of the next frame, and returns it when complete. NULL: not yet, or the
-   connection has ended, or the frame is a piece, whose head is in in_head. A frame of more than
+   connection has ended, or the frame is a piece: its head is in in_head. A frame of more than
    `most` bytes ends the connection. The caller frees the frame. */
 static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most) {
   cddp__frame_head *head = &c->in_head;
@@ -4658,7 +4661,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
   return m;
 }
 
-/* The events of poll(2) after which the connection can continue. */
+/* The poll(2) events with which the connection can continue. */
 static short cddp__connection_events(const cddp__connection *c) {
   bool sends = c->state == CDDP__CONNECTION_NEW       ? c->caller /* until it is connected */
                : c->state == CDDP__CONNECTION_PROVING ? c->challenge.out_size > 0
