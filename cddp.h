@@ -1176,9 +1176,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MASTER_ADDR:MASTER_PORT until all have connected, and keeps the port while the group lives.
    MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host resolves
    the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses (not for
-   "localhost"); so does a cddp_store's server. The other ranks retry an unknown name for a minute.
-   Ranks on rank 0's host do not use the port. A job on one host needs no network (an elastic one
-   the loopback interface).
+   "localhost"); so does a store's server. The other ranks retry an unknown name for a minute. Ranks
+   on rank 0's host use no port. A job on one host needs no network (elastic: a loopback interface).
 
    LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
    of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
@@ -1556,7 +1555,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
          cddp__host_create             this process's host object, without peers
          cddp__start_job
            cddp__collect_ranks         rendezvous: fills the table of ranks
-           cddp__create_memfd         first rank of a host; cddp__adopt_memfd: the others
+           cddp__create_memfd          first rank of a host; cddp__take_memfd: the others
            cddp__world_group           maps the control block; cddp__group_build makes the group
            cddp__send_table            to clients; cddp__await_ready waits until all have the group
        cddp__give_device               device "cuda": GPU and communicator
@@ -1578,13 +1577,13 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
        cddp_ddp_step, cddp__run_step, cddp__ddp_step
          cddp__ddp_meet                a round: settings, missing gradients
          cddp__finish_step, cddp__host_step
-           cddp__run_pass                  this rank's part of the model
+           cddp__run_pass              this rank's part of the model
            cddp__fetch_weights         a round; copies weights if they are not in shared memory
            cddp__complete              next step
      A rank dies while others wait for it
        cddp__wait_slow                 wakes every 20 ms: cddp__wait_tick, then
          cddp__check_peers             cddp__rank_gone: slot, pidfd and lock of the awaited rank
-           cddp__break_lost           the text: the rank, its pid, and cddp__describe_end
+           cddp__break_lost            the text: the rank, its pid, and cddp__describe_end
              cddp__break               breaks the group, wakes all ranks
        cddp__end_access                waits until no peer uses this rank's memory; CDDP_PEER_LOST
        cddp__elastic_next              elastic models: cddp__elastic_regroup makes new groups; the
@@ -6479,7 +6478,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
    Owns: the memfd, its locks, and a cddp__host with its segments and processes (`others`: those
    that joined the job). `base`: an offset in the memfd.
    Entry points: _arena_alloc, _arena_free, _arena_quarantine; _ref_of, _map_ref, _commit_lazy;
-   _host_create, _host_free, _create_memfd, _adopt_memfd, _join_memory; for elastic models
+   _host_create, _host_free, _create_memfd, _take_memfd, _join_memory; for elastic models
    _lock_use, _unmap_window, _free_window.
    How it works:
      1. The processes of a host share one memfd, a sparse file, which each holds open from cddp_init
@@ -7322,7 +7321,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
 }
 
 /* Takes ownership of the memfd of `size` ranks. Its file size tells the size of a window. */
-static void cddp__adopt_memfd(cddp__host *host, int fd, int size) {
+static void cddp__take_memfd(cddp__host *host, int fd, int size) {
   uint64_t windows = (uint64_t)size + 1; /* a file with more has windows of CDDP__WINDOW_BITS */
   int bits = CDDP__WINDOW_BITS_MIN;
   host->arena.fd = fd;
@@ -7363,11 +7362,11 @@ static cddp_result cddp__create_memfd(cddp__host *host, uint64_t window_min) {
   }
   fcntl(fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can remove pages that this rank uses */);
-  cddp__adopt_memfd(host, fd, host->size);
+  cddp__take_memfd(host, fd, host->size);
   return CDDP_OK;
 }
 
-/* As cddp__adopt_memfd, in a process that joins a job of local_size ranks here. Takes a window:
+/* As cddp__take_memfd, in a process that joins a job of local_size ranks here. Takes a window:
    locks its life byte before others can know its number. */
 static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   size_t page = cddp__page_size();
@@ -7376,7 +7375,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   cddp_result r = CDDP_OK;
   bool taken = false;
   double deadline = cddp__now() + CDDP__JOIN_MEMORY_S;
-  cddp__adopt_memfd(host, fd, local_size);
+  cddp__take_memfd(host, fd, local_size);
   block = (cddp__control_block *)(void *)cddp__map_memory(fd, 0, page);
   if (block == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   while (r == CDDP_OK && !taken) {
@@ -15829,7 +15828,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   if (r == CDDP_OK) r = cddp__collect_ranks(&rdv);
   if (r == CDDP_OK) cddp__host_set_ranks(host, rdv.net);
   if (r == CDDP_OK && rdv.memory_fd >= 0) { /* from the first rank of this host */
-    cddp__adopt_memfd(host, rdv.memory_fd, host->size);
+    cddp__take_memfd(host, rdv.memory_fd, host->size);
     rdv.memory_fd = -1;
   } else if (r == CDDP_OK && host->size > 1) {
     /* A window holds at least the host's control block, and a huge page for other allocations. */
@@ -20319,7 +20318,7 @@ static void cddp__meeting_forget_members(cddp__meeting *m) {
 static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadline) {
   cddp__message *message = cddp__meeting_receive(m, member, 0, deadline);
   bool confirmed = message != NULL && message->head.number == CDDP_OK;
-  CDDP_ASSERT(!m->leader_called); /* after a table none calls */
+  CDDP_ASSERT(!m->lost_leader_called); /* after a table none calls */
   if (message == NULL && m->unreachable < 0 && cddp__now() < deadline)
     m->ended[member] = 1; /* it has just reported: no firewall separates it */
   cddp__free(&m->group->host->allocator, message);

@@ -899,7 +899,7 @@ static void target_meeting(input *in) {
     if (r == CDDP_OK) r = cddp__collect_ranks(&m);
     if (r == CDDP_OK) cddp__host_set_ranks(m.host, m.net);
     if (r == CDDP_OK && m.memory_fd >= 0) {
-      cddp__adopt_memfd(m.host, m.memory_fd, m.host->size);
+      cddp__take_memfd(m.host, m.memory_fd, m.host->size);
       m.memory_fd = -1;
     } else if (r == CDDP_OK && m.host->size > 1) {
       r = cddp__create_memfd(m.host, 0);
