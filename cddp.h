@@ -7306,7 +7306,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   memset(processors, 0, sizeof processors);
   host->container_cores = cddp__container_cores();
   cddp__count_cores(host, processors);
-  host->refs = 1;
+  host->refs = 1; /* the caller's */
   host->lead = host;
   gethostname(host->name, sizeof host->name - 1);
   if (host_id != NULL) cddp__append(host->name, sizeof host->name, "/%.20s", host_id);
