@@ -1679,10 +1679,10 @@ typedef struct cddp__text {
 
 /* A reference to a buffer that is valid in every process of the host: cddp__map_ref. */
 typedef struct cddp__ref {
-  uint64_t base;   /* EXTENT: offset of the segment in the memfd; POINTER: the buffer's address */
-  uint64_t size;   /* EXTENT: bytes of the segment */
+  uint64_t base; /* EXTENT: offset of the segment in the memfd; POINTER: the buffer's address */
+  uint64_t size; /* EXTENT: bytes of the segment */
   uint64_t offset; /* EXTENT: of the buffer in the segment */
-  uint64_t kind;   /* CDDP__REF_* */
+  uint64_t kind; /* CDDP__REF_* */
 } cddp__ref;
 /* NONE: private memory. UNUSED: other ranks do not need it. POINTER: the ranks are threads. */
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
@@ -1690,7 +1690,7 @@ enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
 /* An element type. Parameters of models are of class FLOAT or HALF. */
 typedef struct cddp__dtype_info {
   const char *name, *file_name; /* "f32" in texts; "F32" in safetensors files */
-  unsigned char size, cls;      /* bytes of an element; CDDP__CLASS_* */
+  unsigned char size, cls; /* bytes of an element; CDDP__CLASS_* */
 } cddp__dtype_info;
 #define CDDP__X(name, text, type, cls, loops) \
   {text, &#name[5] /* after CDDP_ */, (unsigned char)sizeof(type), CDDP__CLASS_##cls},
@@ -1706,7 +1706,7 @@ enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
 CDDP__DTYPES(CDDP__X)
 #undef CDDP__X
 
-/* Whether p is no multiple of esize, an element's size: a power of two. */
+/* esize: an element's bytes, a power of two. */
 static bool cddp__misaligned(const void *p, size_t esize) {
   return ((uintptr_t)p & (esize - 1)) != 0;
 }
@@ -1964,10 +1964,10 @@ typedef struct cddp__call {
 } cddp__call;
 #define CDDP__COUNTED SIZE_MAX /* `count` in a call with counts, until ranks know the largest one */
 
-/* Calls with counts: a rank's shares for another rank and from it, in elements. */
+/* Calls with counts: what this rank sends to and gets from another rank, in elements. */
 typedef struct cddp__counted_share {
-  size_t out, out_at; /* for the other rank; position in the send buffer */
-  size_t in, in_at; /* from it; position in the receive buffer */
+  size_t out, out_at; /* sent; position in the send buffer */
+  size_t in, in_at; /* received; position in the receive buffer */
   size_t peer_at; /* one host: position of `in` in the other's send buffer; several hosts: of
                      `out` in its receive buffer */
 } cddp__counted_share;
@@ -2298,8 +2298,8 @@ typedef struct cddp__leader_info {
   cddp__model_info model;
 } cddp__leader_info;
 
-/* Sizes of the model and of this rank's gradient memory. Written by cddp__set_layout; in an elastic
-   model `slots` grows later. */
+/* Sizes of the model and of this rank's gradient memory. Written by cddp__set_layout; elastic:
+   `slots` grows later. */
 typedef struct cddp__layout {
   int *param_order; /* [count] parameters in the order of the model; sparse ones come last */
   size_t dense_bytes; /* of all gradients but the sparse ones */
@@ -2437,7 +2437,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 /* --- ranks of other hosts --- */
 
 typedef struct cddp__connection cddp__connection; /* >>connections, as is */
-typedef struct cddp__message cddp__message;       /* a received frame */
+typedef struct cddp__message cddp__message; /* a received frame */
 
 #define CDDP__LEFT_GROUPS 8 /* how many net.left remembers */
 
@@ -2549,7 +2549,7 @@ static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
 /* >>links: sends the ranks of other hosts a notice, such as the failure of a group. world: the
-   ranks' numbers in the job; NULL: the same. */
+   ranks' numbers in the job; NULL: the same. code: CDDP__NOTICE_* | a result. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
 
@@ -2560,13 +2560,13 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change);
 /* >>elastic. _close closes this rank's listeners and connections: the other members count it as
    lost. _set_optim makes `optim` the optimizer of the elastic model with its parameters, if any. */
 static void cddp__elastic_close(cddp_ddp *d);
-enum cddp__pairing { CDDP__PAIR_NEW, CDDP__PAIR_STEPS };
+enum cddp__pairing { CDDP__PAIR_NEW, CDDP__PAIR_STEPS }; /* optim is new; it steps or did */
 static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing when);
 
 /* cddp_kernels.cuh; without CDDP_CUDA the end of >>public. _give_device, collective: creates the
    device context of a group that has none. _follow_stream makes a stream wait for the group's.
    _await_device waits for the group's stream. A group without a device, or NULL, has the current
-   device. _transfer copies between host and device memory, and waits for the copy.
+   device. _on_device: whether p is device memory. _transfer copies to or from it, and waits.
    _attach_optim selects a cddp_optim's backend. _await_nccl_threads waits for NCCL's threads. */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc);
 static void cddp__follow_stream(cddp_group *g, void *stream);
@@ -2636,7 +2636,7 @@ static const char *const cddp__result_texts[] = {
 static size_t cddp__utf8(const unsigned char *p, size_t n) {
   size_t i, k = 0;
   if (p[0] < 0x80) return 1;
-  if (p[0] >= 0xc2 && p[0] < 0xf5) k = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
+  if (p[0] >= 0xc2 && p[0] < 0xf5) k = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4; /* a first byte */
   if (k > n) return 0;
   for (i = 1; i < k; i++)
     if ((p[i] & 0xc0) != 0x80) return 0;
@@ -2730,7 +2730,7 @@ static cddp__text cddp__describe_number(double x) {
 /* " at train.c:120", or "" if the call site is not known. */
 static cddp__text cddp__describe_site(void) {
   const char *file = cddp__this_site.file;
-  size_t cut = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0; /* of its start */
+  size_t cut = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0;
   if (file == NULL) return cddp__textf("%s", ""); /* gcc warns of an empty format */
   return cddp__textf(" at %s%s:%d", cut > 0 ? "..." : "", file + cut, cddp__this_site.line);
 }
@@ -3406,7 +3406,7 @@ CDDP__OUT_OF_LINE uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) 
   return h;
 }
 
-/* Random bytes from the kernel, for nonces and for unguessable names. */
+/* Random bytes, for nonces and for unguessable names. */
 static cddp_result cddp__random(void *p, size_t n) {
   long got;
   CDDP_ASSERT(n <= 256); /* more can be interrupted */
@@ -3529,7 +3529,7 @@ typedef struct cddp__challenge {
   const char *secret; /* must outlive the struct; the called end's can be NULL: no secret */
   const char *purpose; /* part of the labels */
   bool caller;
-  int state, messages_received; /* cddp__challenge_state; complete ones */
+  int state, messages_received; /* cddp__challenge_state; how many */
   char why; /* state REFUSED: the letter received */
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
@@ -3609,8 +3609,8 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
 
 /* Consumes received bytes and returns how many: those that belong to the challenge. */
 static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned char *p, size_t n) {
-  static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF}, /* to the called */
-                                         {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}}; /* caller */
+  static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF}, /* by the caller */
+                                         {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}}; /* to it */
   size_t used = 0;
   if (challenge->secret == NULL && n > 0) { /* no proof needed; with a secret it would be HELLO */
     challenge->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
@@ -3781,7 +3781,7 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
          a->v6.sin6_scope_id == b->v6.sin6_scope_id;
 }
 
-/* Makes the address the wildcard of its family: 0.0.0.0 or ::. */
+/* Makes the address its family's wildcard: 0.0.0.0 or ::. */
 static void cddp__address_to_all(cddp__address *address) {
   if (address->sa.ss_family == AF_INET6)
     memset(&address->v6.sin6_addr, 0, sizeof address->v6.sin6_addr);
@@ -4270,7 +4270,7 @@ struct cddp__message { /* a received frame; its bytes follow the struct */
 };
 
 typedef struct cddp__hello { /* a link's first message: >>links */
-  uint32_t purpose, secret; /* CDDP__LINK_FRAMES or _NOTICE; 1: there is a secret */
+  uint32_t purpose, secret; /* CDDP__LINK_FRAMES or _NOTICE; 1: the caller has one */
   uint32_t from, to; /* ranks of the job */
   uint64_t group; /* the group's id; in a meeting: the called member's life */
   unsigned char token[16];
@@ -4467,8 +4467,8 @@ static int cddp__connection_fill(cddp__connection *c, size_t space) {
    which Linux sends 45 at a time; a few hundred bytes more took a sixth more time. */
 #define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
 #define CDDP__PIECE_FRAME (CDDP__PIECE + sizeof(cddp__frame_head))
-/* Most bytes that one call passes to the system. With BBR (congestion control) 1 MiB in one call
-   takes four times as long as in several. */
+/* Most bytes passed to the system in one call. With BBR (congestion control) 1 MiB in one call
+   takes four times as long. */
 #define CDDP__SEND_BYTES (2 * CDDP__PIECE_FRAME)
 
 /* Sends the rest of a frame: its head (NULL: none) and `size` bytes at data. *sent: bytes of both
@@ -4668,8 +4668,8 @@ static short cddp__connection_events(const cddp__connection *c) {
   return (short)(POLLIN | (sends ? POLLOUT : 0));
 }
 
-/* Blocks until `out` is sent and `in` holds at least n bytes. Callers put the peer's name in front
-   of the error text. */
+/* Blocks until `out` is sent and `in` holds at least n bytes. The error text lacks the peer's
+   name, which callers put before it. */
 static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, double deadline) {
   cddp_result r = c->out.failed ? CDDP_OUT_OF_MEMORY : CDDP_OK;
   while (r == CDDP_OK) {
