@@ -1926,7 +1926,7 @@ typedef struct cddp__host {
   struct cddp__host *sibling; /* if ranks are threads: the next rank's host, which lead frees too */
   cddp__arena arena;
   struct cddp__net *net; /* NULL: no other hosts */
-  cddp_record_header *record; /* NULL: off */
+  cddp_record_header *record; /* the flight recorder; NULL: off */
   char name[72]; /* of the machine */
   int cores; /* usable by all ranks together; before the rendezvous by this rank */
   int container_cores; /* limit of this rank's container */
@@ -2135,7 +2135,7 @@ typedef struct cddp__p2p {
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's blocks of requests */
   int send_blocks; /* number of blocks */
   bool is_served; /* the group is in the list of cddp__serve_in_waits */
-  struct cddp_group *next_served; /* the next group in that list; served_lock */
+  struct cddp_group *next_served; /* the next group in that list; cddp__served_lock */
 } cddp__p2p;
 
 /* A group, as one of its ranks sees it. Constant after creation, unless a heading says
@@ -2358,7 +2358,7 @@ typedef struct cddp__step {
    reads it. */
 typedef struct cddp__shards {
   int count; /* in each step: desc.shards, or one per rank */
-  int *owner; /* [count] rank; elastic: of the epoch's groups, see elastic.member_of_rank */
+  int *owner; /* [count] each shard's rank; elastic: in the epoch's groups, see member_of_rank */
   int own_count; /* number of this rank's shards; elastic: 1 */
   int taken; /* how many cddp_ddp_next_shard returned in this step; not elastic */
   int current; /* being computed; -1: none */
@@ -2373,7 +2373,7 @@ typedef struct cddp__shards {
 /* Gradients that are rows. Written by the training thread. */
 typedef struct cddp__row_gradients {
   struct cddp__sparse **sparse; /* [count] NULL: dense; NULL array: all are dense */
-  struct cddp__row_list *lists; /* [shards] scratch: the row lists to be merged */
+  struct cddp__row_list *lists; /* [shards] scratch: row lists to merge */
   char *packet; /* shared: this rank's rows of completed shards */
   size_t bytes, capacity; /* of the packet: in use; allocated */
 } cddp__row_gradients;
@@ -2387,7 +2387,7 @@ typedef struct cddp__uneven {
 
 /* Scratch memory: no contents last beyond a function. */
 typedef struct cddp__ddp_scratch {
-  void **buffers; /* [shards] arrays to be added up: on the engine's thread */
+  void **buffers; /* [shards] arrays to add up, on the engine's thread */
   const void **sources; /* [shards] the same on the training thread */
   unsigned char *flags; /* [ranks + 1][count] ready flags, own ones last; the training thread */
   cddp__call *calls; /* [count + buffers + ranks] on a device, to be started together; lock, or
@@ -2465,7 +2465,7 @@ typedef struct cddp__net {
   cddp__host_entry *hosts; /* [host_count] behind the token; `ranks` follows */
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret; /* NULL: none */
-  int listener;
+  int listener; /* for links from other ranks */
   cddp__cause loss; /* why a group broke, for notices to others; state 1: a round began since */
   cddp__atomic_u32 starved; /* errno: no descriptor or memory to accept a caller; else 0 */
   pthread_mutex_t lock; /* guards the rest */
@@ -2491,7 +2491,7 @@ typedef struct cddp__peer {
   uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from, to the peer waited; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last */
   double lost_at; /* when */
-  int error; /* connection.error */
+  int error; /* that connection's */
 } cddp__peer;
 #define CDDP__LEFT (-1) /* in connection.error: the other side said BYE */
 
@@ -2702,7 +2702,7 @@ static void cddp__append(char *text, size_t n, const char *format, ...) {
   va_end(args);
 }
 
-/* A part of an error text: cddp__fail(r, "%s ...", cddp__textf("rank %d", p).s) */
+/* Formats a part of an error text: cddp__textf("rank %d", p).s */
 CDDP__PRINTF(1, 2)
 static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
@@ -2764,7 +2764,7 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
       return cddp__named(__func__, CDDP__REFUSE(__VA_ARGS__)); \
   } while (0)
 
-/* The same for a check that returns a result. */
+/* The same for a call that returns a result. */
 #define CDDP__TRY(result) \
   do { \
     cddp_result cddp__tried = (result); \
@@ -2776,7 +2776,7 @@ static const char *cddp__descriptor_advice(int e) {
   return e == EMFILE || e == ENFILE ? "; raise the limit of open files (ulimit -n)" : "";
 }
 
-static cddp_result cddp__fail_errno(const char *what) { /* what: the call */
+static cddp_result cddp__fail_errno(const char *what) {
   int e = errno;
   return cddp__fail(CDDP_SYSTEM, "%s: %s%s", what, strerror(e), cddp__descriptor_advice(e));
 }
@@ -2931,7 +2931,7 @@ static bool cddp__compare_swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_
    a thread by less. */
 #define CDDP__STOP_S 0.5
 
-/* Nanoseconds for which this process was stopped (SIGSTOP), or its job or machine suspended. */
+/* Nanoseconds for which this process was stopped (SIGSTOP), or its machine suspended. */
 static cddp__atomic_u64 cddp__stopped;
 
 static double cddp__monotonic(void) { /* seconds, the same for all processes of the machine */
@@ -3066,7 +3066,7 @@ static uint32_t cddp__fp_mode(void) { /* this thread's */
   return mode;
 }
 
-/* Sets this thread's, and keeps the control register's other bits, which enable traps. */
+/* Keeps the control register's other bits, which enable traps. */
 static void cddp__set_fp_mode(uint32_t mode) {
 #if defined(__x86_64__)
   uint32_t csr = __builtin_ia32_stmxcsr() & ~(uint32_t)CDDP__MXCSR_MODE;
@@ -3137,7 +3137,7 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
 
 enum cddp__thread_kind { CDDP__THREAD_OF_USER, CDDP__THREAD_OF_CDDP };
 /* Starts a thread with a stack for the user's callbacks: the default can be 64 KiB (ulimit -s 64)
-   or 128 KiB (musl). cddp's threads inherit a mask that blocks all signals except faults', so that
+   or 128 KiB (musl). Threads of cddp inherit a mask that blocks all signals except faults', so that
    the program's handlers run on its own threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       enum cddp__thread_kind kind) {
@@ -4289,7 +4289,7 @@ struct cddp__connection {
   int error; /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
   bool caller; /* this end has connected */
   bool local; /* a Unix socket: descriptors can travel with the bytes */
-  bool ready; /* set by cddp__connections_poll */
+  bool ready; /* the last cddp__connections_poll found an event */
   bool ended_early; /* it ended before it was UP */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
   cddp__challenge challenge;
@@ -4594,7 +4594,7 @@ static cddp_result cddp__fail_by_message(const cddp__message *m) {
                     m->head.size > 0 ? (const char *)(m + 1) : "another rank has failed");
 }
 
-/* Whether a frame can begin: no bytes wait, and none is partly sent. */
+/* Whether no bytes wait, and no frame is partly sent. */
 static bool cddp__connection_is_idle(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
 }
