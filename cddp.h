@@ -2549,7 +2549,7 @@ static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
 /* >>links: sends the ranks of other hosts a notice, such as the failure of a group. world: the
-   ranks' numbers in the job; NULL: the same. code: CDDP__NOTICE_* | a result. */
+   ranks' numbers in the job; NULL: the same. code: a result, | CDDP__NOTICE_*. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
 
@@ -3207,7 +3207,7 @@ static bool cddp__wait_yields_spent(cddp__wait *w) {
   return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
 }
 
-/* Yields the core, or returns false: the caller sleeps. */
+/* Yields the core, or returns false: the caller must sleep. */
 static bool cddp__wait_yields(cddp__wait *w) {
   if (cddp__wait_yields_spent(w)) return false;
   sched_yield();
@@ -4177,7 +4177,7 @@ typedef struct cddp__buffer { /* a growing queue of bytes */
   bool failed; /* an addition failed because memory was exhausted */
 } cddp__buffer;
 
-#define CDDP__BUFFER_KEEP 4096u /* bytes of memory that an empty buffer keeps */
+#define CDDP__BUFFER_KEEP 4096u /* most bytes that an empty buffer keeps */
 
 static cddp__span cddp__span_of(const void *data, size_t size) {
   cddp__span s = {(const unsigned char *)data, size};
@@ -4446,8 +4446,8 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
   return cddp__connection_result(c, n);
 }
 
-/* One receive into `in`, which has space for at least `space` bytes. Returns 1 if bytes have
-   arrived, 0 if not, -1 if the connection has ended. */
+/* One receive into `in`, which gets `space` free bytes or more. Returns 1 if bytes have arrived, 0
+   if not, -1 if the connection has ended. */
 static int cddp__connection_fill(cddp__connection *c, size_t space) {
   struct iovec io;
   ssize_t n;
@@ -4519,7 +4519,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
     io[1].iov_len = c->in.capacity;
     n = cddp__connection_recvmsg(c, io, 2);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
-    if ((size_t)n > left) { /* the others are in io[1] */
+    if ((size_t)n > left) { /* the other bytes are in `in` */
       c->in.start = 0;
       c->in.end = (size_t)n - left;
       n = (ssize_t)left;
