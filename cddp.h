@@ -65,7 +65,7 @@
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
      bucket       gradients that are reduced together; a hook is your function that reduces one
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    elements of one parameter that one rank (on CPUs: one per host) updates
+     partition    elements of a parameter that one rank (CPUs: one of each host) updates
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -185,8 +185,8 @@ extern "C" {
    made the call, and none was lost, timed out, or lacked even a few bytes of memory. If
    cddp_ddp_ready, _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the model
    is broken: its collective calls fail on all ranks (in elastic models: on this rank).
-   (CDDP_UNSUPPORTED, or a _step while no_sync is on, leaves it usable.) With NCCL, or if a rank was
-   lost, the group is broken too. Groups of elastic jobs: see the fine print.
+   (CDDP_UNSUPPORTED, or a _step while no_sync is on, leaves it usable.) The group
+   itself breaks only with NCCL, or if a rank was lost. Groups of elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -200,7 +200,7 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; no majority */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; a split network */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -432,7 +432,7 @@ CDDPDEF int cddp_source(void);
    for in any order, by one thread each. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
 /* Like cddp_wait, for at most timeout_s seconds; 0 does not block. The calling thread waits, on a
-   GPU too (with NCCL, in the first message between two ranks, without a limit). If the group itself
+   GPU too. With NCCL the first message between two ranks has no time limit. If the group itself
    times out meanwhile: CDDP_ABORTED, and w is freed. CDDP_TIMEOUT, and CDDP_INVALID_ARGUMENT for a
    negative or NaN timeout_s, do not free w: the operation continues, its group is usable, and
    cddp_wait, cddp_wait_for or cddp_cancel must follow. Like work.wait(timeout). */
@@ -454,8 +454,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Buckets are reduced during the backward pass. But they are reduced after it in elastic models,
-   with more shards than ranks, and by cddp_ddp_step on one host without GPUs.
+   Buckets are reduced during the backward pass, or after it: in elastic models, with more shards
+   than ranks, and on one host without GPUs in the step after a cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -473,7 +473,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      updates without gradients      cddp_broadcast the weights once; average them after each step
      a step after each sample       multiply its learning rate by the world size
      a slow network                 average the weights only after some steps: local_sgd.c
-     rank 0 prints or writes        the others wait in their next call, for at most timeout_s */
+     rank 0 prints or writes        nothing: the others wait in their next call, up to timeout_s */
 
 typedef struct cddp_param {
   const char *name; /* for texts and files; can be NULL without cddp_save. The string must live as
@@ -512,9 +512,9 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
-  bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; a
-                                  parameter that is ready on no rank is skipped if the
-                                  optimizer's desc.ddp is set, else updated by its grad as it is */
+  bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; one
+                                  that is ready on no rank: the parameter is skipped if the
+                                  optimizer's desc.ddp is set, else this rank's grad is applied */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -613,8 +613,8 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 /* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an embedding:
    adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width = count /
    sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
-   cddp_ddp_ready follows as for other parameters. Each step begins without rows, except those
-   left by a cddp_ddp_wait in which no rank had the parameter ready.
+   cddp_ddp_ready follows as for other parameters. Each step begins without rows; but a
+   cddp_ddp_wait keeps the rows of a parameter that no rank had ready.
 
    Only these rows are sent; the mean has the bits that a whole gradient would give. grad stays
    NULL. Any thread, but one at a time for a parameter. cddp's only optimizer for it is SGD without
@@ -743,8 +743,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. It can also follow steps by cddp_ddp_step: cddp_ddp_wait
-   has given each rank a copy of the states that its host shared. */
+/* Updates all data by grad. Local. It can also follow steps by cddp_ddp_step: the
+   cddp_ddp_wait before it copies the host's shared states to each rank. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -1019,10 +1019,10 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
-   forked again. Both count as restarts. After max_restarts the others continue without the rank, or
-   (no model yet) the call fails as cddp_spawn. Once a rank has returned 0 no rank is forked again,
-   and the result is CDDP_OK. If all ranks that have the model die, the result is CDDP_PEER_LOST,
-   which names the last one. */
+   forked again. Both count as restarts. After max_restarts the others continue without the rank,
+   or, without a model, it fails like cddp_spawn. Once a rank has returned 0 no rank is forked
+   again, and the result is CDDP_OK. If all ranks that have the model die, the result is
+   CDDP_PEER_LOST, which names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -1127,7 +1127,7 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size hold the key's value after the call; `expected` if it is still absent. *swapped:
+   and *size get the key's value after the call, or `expected` if it has none. *swapped:
    whether that value equals desired, even if another process stored it; so in an election no two
    processes may pass the same desired. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but
    the call has been made, and *swapped and *size are set. */
@@ -1159,7 +1159,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
    on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s after the
-   failure, it can later write to the call's gradients and cddp_alloc memory. Free such memory (cddp
+   failure, it can later write to memory of the call that cddp has allocated. Free such memory (cddp
    does not reuse it), and create anew the models that used it.
 
    STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or as its only machine is
@@ -1242,8 +1242,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
-   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out. cddp
-   knows a thread from its first call on: if that comes late, call cddp_synchronize in it early.
+   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out. A
+   thread that has made no call yet is not counted: let it call cddp_synchronize at its start.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
    without a handle to a rank of this host blocks while 128 messages, or 256 MiB of copies, from
@@ -1290,8 +1290,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
    as by a firewall. Then the other ranks continue only if they are more than half of all ranks
    (during a join: more than half of the old ones, and more than half of old and new ones together).
-   Otherwise they end with CDDP_ABORTED. This majority rule also holds if a host's last rank dies
-   while another loss is handled. So a job never continues in two halves.
+   Otherwise they end with CDDP_ABORTED. So a job never continues in two halves. The rule can also
+   apply if a host's last rank dies in the milliseconds in which another loss is handled.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
    MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
@@ -1323,8 +1323,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
        CDDP_UNSUPPORTED.
      - Use one cddp_optim with all parameters of the model: a joining process receives the states
-       of one optimizer only, that of the last step. In a joining process, creating one with states
-       for only some parameters is CDDP_UNSUPPORTED.
+       of one optimizer only, that of the last step. A joining process cannot create one for only
+       some of the parameters: CDDP_UNSUPPORTED.
      - Change weights yourself only between steps, alike on all ranks.
 
    MIXED PRECISION. copies[i] is in the same kind of memory (host or device) as data, and must stay
