@@ -19553,7 +19553,7 @@ typedef struct cddp__link_cuts {
 typedef struct cddp__meeting {
   cddp_group *group; /* the model's, for its host and time-out */
   uint64_t steps; /* cddp_ddp_steps, for error texts */
-  cddp__model_info model;
+  cddp__model_info model; /* a joining process compares its own */
   int capacity; /* the most members: the model's shards */
   size_t report_bytes, ended_at; /* of a report; offset in it of `ended` */
   cddp__net *net; /* connections among the members */
@@ -19563,7 +19563,7 @@ typedef struct cddp__meeting {
   bool self_joining; /* this process joins, and has not received the weights yet */
   bool admits; /* the next meeting makes joining processes members */
   uint64_t epoch; /* number of tables so far */
-  cddp__connection **links; /* [capacity + JOIN_REQUESTS] to the leader, or (leader) by number to
+  cddp__connection **links; /* [capacity + JOIN_REQUESTS] by number: to the leader, or (leader) to
                                the members; from [capacity] on to joining processes */
   cddp__message **reports; /* [capacity + JOIN_REQUESTS] the reports from these links */
   int requests; /* number of joining processes that wait for a meeting */
@@ -19571,10 +19571,10 @@ typedef struct cddp__meeting {
   bool lost_leader_called; /* a member that this rank counted as lost has called as leader */
   uint64_t *lives; /* [table_count][capacity] the members' lives in the last table that all
                       confirmed, and in each later one that arrived here */
-  size_t table_count, lives_capacity;
+  size_t table_count, lives_capacity; /* tables in `lives`; its allocated elements */
   int member_count; /* in the last table */
   unsigned char *ended; /* [capacity] 1: a member saw its process end since the last table */
-  cddp__link_cuts *cuts; /* [capacity] in this meeting */
+  cddp__link_cuts *cuts; /* [capacity] of members' connections, in this meeting */
 } cddp__meeting;
 
 /* The head of a rank's report to the leader. */
@@ -19587,6 +19587,7 @@ typedef struct cddp__report {
 
 /* --- the members --- */
 
+/* This process joins, and is no member yet. */
 static bool cddp__has_no_number(const cddp__meeting *m) { return m->me == m->capacity; }
 
 static cddp__text cddp__member_name(const cddp__meeting *m, int member) {
@@ -19645,7 +19646,7 @@ static void cddp__drop_links(cddp__meeting *m) {
   m->requests = 0;
 }
 
-/* Then this rank is lost to the other members, and no process joins through it. */
+/* Closes listeners and links: this rank is lost to the others, and no process joins by it. */
 static void cddp__meeting_close(cddp__meeting *m) {
   cddp__net *net = m->net;
   cddp__join_close(m->group->host);
@@ -19657,7 +19658,7 @@ static void cddp__meeting_close(cddp__meeting *m) {
   cddp__drop_links(m);
 }
 
-/* Whether the process of this host with this window, its index, is a member. */
+/* Whether the process with index `window` on this host is a member. */
 static bool cddp__is_member_here(const cddp__meeting *m, int window) {
   const cddp__member *members = m->members;
   int p = 0;
@@ -19745,7 +19746,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
       cddp__address_set_port(&address, table->lead.self.port);
       fd = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
       if (fd >= 0 && connect(fd, &address.any, address.size) != 0) cddp__close_fd(&fd);
-      self->host = 2 * m->capacity; /* until cddp__admit_joining */
+      self->host = 2 * m->capacity; /* its own; cddp__admit_joining numbers it */
     }
     r = cddp__own_address(fd, &address);
     cddp__close_fd(&fd);
@@ -19764,7 +19765,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   snprintf(self->name, sizeof self->name, "%s", host->name);
   self->gpu = m->group->gpu;
   r = cddp__random(&self->life, sizeof self->life);
-  self->life <<= 1; /* even: no id of a split */
+  self->life <<= 1; /* even: in a hello no id of a split group */
   return r;
 }
 
@@ -19800,7 +19801,7 @@ static bool cddp__retries_member(cddp__meeting *m, int member) {
 
 static void cddp__remove_member(cddp__meeting *m, int member) {
   m->members[member].life = 0;
-  if (cddp__has_no_number(m)) { /* it joins: it asks others for a leader */
+  if (cddp__has_no_number(m)) { /* this process joins: it asks others for a leader */
     cddp__sleep(0.01); /* by then they know of the loss */
     return;
   }
@@ -19848,7 +19849,7 @@ static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   return true;
 }
 
-/* A call of a leader. Returns whether to keep its link, whose end would be a loss to the leader. */
+/* A leader has called. Returns whether to keep the link: to the leader its end would be a loss. */
 static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
                               const cddp__member *caller) {
   int p = link->peer;
@@ -19883,7 +19884,7 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
     p = n + m->requests++;
     for (k = n; k < p; k++) /* an earlier request of this process */
       if (cddp__report_at(m, m->reports[k], 0)->self.life == self->life)
-        cddp__connection_end(m->links[k], 0);
+        cddp__connection_end(m->links[k], 0 /* error */);
   } else {
     if (sound && p == n && report->joining == 0) /* this rank has a table without it */
       cddp__refuse_lost(m, link, self->rank);
@@ -19913,7 +19914,7 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
          (link->peer == m->capacity /* joins */ ? accepts == CDDP__ACCEPT_JOINING
                                                 : m->members[link->peer].life == 0)))
       message = cddp__connection_receive(link, m->report_bytes);
-    else if (cddp__link_is_for(link, m->members[m->me].life)) /* it waits, unless it has ended */
+    else if (cddp__link_is_for(link, m->members[m->me].life)) /* stays, unless its peer closed it */
       cddp__link_detect_close(link);
     is_call = message != NULL && message->head.size == sizeof(cddp__member); /* no report */
     if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
@@ -19934,8 +19935,8 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Answers joining processes. In a meeting, too: one that became a member as the leader died asks
-   for the new one, and the meeting waits for its report. */
+/* Answers joining processes. In a meeting, too: a process that became a member as the leader died
+   asks for the new leader, and the meeting waits for its report. */
 static void cddp__answer_joins(cddp__meeting *m) {
   const cddp__net *net = m->net;
   cddp__host *host = m->group->host;
@@ -19959,7 +19960,7 @@ static void cddp__answer_joins(cddp__meeting *m) {
   cddp__join_serve(host, CDDP__JOIN_WAIT);
 }
 
-/* Connects to a member and posts a report or a call. The hello names its life, not a group. */
+/* Connects to a member, posts a report or a call. The hello names the member's life, no group. */
 static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const void *data,
                                          size_t size) {
   cddp__connection **link = &m->links[member];
@@ -19980,7 +19981,7 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
 /* Leader: waits until each member has reported or is lost, or m->lost_leader_called. */
 static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   cddp__connection **links = m->links;
-  int missing, late = -1, p; /* number of missing reports; the first member without one */
+  int missing, late = -1, p; /* missing: number of reports; late: first member without one */
   for (;;) {
     cddp__answer_joins(m);
     cddp__accept_reports(m, CDDP__ACCEPT_MEMBERS);
@@ -20017,14 +20018,14 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   }
 }
 
-/* *number: for a joining process, that of a lost one with its rank, else the lowest free one. */
+/* *number: for a joining process; a lost member's with the same rank, else the lowest free one. */
 static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member *self,
                                      int *number) {
   int p;
   *number = -1;
   for (p = m->capacity - 1; p >= 0; p--) {
     const cddp__member *member = &m->members[p];
-    if (member->life == 0) { /* free, and lower than *number */
+    if (member->life == 0) { /* free: replaces *number, unless that alone has the rank */
       if (*number < 0 || m->members[*number].rank != self->rank || member->rank == self->rank)
         *number = p;
     } else if (member->rank == self->rank) {
@@ -20187,8 +20188,8 @@ static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t
   return message;
 }
 
-/* Reports to the leader and waits for the table. *table NULL: the leader is lost, or (*cut) its
-   link was cut. */
+/* Reports to the leader and waits for the table. *table NULL: the leader is lost, another one
+   calls, or (*cut) the leader's link was cut. */
 static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__message *mine,
                                      double deadline, cddp__message **table, bool *cut) {
   cddp__connection **link = &m->links[leader];
@@ -20291,7 +20292,7 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
     else if ((r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader fails first */,
                                     table, &cut)) == CDDP_OK &&
              *table == NULL && !m->lost_leader_called &&
-             (!cut || cddp__has_no_number(m) || !cddp__retries_member(m, leader)))
+             (!cut || cddp__has_no_number(m) /* asks others */ || !cddp__retries_member(m, leader)))
       cddp__remove_member(m, leader);
     else if (r == CDDP_OK && *table == NULL) /* again: a dead leader will refuse the link */
       cddp__sleep(cddp__now() < m->cuts[leader].retry_at ? CDDP__RECONNECT_S : 0.001);
@@ -20316,7 +20317,7 @@ static void cddp__meeting_forget_members(cddp__meeting *m) {
 
 /* false: the member is lost, late, or asks to meet again. */
 static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadline) {
-  cddp__message *message = cddp__meeting_receive(m, member, 0, deadline);
+  cddp__message *message = cddp__meeting_receive(m, member, 0 /* max_bytes */, deadline);
   bool confirmed = message != NULL && message->head.number == CDDP_OK;
   CDDP_ASSERT(!m->lost_leader_called); /* after a table none calls */
   if (message == NULL && m->unreachable < 0 && cddp__now() < deadline)
@@ -20373,7 +20374,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
      6. Then members that lack the last mean receive it, unless they can read it. Joining processes
         receive the weights, states and buffers of a member with the most reductions. If only
         ranks that joined are that far, no rank has the last mean: all make it again (`repeats`).
-        The ranks that joined do not need it (`ahead`). It has the same bits on any rank.
+        The ranks that joined do not need it (`repeat_counted`). It has the same bits on any rank.
    A rank that destroys the model, or fails for a local reason, stops listening, so it is lost. A
    living rank that the others count as lost gets CDDP_ABORTED when it connects. */
 
@@ -20381,7 +20382,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
 typedef struct cddp__elastic_call {
   uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
   uint32_t fp_mode;
-  uint64_t settings_hash; /* hash of the cddp_optim's, except lr; 0: a wait */
+  uint64_t settings_hash; /* of the cddp_optim's, except lr; 0: a wait */
   double lr;
   uint64_t steps; /* cddp_ddp_steps before it */
 } cddp__elastic_call;
@@ -20412,7 +20413,7 @@ typedef struct cddp__lost_block {
 
 struct cddp__elastic {
   cddp__meeting meeting;
-  int *member_of_rank; /* [active_count] member numbers of the group's ranks, by rank */
+  int *member_of_rank; /* [shards] member number of each rank of the groups */
   int meetings; /* since the last reduction */
   cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
   /* this rank's sums and the last mean: */
@@ -20425,16 +20426,16 @@ struct cddp__elastic {
   bool has_mean; /* false: this rank has joined, and has no mean yet */
   bool gave_states; /* an optimizer has received the job's states, and has not stepped yet */
   bool repeats; /* the ranks with the last mean are lost: the group makes it again */
-  bool repeat_counted; /* repeats, and this rank, which joined, does not need the mean */
+  bool repeat_counted; /* repeats, but `reductions` of this rank, which joined, counts it already */
   int mean_parts; /* of the last mean; 1 if not in_parts */
-  char **means; /* [mean_parts] the memory of each, addressed by model offset */
-  double **squares; /* [mean_parts] the squares of each */
+  char **means; /* [shards] memory of each of the mean_parts, addressed by model offset */
+  double **squares; /* [shards] squares of each part */
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   /* memory of the ranks on this host: */
   bool one_host; /* all members are on this host and read each other's memory */
   cddp__published *own; /* this rank's; NULL: on a GPU */
   cddp__published **published; /* [shards] by member number; NULL: on another host, or on a GPU */
-  cddp__lost_block *lost_blocks;
+  cddp__lost_block *lost_blocks; /* [lost_count] to be freed: cddp__free_lost */
   size_t lost_count, lost_capacity;
   void *next_blocks[2]; /* in a meeting: memory for the new groups' control blocks; else NULL */
   char *states; /* of the optimizer, received on joining; NULL: none, or a cddp_optim has them */
@@ -20447,7 +20448,7 @@ typedef struct cddp__rank_report {
   cddp__report head;
   uint64_t reductions, steps; /* steps: cddp_ddp_steps */
   cddp__snapshot snapshot;       /* of its cddp_optim */
-  int32_t in_parts, has_mean; /* as in cddp__elastic, like `reductions` */
+  int32_t in_parts, has_mean; /* as in cddp__elastic; so is `reductions` */
   cddp__ref next_blocks[2];   /* for the new groups; those of a host's lowest rank are used */
 } cddp__rank_report;
 
@@ -20477,7 +20478,8 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
   return NULL;
 }
 
-/* Gives this rank at least `slots` slots. The slack: _gather_nodes reads past the last one. */
+/* Gives this rank at least `slots` slots. The slack: _gather_nodes reads past the last one;
+   elements there can be twice as wide. */
 static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
   size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride;
@@ -20512,7 +20514,7 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0;
   int in_gradients = -1 /* as node.slot */, width = 1;
   cddp_result r = CDDP_OK;
-  while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++; /* to that in the gradients */
+  while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++; /* to the node in the gradients */
   if (i < d->shards.own_node_count) {
     r = cddp__grow_slots(d, slot + 1);
     if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false /* clear */);
@@ -20607,7 +20609,7 @@ static bool cddp__group_in_use(cddp_group *g) {
 /* Makes the control block of a broken group private, at the same address. */
 static bool cddp__keep_block(cddp_group *g) {
   size_t bytes = cddp__head_bytes(g->size, g->local_size);
-  char *copy = cddp__map_memory(-1, 0, bytes);
+  char *copy = cddp__map_memory(-1 /* fd: private */, 0 /* base */, bytes);
   if (copy == NULL) return false;
   memcpy(copy, g->block, bytes);
   if (syscall(SYS_mremap, copy, bytes, bytes, 3 /* MAYMOVE | FIXED */, g->block) == -1) {
@@ -20662,7 +20664,7 @@ static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   cddp__process *p = NULL;
   if (host->arena.fd < 0) return false;
   while ((p = cddp__next_process(host, p)) != NULL)
-    if (p->lost_in_step > step && !cddp__process_gone(host, p->window)) return true;
+    if (p->lost_in_step /* 1 + step */ > step && !cddp__process_gone(host, p->window)) return true;
   return false;
 }
 
@@ -20839,7 +20841,7 @@ static cddp_result cddp__await_model(cddp_ddp *d) {
    nodes have been read, and all parts exist. */
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  char **packets = (char **)d->scratch.buffers;
+  char **packets = (char **)d->scratch.buffers; /* free: elastic models reduce no buckets */
   cddp__pass pass = cddp__pass_of(d, NULL, false /* averaged */);
   size_t begin, end;
   cddp_result r = CDDP_OK;
@@ -20893,7 +20895,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
   size_t longest = 0;
   cddp_result r = CDDP_OK;
-  int k, unused; /* number of slots: this rank has grown its own */
+  int k, unused; /* unused: most slots of a rank; this rank has grown its own */
   CDDP_ASSERT(elastic->reductions == elastic->step); /* the last update is complete */
   if (!elastic->one_host && elastic->holds_shard) /* since another host's process has joined */
     r = cddp__elastic_clear_gradients(d);
@@ -20941,7 +20943,7 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   memset(&out, 0, sizeof out);
   if (o == NULL) return out;
   out.has_optim = true;
-  memcpy(out.settings, &o->desc, CDDP__SETTING_COUNT * sizeof *out.settings);
+  memcpy(out.settings, &o->desc, CDDP__SETTING_COUNT * sizeof *out.settings); /* its first fields */
   if (o->count > 0) out.settings[CDDP__SETTING_COUNT] = o->desc.weight_decays[0]; /* the last */
   out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
   out.weight_decays = cddp__hash64(1, o->desc.weight_decays, (size_t)o->count * sizeof(double));
@@ -21001,7 +21003,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp__connection *link;
   cddp__wait wait;
   int i;
-  cddp__wait_begin(&wait, 0.02);
+  cddp__wait_begin(&wait, 0.02 /* s */);
   do {
     for (again = false, i = 0; i < 2; i++) {
       if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
@@ -21077,7 +21079,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   cddp__elastic *elastic = d->elastic;
   const cddp__meeting *m = &elastic->meeting;
   cddp__host *host = d->group->host;
-  int indices[CDDP__MAX_RANKS], k, rank = 0, here = 0, lowest = -1;
+  int indices[CDDP__MAX_RANKS], k, rank = 0, here = 0, lowest = -1; /* here: ranks on this host */
   cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
@@ -21097,7 +21099,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   if (lowest == rank) {
     block = elastic->next_blocks[which];
     elastic->next_blocks[which] = NULL; /* the group owns it */
-    cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here); /* these can use it */
+    cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here); /* this host's ranks */
   } else if ((r = cddp__map_ref(host, &ref, &block)) != CDDP_OK) {
     return r;
   }
@@ -21108,7 +21110,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   id[2] = cddp__report_at(m, table, 0)->table_id + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = (*out)->of_model = true;
-  (*out)->id = cddp__hash64(1, id, sizeof id) & ~(uint64_t)1;
+  (*out)->id = cddp__hash64(1, id, sizeof id) & ~(uint64_t)1; /* even: no split group's */
   r = cddp__hosts_attach(*out, m->net, elastic->member_of_rank);
   CDDP__POINT("elastic built");
   return r;
@@ -21148,7 +21150,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
   if (r != CDDP_OK || elastic->own == NULL || d->layout.dense_bytes == 0) return r;
-  if (!elastic->one_host) return cddp__commit_mean(d);
+  if (!elastic->one_host) return cddp__commit_mean(d); /* else this rank's part */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end);
   if (d->layout.dense_bytes >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
     begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
@@ -21301,6 +21303,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   if (r == CDDP_OK && some_lack) r = cddp__await_model(d);
   if (r != CDDP_OK) return r;
   elastic->has_mean = has_mean;
+  /* Else this rank counts the repeated mean when it is made. */
   if (elastic->repeat_counted || !elastic->repeats) elastic->reductions = from->reductions;
   if (elastic->reductions == elastic->step && !elastic->repeats) cddp__leave_broken(d);
   return CDDP_OK;
@@ -21335,8 +21338,8 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
     cddp__meeting_forget_members(m);
     r = CDDP_PEER_LOST;
   }
-  if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 0, &d->control);
-  if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 1, &d->comm);
+  if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 0 /* which */, &d->control);
+  if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 1 /* which */, &d->comm);
   if (r == CDDP_OK) r = cddp__meeting_confirm(m);
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
   cddp__elastic_note_lost(d);
@@ -21368,14 +21371,14 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   if (shard >= 0 && elastic->reductions == elastic->step) r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d);
   d->shards.current = -1;
-  while (r == CDDP_OK && elastic->reductions == elastic->step) {
+  while (r == CDDP_OK && elastic->reductions == elastic->step) { /* until the mean exists */
     if ((shard = cddp__find_shard(d)) >= 0) {
       if (elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
       if (r == CDDP_OK) d->shards.current = shard;
       return r;
     }
     cddp__accept_reports(m, CDDP__ACCEPT_JOINING);
-    if (cddp__choose_leader(m) != m->me) cddp__drop_links(m); /* the leader admits */
+    if (cddp__choose_leader(m) != m->me) cddp__drop_links(m); /* only the leader admits */
     if (m->requests > 0 && elastic->meetings == 0 && /* no second meeting for joins */
         elastic->last_update.kind != 0)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
@@ -21392,7 +21395,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
 static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t *begin,
                                   size_t *end) {
   cddp__pass pass = cddp__pass_of(d, optim, true /* averaged */);
-  pass.alone = true;
+  pass.alone = true; /* it steps all weights */
   pass.means = d->elastic->means[k];
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
   return pass;
@@ -21877,7 +21880,7 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *sampler, const cddp_sampler_
 }
 
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *sampler, uint64_t epoch) {
-  if (sampler == NULL || sampler->desc.world_size == 0) return;
+  if (sampler == NULL || sampler->desc.world_size == 0 /* no init */) return;
   if (sampler->resumed && sampler->epoch == epoch)
     sampler->resumed = false; /* continue at the checkpoint */
   else
@@ -21893,7 +21896,7 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *sampler) {
 }
 
 CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
-  size_t next;
+  size_t next; /* position, then index */
   if (sampler == NULL) return false;
   sampler->result = CDDP_OK;
   if (sampler->position >= sampler->size) {
@@ -21911,7 +21914,7 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
 
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch, size_t size,
                                   size_t *indices) {
-  size_t world, all, n;
+  size_t world, all, n; /* all: the shard's samples */
   if (sampler == NULL) return 0;
   sampler->result = CDDP_INVALID_ARGUMENT;
   world = (size_t)sampler->desc.world_size;
@@ -22013,7 +22016,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *file) {
 /* --- JSON --- */
 
 typedef struct cddp__json {
-  const char *begin;
+  const char *begin;  /* for error texts */
   char *at, *end;     /* *end is a NUL */
   cddp_result result; /* the first error, after which nothing is read */
 } cddp__json;
@@ -22473,7 +22476,7 @@ enum { /* sets of keys: bit i is key i */
 typedef struct cddp__ckpt {
   cddp_group *g; /* NULL: none */
   const cddp_allocator *allocator;
-  const char *path; /* to desc: the caller's */
+  const char *path; /* the caller's, like the fields to desc */
   const cddp_param *params; /* [count] */
   int count;
   const cddp_checkpoint_desc *desc;
@@ -22487,7 +22490,7 @@ typedef struct cddp__ckpt {
   char *whole; /* partitioned: memory of the group for any one state, whole */
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   /* save: */
-  cddp__buffer header;
+  cddp__buffer header; /* N and the JSON */
   char temporary[4100]; /* PATH_MAX + ".tmp": see cddp__name_temporary */
   mode_t old_mode; /* st_mode of the file at path; 0: none exists */
   int fd; /* of the temporary file, locked; -1: none */
@@ -22602,7 +22605,7 @@ static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
       ckpt->fd = fd;
       return CDDP_OK;
     }
-    /* EWOULDBLOCK, ENOENT: between open and flock another process took the file for a left one */
+    /* EWOULDBLOCK, ENOENT: between open and flock another process took this file for an old one */
     error = errno;
     if (error != EWOULDBLOCK && error != ENOENT) {
       unlink(name);
@@ -22672,7 +22675,7 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
   return cddp__fail_in(r, "%s(\"%s\"): ", function, cddp__cut(path != NULL ? path : "NULL", 200).s);
 }
 
-/* Checks the caller's arguments. Sets device and partitioned. */
+/* Checks the caller's arguments. Sets has_device_memory and partitioned. */
 static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   const cddp_optim *optim = desc->optim;
@@ -22691,7 +22694,7 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
     const cddp_shape *s = desc->shapes != NULL ? &desc->shapes[i] : NULL;
     if (p->count > 0 && cddp__on_device(ckpt->g, p->data)) ckpt->has_device_memory = true;
     if (s == NULL || s->dims == 0 /* none given */) continue;
-    if (s->dims < -1 /* a scalar */ || s->dims > 8)
+    if (s->dims < -1 /* -1: a scalar */ || s->dims > 8)
       return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, s->dims);
     if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64 /* bits */, &elements, &bytes) ||
         elements != p->count)
@@ -22882,7 +22885,7 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   cddp_dtype filed = save ? dtype : (cddp_dtype)item->file_tensor->dtype; /* in the file */
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(filed), done, n;
   bool device = cddp__on_device(ckpt->g, item->data), direct = !device && filed == dtype;
-  size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size);
+  size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size); /* chunk */
   cddp_result r = CDDP_OK;
   if (!direct && ckpt->staging == NULL)
     ckpt->staging = (char *)cddp__malloc(ckpt->allocator, 2 * CDDP__FILE_STAGING);
@@ -23298,7 +23301,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
     }
   }
   for (k = 0; r == CDDP_OK && k < optim->count && !optim->backend->on_device; k++)
-    if (optim->steps[k] > 0) r = cddp__ensure_states(optim, k); /* partial: zero */
+    if (optim->steps[k] > 0) r = cddp__ensure_states(optim, k); /* adds missing ones, zeroed */
   return r == CDDP_OK ? cddp_optim_set_lr(optim, ckpt->lr) : r;
 }
 
@@ -23416,16 +23419,16 @@ typedef struct cddp__spawn_job {
   int start[2];           /* a pipe: a child begins when it has read a byte */
   bool elastic;           /* a child that fails is forked again */
   int restarts;           /* remaining number of restarts */
-  bool succeeded;         /* a child has returned 0 */
+  bool succeeded;         /* a child has returned 0. Elastic: no later failure counts */
   bool has_model;         /* elastic: a child has the model */
   bool again;             /* the first failure ends all children, and all are forked again */
-  char secret[64];        /* CDDP_JOB_SECRET */
+  char secret[64];        /* CDDP_JOB_SECRET, "PORT:SECRET" */
   char supervisor[64];    /* CDDP_SUPERVISOR: "NAME:TOKEN-", the rank follows; "": not elastic */
-  pid_t parent;
+  pid_t parent; /* this process: a child exits if it is dead */
   cddp__child *children; /* [n] in the memory of fds */
   int alive; /* not reaped yet */
   bool blind;                 /* no pidfd for some child: poll every 10 ms */
-  struct pollfd *fds;         /* [n] pidfds, -1: none; [n]: the socket of CDDP_SUPERVISOR */
+  struct pollfd *fds;         /* [n + 1] pidfds, -1: none; the last: CDDP_SUPERVISOR's socket */
   cddp_result result;         /* the first failure */
   char text[CDDP__ERROR_MAX]; /* its error text */
   bool by_signal;             /* a signal killed the child that failed first */
@@ -23511,7 +23514,7 @@ static void cddp__setenv_int(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* OpenMP and OpenBLAS, if the program is linked with them. A forked child would wait forever for
+/* OpenMP and OpenBLAS; NULL: not in the program. A forked child would wait forever for
    the threads of GNU's OpenMP, so the parent ends them before it forks (omp_pause_resource_all).
    Both libraries read OMP_NUM_THREADS when the program starts, so a child also sets the number of
    threads by a call. */
@@ -23588,10 +23591,10 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
 /* Reaps the children that have ended. Of several, one that a signal has killed counts as the first
    failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
-  bool none_before = job->next_signal == 0, known;
+  bool none_before = job->next_signal == 0, known; /* no failure in earlier calls */
   cddp__wait w;
   int i, status;
-  cddp__wait_begin(&w, 0.1);
+  cddp__wait_begin(&w, 0.1 /* s */);
   for (i = 0; i < job->n; i++) {
     cddp__child *child = &job->children[i];
     pid_t pid = child->pid, got;
@@ -23632,6 +23635,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
 }
 
 enum { CDDP__CHILD_STARTS, CDDP__CHILD_JOINS }; /* values of `bool joins` */
+/* i: the child's rank. */
 static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   pid_t pid = fork();
   if (pid < 0) return cddp__fail_errno("fork");
@@ -23663,13 +23667,13 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
     if (job->next_signal != 0 && cddp__now() >= job->deadline) {
       for (i = 0; i < job->n; i++)
         if (job->children[i].pid > 0) kill(job->children[i].pid, job->next_signal);
-      job->deadline = cddp__now() + (job->next_signal == SIGTERM ? CDDP__GRACE_S : 1);
+      job->deadline = cddp__now() + (job->next_signal == SIGTERM ? CDDP__GRACE_S : 1 /* s */);
       job->next_signal = SIGKILL;
     }
     ms = job->blind              ? 10
          : job->next_signal == 0 ? -1
                                  : cddp__poll_ms(job->deadline, CDDP__POLL_MAX_MS);
-    if (cddp__poll(job->fds, (size_t)job->n + job->elastic, ms) < 0 && errno != EINTR)
+    if (cddp__poll(job->fds, (size_t)job->n + job->elastic /* socket */, ms) < 0 && errno != EINTR)
       cddp__sleep(0.01); /* poll fails with more descriptors than ulimit -n */
     if (job->elastic) cddp__read_notices(job);
     cddp__reap_children(job);
@@ -23722,7 +23726,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   return r;
 }
 
-enum { CDDP__NOT_ELASTIC, CDDP__ELASTIC };
+enum { CDDP__NOT_ELASTIC, CDDP__ELASTIC }; /* of `bool elastic` */
 static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
                                int nprocs, bool elastic, int restarts) {
   cddp__spawn_job job;
@@ -23768,9 +23772,9 @@ typedef struct cddp__thread_rank {
   pthread_t thread;
   cddp_group *group;
   cddp__host *host; /* kept until all threads have ended: others can still read its memory */
-  int code;
+  int code; /* fn's result */
   bool returned;              /* false: fn called pthread_exit, or was cancelled */
-  cddp__atomic_u32 *first;    /* of all: 1 + the rank that failed first; 0: none */
+  cddp__atomic_u32 *first;    /* shared: 1 + the rank that failed first; 0: none */
   char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's error text */
 } cddp__thread_rank;
 
@@ -23804,7 +23808,7 @@ static void *cddp__thread_rank_main(void *p) {
   pthread_cleanup_push(cddp__thread_rank_end, thread);
   thread->code = thread->fn(thread->group, thread->arg);
   thread->returned = true;
-  pthread_cleanup_pop(1);
+  pthread_cleanup_pop(1 /* run it */);
   return NULL;
 }
 
@@ -23812,7 +23816,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   cddp__thread_rank *thread, *failed;
   char *block;
   cddp__atomic_u32 first = {0};
-  uint64_t job = cddp__record_job();
+  uint64_t job = cddp__record_job(); /* names flight records */
   double timeout_s;
   cddp_result r = cddp__discover_timeout(0 /* unset */, &timeout_s);
   int i, started = 0;
@@ -23820,7 +23824,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   CDDP__CHECK(n >= 1 && n <= CDDP__MAX_RANKS, "n is %d; it must be from 1 to %d", n,
               CDDP__MAX_RANKS);
   thread = (cddp__thread_rank *)calloc((size_t)n, sizeof *thread);
-  block = cddp__map_memory(-1 /* no file */, 0, cddp__block_bytes(n, n));
+  block = cddp__map_memory(-1 /* fd: private */, 0 /* base */, cddp__block_bytes(n, n));
   if (thread == NULL || block == NULL)
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
   for (i = 0; r == CDDP_OK && i < n; i++) {
@@ -23889,7 +23893,7 @@ CDDPDEF int cddp_launcher_rank(void) {
   cddp__config at;
   memset(&at, 0, sizeof at);
   if (cddp__env_int("CDDP_JOIN", 0, 1, &at.joins) != CDDP_OK || cddp__env_ranks(&at) != CDDP_OK)
-    return 0;
+    return 0; /* cddp_init explains the error */
   return at.launched ? at.rank : -1;
 }
 
@@ -23960,7 +23964,7 @@ CDDPDEF cddp_result (cddp_group_split)(cddp_group *g, int color, int key, cddp_g
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(g != NULL, "the group is NULL");
-  return cddp__split_group(g, color, key, 0 /* no list */, out);
+  return cddp__split_group(g, color, key, 0 /* check: no list */, out);
 }
 
 CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count, cddp_group **out) {
@@ -23984,6 +23988,7 @@ CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count,
                            out);
 }
 
+/* Sets the call site of this thread's next call. */
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line) {
   cddp__next_site.file = file;
   cddp__next_site.line = line;
@@ -24002,7 +24007,7 @@ CDDPDEF void cddp_destroy(cddp_group *g) {
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
 CDDPDEF int cddp_world_size(const cddp_group *g) {
-  if (g == NULL) return -1; /* joined: the job's initial size */
+  if (g == NULL) return -1; /* cddp_init's (id 0), joined: the job's initial size */
   return g->host->joined && g->id == 0 ? (int)g->host->job_info->table.info.world_size : g->size;
 }
 CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->local_rank : -1; }
@@ -24036,7 +24041,7 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
 
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
   if (g == NULL || !g->backend->on_device) return;
-  cddp__follow_stream(g, stream);
+  cddp__follow_stream(g, stream); /* it waits for the old one */
   g->stream = stream;
 }
 
@@ -24330,6 +24335,7 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
   return sparse != NULL ? sparse->mean.n : 0;
 }
 
+/* optim NULL: gradients only. */
 static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, cddp_optim *optim) {
   cddp_result r = d->no_sync ? CDDP_OK : d->memory->enter(d);
   if (r != CDDP_UNSUPPORTED) /* else nothing has begun */
@@ -24484,6 +24490,7 @@ static cddp_result cddp__optim_create(
   return r;
 }
 
+/* Copies the fields that both descs have. */
 #define CDDP__COPY_SETTINGS(d, desc) \
   do { \
     memset(&d, 0, sizeof d); \
@@ -24504,8 +24511,8 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int co
   d.momentum = desc->momentum;
   d.dampening = desc->dampening;
   d.nesterov = desc->nesterov;
-  return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, d.momentum != 0, params, count,
-                                                  &d));
+  return cddp__named(__func__, cddp__optim_create(
+      out, &cddp__sgd, d.momentum != 0 /* states */, params, count, &d));
 }
 
 CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
@@ -24519,8 +24526,8 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
   d.beta2 = desc->beta2 == 0 ? 0.999 : desc->beta2;
   d.eps = desc->eps == 0 ? 1e-8 : desc->eps;
   d.amsgrad = desc->amsgrad;
-  return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, desc->amsgrad ? 3 : 2, params,
-                                                  count, &d));
+  return cddp__named(__func__, cddp__optim_create(
+      out, &cddp__adamw, desc->amsgrad ? 3 : 2 /* states */, params, count, &d));
 }
 #undef CDDP__COPY_SETTINGS
 
@@ -24662,7 +24669,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
 #define CDDP__DEVICE_ROOMS /* the file's rooms for GPUs, without its kernels */
 #include "cddp_kernels.cuh"
 #undef CDDP__DEVICE_ROOMS
-#else
+#else /* no memory is on a device */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
   return (void)g, (void)desc, cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
 }
