@@ -1844,7 +1844,7 @@ typedef struct cddp__slot {
 /* TAKEN: by a rank. LEFT: by cddp_destroy. DEAD: its thread failed, or it called MPI_Finalize. */
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
-/* A failure that does not break the group, or not yet. Shared if in a control block. Written once,
+/* Why a model, a rendezvous, a peer or a group failed. Shared if in a control block. Written once,
    by the first thread that knows it. */
 typedef struct cddp__cause {
   cddp__atomic_u32 state; /* 0: none; 1: being written; 2 + a cddp_result: `text` is valid */
@@ -6519,11 +6519,11 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 
 enum cddp__extent_use {
   CDDP__EXTENT_FREE,
-  CDDP__EXTENT_USER,       /* peers can write to it: cddp_alloc, gradients, scratch; quarantined */
+  CDDP__EXTENT_OPEN,       /* peers can write to it: cddp_alloc, gradients, scratch; quarantined */
   CDDP__EXTENT_BUFFER,     /* cddp's buffers that peers only read */
   CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
   CDDP__EXTENT_BLOCK_LAZY, /* as BLOCK, of elastic models. From here on: not in core dumps */
-  CDDP__EXTENT_LAZY        /* as USER: means of gradients, an optimizer's states */
+  CDDP__EXTENT_LAZY        /* as OPEN: means of gradients, an optimizer's states */
 };
 
 typedef struct cddp__extent {
@@ -6967,7 +6967,7 @@ static void cddp__arena_quarantine(cddp__host *host) {
   size_t at = 0;
   pthread_mutex_lock(&host->lock);
   while (host->arena.fd >= 0 && (extent = cddp__next_extent(host, extent, &at)) != NULL)
-    if (extent->use == CDDP__EXTENT_USER || extent->use == CDDP__EXTENT_LAZY)
+    if (extent->use == CDDP__EXTENT_OPEN || extent->use == CDDP__EXTENT_LAZY)
       extent->quarantined = true;
   pthread_mutex_unlock(&host->lock);
 }
@@ -7287,7 +7287,7 @@ static void cddp__host_free(cddp__host *host) {
   cddp__free(&allocator, host);
 }
 
-/* A host that shares nothing yet: this rank is number `index` of `size`. NULL: out of memory. */
+/* A host alone. size, index: the job's; the rendezvous sets this host's. NULL: out of memory. */
 static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp_logger *logger,
                                      int size, int index) {
   cddp__host *host = (cddp__host *)cddp__calloc(allocator, 1, sizeof *host);
@@ -9022,8 +9022,8 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
 /* Breaks the group over the loss of a rank.
      doing   the operation that this rank was in; NULL: the round in which it waited for that rank
    A rank that left, or that is on another host, can have ended because of a third rank: a notice is
-   preferred as the cause, and the text also names a process that has died. own: this rank lacked
-   memory for a message; an elastic model instead continues without the peer. */
+   preferred as the cause, and the text also names a process that has died. own: the link
+   ended as this rank lacked memory; an elastic model goes on without the peer. */
 static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
   bool own = !g->elastic && g->host_index[rank] < 0 && g->hosts->peers[rank].error == ENOMEM;
@@ -9157,7 +9157,7 @@ static bool cddp__works_visible(cddp__host *host) {
   return all;
 }
 
-/* Publishes that this thread waits in g, in the operation `where`; NULL: in the group's round.
+/* Publishes that this thread waits in g, for a message (`where`); NULL: in the group's round.
    Returns false if another thread's wait is published, or if this rank can continue in another
    thread. An engine's thread publishes only while its caller waits for the engine. */
 static bool cddp__publish_wait(cddp_group *g, const char *where) {
@@ -9169,7 +9169,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
   if (!cddp__works_visible(g->host) || !cddp__compare_swap32(&g->host->wait_shown, 0, 1))
     return false;
-  if (where == NULL) { /* during a message's wait, the engine's thread can change g->round */
+  if (where == NULL) { /* not for a message: the engine's thread could change g->round */
     const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
     call = cddp__describe_call(header->call, header->count, header->root);
     if (cddp__this_site.function != NULL) call = cddp__textf("%s", cddp__this_site.function);
@@ -9468,7 +9468,7 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
     r = cddp__wait_tick(g, &w);
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) r = cddp__check_wait(g, &published);
     if (r == CDDP_OK && w.late && cddp__load32(word) != want)
-      r = cddp__break_late(g, -1 /* late: none */);
+      r = cddp__break_late(g, -1 /* no rank is known to be late */);
     if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, seen);
   }
   if (published) cddp__clear_wait(g, r != CDDP_OK);
@@ -9631,8 +9631,8 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   CDDP__POINT("announced");
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
     g->hosts->local_only = !all;
-    if (all && cddp__has_cause(&g->hosts->net->loss)) /* handled, as this rank continues */
-      cddp__store32(&g->hosts->net->loss.state, 1); /* no cause from now on */
+    if (all && cddp__has_cause(&g->hosts->net->loss)) /* survived: notices must omit it */
+      cddp__store32(&g->hosts->net->loss.state, 1); /* 1: no text, and no later loss either */
     if (all && (r = cddp__hosts_exchange(g)) != CDDP_OK) return r;
   }
   if (g->oversubscribed) {
@@ -10658,7 +10658,7 @@ static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, in
 
 /* The address at which other hosts reach this host. With CDDP_IFNAME: the first address of that
    interface, of the connection's family if it has one. Otherwise: the near end of connection fd,
-   which the system has chosen by route: loopback if the other end is here, or fd is -1. */
+   chosen by the system's routes; loopback if fd is -1 or a Unix socket. */
 static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
   cddp__address list[CDDP__ADDRESSES_MAX];
@@ -11870,7 +11870,7 @@ static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   return few;
 }
 
-/* Sends TABLE and, on a Unix socket, the memory. */
+/* Posts TABLE and, on a Unix socket, the memory; a failure ends c. */
 static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   cddp__join_table *table = &host->job_info->table;
   table->info.fp_mode = cddp__fp_mode();
@@ -13233,7 +13233,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
     ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, received);
   f.in_scratch = ref.kind == CDDP__REF_NONE;
   if (f.in_scratch && *scratch == NULL) {
-    *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH_HALF, CDDP__EXTENT_USER);
+    *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH_HALF, CDDP__EXTENT_OPEN);
     if (*scratch != NULL)
       cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH_HALF);
   }
@@ -13452,7 +13452,7 @@ static int cddp__grow_sends(cddp_group *g) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are already in flight: receive some first", count);
     return -1;
   }
-  if ((p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_USER)) == NULL) return -1;
+  if ((p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_OPEN)) == NULL) return -1;
   g->p2p.sends[block] = (cddp__send_request *)p;
   g->p2p.send_blocks++;
   cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, p, bytes);
@@ -13555,7 +13555,7 @@ static cddp_result cddp__check_peer(const cddp_work *work) {
 /* Posts a send to a rank of this host. Sets work->send if the buffer stays in use.
      fits    receives cddp__sends_fit
    If the message is a copy, no wait checks the receiver: fails if it has exited without taking it.
-   (This check follows the post: a receiver marks a message that it takes before it exits.) */
+   (Checked after the post, as a receiver marks what it takes, and only then exits.) */
 static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   cddp_group *g = work->group;
   const cddp__call *call = &work->call;
@@ -15364,7 +15364,7 @@ static cddp_result cddp__cpu_synchronize(cddp_group *g) {
 }
 
 static void *cddp__cpu_alloc(cddp_group *g, size_t bytes) {
-  return cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_USER);
+  return cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_OPEN);
 }
 
 static void cddp__cpu_free(const cddp_group *g, void *p) { cddp__arena_free(g->host, p); }
@@ -16170,7 +16170,7 @@ typedef struct cddp__algorithm {
                 size_t n);
 } cddp__algorithm;
 
-static const char *const cddp__setting_names[] = { /* of the numbers in cddp__optim_desc */
+static const char *const cddp__setting_names[] = { /* as in cddp__optim_desc, for errors */
     "learning rate (lr)", "sharing of states (cddp_load on one rank alone ends it)",
     "the algorithm (0: SGD, 1: AdamW)", "momentum", "dampening", "beta1", "beta2", "eps",
     "nesterov", "maximize", "amsgrad", "master_weights", "sharded_states"};
@@ -17744,7 +17744,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp_result r = CDDP_OK;
   if (cddp__dtype_size(b->dtype) <= 2) return (backend->start)(b->group, &c, NULL /* no handle */);
   if (backend->scratch != NULL) r = (backend->scratch)(b->group, 2 * b->count, &copy);
-  else copy = cddp__arena_alloc(b->group->host, 2 * b->count, CDDP__EXTENT_USER);
+  else copy = cddp__arena_alloc(b->group->host, 2 * b->count, CDDP__EXTENT_OPEN);
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
@@ -17839,7 +17839,7 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
    Entry points: cddp__share_states, _gather_shared, _copy_shared and _end_sharing; cddp__state_at,
    cddp__copy_states; cddp__partition_states, _gather_state.
    SHARED: from the first cddp_ddp_step on the ranks of a host have one copy, in the order of the
-   model. cddp_ddp_wait makes them whole again on each rank, for cddp_optim_step.
+   model. cddp_ddp_wait copies them all back to each rank, for cddp_optim_step.
    PARTITIONED (sharded_states, with several hosts or GPUs): each rank has the states of its part
    alone, in private memory. */
 
@@ -18430,7 +18430,7 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
   size_t bytes = d->layout.arena_bytes;
   d->arena = (char *)cddp__arena_alloc( /* elastic: peers only read */
-      d->group->host, bytes, d->desc.elastic ? CDDP__EXTENT_BUFFER : CDDP__EXTENT_USER);
+      d->group->host, bytes, d->desc.elastic ? CDDP__EXTENT_BUFFER : CDDP__EXTENT_OPEN);
   if (d->arena != NULL) return CDDP_OK;
   return cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", bytes);
 }
@@ -18439,7 +18439,8 @@ static cddp_result cddp__host_alloc(cddp_ddp *d) {
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
   if (d->scratch.bytes < bytes) {
     cddp__arena_free(d->group->host, d->scratch.memory);
-    d->scratch.memory = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__EXTENT_USER);
+    d->scratch.memory = /* peers write to it */
+        (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__EXTENT_OPEN);
     d->scratch.bytes = d->scratch.memory != NULL ? bytes : 0;
   }
   *out = d->scratch.memory;
@@ -19228,10 +19229,10 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info 
 /* Collective: every rank's error names the first rank that differs from rank 0. */
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  uint64_t count = (uint64_t)d->count;
+  uint64_t count = (uint64_t)d->count; /* then rank 0's */
   cddp__model_info mine, *theirs; /* rank 0's: settings, parameters */
   cddp_result r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
-                              d->meets /* count: must agree */, &count, sizeof count);
+                              d->meets /* must agree */, &count, sizeof count);
   int i;
   if (r != CDDP_OK) return r;
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
@@ -19786,7 +19787,8 @@ static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connecti
   return true;
 }
 
-/* Notes a cut. Returns whether to connect again, at cut->retry_at; false: the member is lost. */
+/* Notes a cut (first: of that life). Returns whether to connect again, at cut->retry_at; false: the
+   member is lost. */
 static bool cddp__retries_member(cddp__meeting *m, int member) {
   cddp__link_cuts *cut = &m->cuts[member];
   double now = cddp__now();
@@ -20578,8 +20580,8 @@ static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__group_leave(g);
 }
 
-/* Breaks this process's groups that contain the lost process with this window, such as the group of
-   cddp_init, so that their calls no longer read its memory. */
+/* Breaks this process's groups, such as that of cddp_init, with the lost process of this window, so
+   that no call reads its memory and it can be freed. */
 static void cddp__break_groups_of(cddp__host *host, int window) {
   char saved_text[CDDP__ERROR_MAX];
   cddp_group *g;
@@ -20968,7 +20970,7 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   *out = message;
   if (message == NULL) return CDDP_OUT_OF_MEMORY;
   message->head.size = bytes;
-  report = cddp__rank_report_at(d, message, 0);
+  report = cddp__rank_report_at(d, message, 0 /* the only one */);
   counts = (float *)(report + 1);
   sums = cddp__report_sums(d, report);
   report->reductions = elastic->reductions;
@@ -21248,7 +21250,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   int i;
   CDDP_ASSERT(!receives || states == NULL);
   if ((sends || receives) && bytes > 0 && states == NULL) {
-    states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_USER); /* peers write to it */
+    states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_OPEN); /* peers write to it */
     if (states == NULL) return CDDP_OUT_OF_MEMORY;
     if (sends)
       r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, CDDP__TO_SHARED);
@@ -21661,7 +21663,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
 
 static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *host = d->group->host;
-  size_t n = (size_t)d->shards.count;
+  size_t n = (size_t)d->shards.count; /* the most members */
   cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
       &host->allocator, 1,
       sizeof *elastic + n * (3 * sizeof(void *) + sizeof *elastic->member_of_rank));
@@ -24454,7 +24456,7 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
 
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
   if (d == NULL) return;
-  cddp__elastic_free(d);
+  cddp__elastic_free(d); /* if it is elastic */
   cddp__ddp_free(d);
   cddp__await_nccl_threads(); /* if its group has been destroyed */
 }
@@ -24533,7 +24535,7 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 
 /* --- the store --- */
 
-/* answer: the caller's pointer for the answer, not NULL; &q: the command has none. */
+/* Refuses NULLs. answer: the caller's pointer for it; any other if there is none. */
 static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
                                        const void *answer) {
   const char *null = store == NULL ? "the store is NULL"

@@ -2473,7 +2473,7 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
   if (r != CDDP_OK || call->count == 0) return r;
   cddp__call_bytes(g, call, &sends, &recvs);
   second = cddp__in_one_buffer(call) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
-  stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__EXTENT_USER);
+  stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__EXTENT_OPEN);
   if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__stream_after(device, device->side, stream);
   if (r == CDDP_OK && call->kind != CDDP__KIND_RECV && cddp__sends(call, g->rank))
