@@ -65,7 +65,7 @@
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
      bucket       gradients that are reduced together; a hook is your function that reduces one
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    elements of a parameter that one rank (CPUs: one of each host) updates
+     partition    elements of a parameter updated by one rank (CPUs: one rank per host)
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -182,11 +182,11 @@ extern "C" {
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
-   made the call, and none was lost, timed out, or lacked even a few bytes of memory. If
-   cddp_ddp_ready, _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the model
-   is broken: its collective calls fail on all ranks (in elastic models: on this rank).
-   (CDDP_UNSUPPORTED, or a _step while no_sync is on, leaves it usable.) The group
-   itself breaks only with NCCL, or if a rank was lost. Groups of elastic jobs: see the fine print.
+   made the call, and none was lost, timed out, or had no memory left at all. If cddp_ddp_ready,
+   _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the model is broken: its
+   collective calls fail on all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, or a
+   _step while no_sync is on, leaves it usable.) The group breaks too if it uses NCCL, or if a rank
+   was lost. Groups of elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -268,7 +268,7 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
      cddp_destroy(half);
      cddp_destroy(g);
 
-   Call the collectives of a group from one thread at a time; another can train the group's model.
+   Call a group's collectives from one thread at a time; meanwhile another may train its model.
    Fine print: threads. */
 
 /* Your functions for memory and logging, called on any thread. NULL means malloc and free, and no
@@ -454,8 +454,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Buckets are reduced during the backward pass, or after it: in elastic models, with more shards
-   than ranks, and on one host without GPUs in the step after a cddp_ddp_step.
+   Buckets are reduced during the backward pass; after it in elastic models, with more shards than
+   ranks, and on one CPU host if the last step was a cddp_ddp_step.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -512,9 +512,9 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
-  bool find_unused_parameters; /* without cddp_ddp_ready a gradient counts as zero on this rank; one
-                                  that is ready on no rank: the parameter is skipped if the
-                                  optimizer's desc.ddp is set, else this rank's grad is applied */
+  bool find_unused_parameters; /* a gradient not ready on this rank counts as zero in the mean; one
+                                  not ready on any rank is not averaged: the optimizer skips it
+                                  if its desc.ddp is set, else applies each rank's own grad */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -613,8 +613,8 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 /* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an embedding:
    adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width = count /
    sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
-   cddp_ddp_ready follows as for other parameters. Each step begins without rows; but a
-   cddp_ddp_wait keeps the rows of a parameter that no rank had ready.
+   cddp_ddp_ready follows as for other parameters. A step's end drops the rows, but cddp_ddp_wait
+   keeps those of a parameter that no rank had ready.
 
    Only these rows are sent; the mean has the bits that a whole gradient would give. grad stays
    NULL. Any thread, but one at a time for a parameter. cddp's only optimizer for it is SGD without
@@ -743,8 +743,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. It can also follow steps by cddp_ddp_step: the
-   cddp_ddp_wait before it copies the host's shared states to each rank. */
+/* Updates all data by grad. Local. Later steps may use it after steps by
+   cddp_ddp_step: their cddp_ddp_wait copies the host's states to each rank. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -867,7 +867,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
        TRY(cddp_ddp_step(ddp, optim));
      }
 
-   Ranks can fail, down to the last one, and new ranks can join while training continues. When a
+   All ranks but one can fail, and new ranks can join while training continues. When a
    process dies, the other ranks compute its shards and finish the step. The weights are the same,
    bit for bit, as in a run without failures. The data of a step and the learning rate must depend
    on t and the shard alone. Set the rate before the first cddp_ddp_next_shard of a step. A
@@ -1020,7 +1020,7 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
    forked again. Both count as restarts. After max_restarts the others continue without the rank,
-   or, without a model, it fails like cddp_spawn. Once a rank has returned 0 no rank is forked
+   or, without a model, the call fails like cddp_spawn. Once a rank has returned 0 no rank is forked
    again, and the result is CDDP_OK. If all ranks that have the model die, the result is
    CDDP_PEER_LOST, which names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
@@ -1127,7 +1127,7 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size get the key's value after the call, or `expected` if it has none. *swapped:
+   and *size get the key's value after the call; absent key: `expected`. *swapped:
    whether that value equals desired, even if another process stored it; so in an election no two
    processes may pass the same desired. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but
    the call has been made, and *swapped and *size are set. */
@@ -1159,8 +1159,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
    on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s after the
-   failure, it can later write to memory of the call that cddp has allocated. Free such memory (cddp
-   does not reuse it), and create anew the models that used it.
+   failure, it can later write to the call's buffers from cddp_alloc. Free those buffers (cddp does
+   not reuse them), and create anew the models that used it.
 
    STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or as its only machine is
    suspended). If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine
@@ -1243,7 +1243,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
    no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out. A
-   thread that has made no call yet is not counted: let it call cddp_synchronize at its start.
+   thread counts from its first call: start it by cddp_synchronize, else two threads can seem to
+   be in a deadlock.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
    without a handle to a rank of this host blocks while 128 messages, or 256 MiB of copies, from
