@@ -16991,7 +16991,7 @@ static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
 }
 
-/* Each rank of the host, on GPUs of the group, updates one of equal parts of the model. No piece
+/* Each rank of the host, on GPUs of the group, updates one of equal parts of the model. No block
    (cddp__count_norm_blocks) is in two parts. */
 static int cddp__part_count(const cddp_ddp *d) {
   return d->group->backend->on_device ? d->group->size : d->group->local_size;
@@ -17002,8 +17002,8 @@ static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *en
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
 }
 
-/* Number of pieces in a range of the model, cut at multiples of CDDP__BLOCK_BYTES. Squares are
-   summed by piece, so that a norm depends on the model alone and not on the parts. */
+/* Number of norm blocks in a range of the model, cut at multiples of CDDP__BLOCK_BYTES. Squares are
+   summed by block, so that a norm depends on the model alone and not on the parts. */
 static size_t cddp__count_norm_blocks(size_t begin, size_t end) {
   if (begin >= end) return 0;
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
@@ -18047,7 +18047,7 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
         (cddp__fuse_loop).
      2. Weights in private memory reach the other ranks through the gradients' memory.
      3. max_grad_norm adds a pass before this one: the mean of the rank's part into its gradients,
-        and the sums of squares of the part's pieces behind its arena. After a round every rank adds
+        and the sums of squares of the part's norm blocks behind its arena. After a round every rank adds
         the sums of all parts, in one order.
      4. cddp_ddp_reduce_scatter is the pass for the means alone. cddp_ddp_all_gather does what
         follows the update of a block.
@@ -18068,7 +18068,7 @@ typedef struct cddp__pass {
   bool alone;        /* the optimizer's states are this rank's alone, and so are new weights */
 } cddp__pass;
 
-/* Sets this rank's sums of squares of the pieces in [begin, end) of the model, all of parameter i.
+/* Sets this rank's sums of squares of the norm blocks in [begin, end) of the model, all of parameter i.
    grad: its mean gradient from `begin` on. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *tensor = &d->tensors[i];
@@ -18273,7 +18273,7 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
     }
     if (steps && pass->fuses) cddp__fuse_loop(pass, i, &u);
     for (; at < high && !(steps && pass->fuses); at += n * esize) {
-      /* Ends at a multiple of block: cddp__add_squares sums whole pieces. */
+      /* Ends at a multiple of block: cddp__add_squares sums whole norm blocks. */
       n = cddp__min(block - at % block, high - at) / esize;
       if (steps) cddp__fuse_block(pass, i, &u, at, n);
       else cddp__keep_mean(pass, i, at, n);
@@ -19116,10 +19116,10 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
                 "parameter \"%s\" is ready; end the step that it belongs to first",
                 cddp__param_name(d->params, i).s);
   CDDP__TRY(cddp__check_cause(&d->failure));
+  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r;
   d->shards.taken = 0; /* cddp_ddp_next_shard can have begun one, for which no data was left */
   d->shards.current = -1;
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
-  r = d->memory->enter(d);
   if (r == CDDP_OK) r = cddp__end_update(d, NULL, CDDP__NOT_CLEARED);
   d->uneven.absent = CDDP__ABSENT_SINCE_NOW;
   while (r == CDDP_OK) {
@@ -24734,7 +24734,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
      New      examples/torch: PyTorch programs on CPUs use cddp as their engine. Example local_sgd.
               examples/ports.md: what it took to make five foreign trainers data parallel.
               The manual begins with its terms, and says what each result leaves usable.
-     Changed  RANK of a joining process is below 4,096. Any number of processes can join.
+     Changed  RANK of a joining process is below 4,096. Any number of processes can join. They get
+              the buffers, too.
               A group of cddp_init that has a lost rank returns CDDP_PEER_LOST on its host.
               cddp_wait_for returns CDDP_ABORTED if the group itself times out.
               Handles of cddp_ddp_group can be waited for in a later step.
@@ -24748,17 +24749,18 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Sends to one rank are not held up by messages to others.
      Mended. Wrong weights or states, without an error
               One rank with 2 MiB of weights from cddp_alloc: the model's creation changed them.
-              A joined rank had no gradients in a model that was not elastic, and no states or
-              buffers in some orders of creation.
+              A joined rank had no gradients in a model that was not elastic, and no states in some
+              orders of creation.
               A process that had joined in the same step could give a mean that it never had.
               A split of the network while processes joined: both halves could train on.
               A rank that had failed alone, or was stopped, wrote to freed memory of the others.
               A model created anew after a failure on one rank: the states differed.
-              An optimizer kept while a parameter's count or dtype changed left its states.
+              An optimizer kept while a parameter's count or dtype changed wrote beyond its states.
               cddp_save after a partial cddp_load left out states, or crashed. The end of an epoch
               with drop_last was loaded as the middle of one.
               cddp_ddp_grad_norm returned an older step's norm after a step without a clip.
-              GPUs: a rank lost just after cddp_ddp_create left others their own first weights.
+              GPUs, elastic: a rank lost just after cddp_ddp_create could leave others their own
+              first weights.
               Sums of f16 rounded tiny values in the thread's rounding mode.
      Mended. Jobs that ended, crashed or could not start
               RANK=0 WORLD_SIZE=1 exported under mpirun or srun: each process was a job of its own.
@@ -24768,29 +24770,32 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               whose server's name means that was not reached from other hosts.
               Long unix:// names and CDDP_HOST_IDs were cut, and could mean the same.
               Elastic: a process on a new host could not join when all first ranks had been
-              replaced, with shards = 0, before the model of one rank existed, behind a round trip
-              of 0.1 s, beside silent strangers, or many at a time.
-              Elastic on two hosts: a rank that destroyed its model ended the job. Lack of memory or
-              descriptors in one rank ended others. cddp_group_split on a thread crashed when a rank
-              was lost. A handle that outlived its group was used after it had been freed.
+              replaced, with shards = 0, a job of one rank before its model existed, behind a round
+              trip of 0.1 s, beside silent strangers, or many at a time.
+              Elastic: a rank that destroyed its model ended a job on two hosts. Lack of memory or
+              descriptors in one rank could end others on its host. cddp_group_split on a thread
+              crashed when a rank was lost. A handle that outlived its group was used after it had
+              been freed. A connection that was lost without a rank was never replaced.
               cddprun --elastic, cddp_spawn_elastic: a rank that died before the model existed.
               A damaged rank table crashed its receiver. cddp_run_threads with one thread unmapped
               memory of the program. GPUs: a model without parameters.
      Mended. Waits until timeout_s, or longer
               One wrong rank (its number twice, another WORLD_SIZE), or one without memory for a
-              connection, in cddp_init. A peer that sent without a pause held a rank beyond it.
+              connection, in cddp_init. A suspended rank 0 could return CDDP_OK when all had failed.
+              A peer that sent without a pause held a rank beyond timeout_s.
               A failed send after a loss (ENOBUFS). A leader that one rank alone counted as lost.
               cddp_test of a message of a lost peer. 130 finished sends with handles.
               A thread of cddp_run_threads that returned without destroying its groups.
               A zombie, for ranks without /proc or descriptors. Backend MPI: a rank that called
               exit(); the call after an all_to_all_v with nothing for a rank.
               A store's operation behind another thread's. cddp_alloc under a fast timer.
-              A rank lost on another host delayed a step by 0.1 s.
-              GPUs: a receive from a rank that has left; a failed copy, or CUDA failing on one rank.
+              GPUs: a receive from a rank that has left; a failed copy in cddp_save; CUDA failing on
+              one rank in a collective. A rank lost on another host delayed its step, by 0.1 s.
      Mended. Memory and descriptors
               Each joined process cost the others descriptors. A second model, and split groups
               beside it, kept the memory of each lost process. A core dump of an elastic rank
               allocated memory that it had freed. A waiting joining process uses less time.
+              GPUs, elastic, after a loss: grad_norm, _add_rows and missing shards failed.
      Mended. Texts and tools
               Texts name the step, the call's line, no_sync, a slow disk, a killed rank (not a
               blocked port), a rank without its flight recorder. They end at a whole character.

@@ -56,7 +56,8 @@
    model, the optimizer and the group: graphs use their memory.
 
    In a captured step all gradients must be ready, also with find_unused_parameters. AdamW, elastic
-   models, sparse_rows and uneven_inputs are CDDP_UNSUPPORTED (AdamW: and the model is broken).
+   models, sparse_rows, uneven_inputs and backend "cpu" are CDDP_UNSUPPORTED (AdamW: and the model
+   is broken).
    cddp_ddp_steps counts the captured step, but no launch of its graph: count launches yourself.
 
    ORDER. Call the operations of all groups of a GPU from one thread at a time, in the same order on

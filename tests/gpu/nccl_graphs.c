@@ -180,6 +180,8 @@ static int refused_capture(cddp_group *g, void *arg) {
       if (!o->late) refused_gradients(g, o, d, p, CDDP_UNSUPPORTED);
       CHECK_IS(cddp_ddp_step(d, optim), CDDP_UNSUPPORTED);
       CHECK(strstr(cddp_error(), "cannot be captured") != NULL);
+      if (o->kind == REFUSED_UNEVEN && !o->late)
+        CHECK_IS(cddp_ddp_join(d, optim), CDDP_UNSUPPORTED);
       CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
       if (graph != NULL) cudaGraphDestroy(graph);
       if (!o->late) refused_gradients(g, o, d, p, CDDP_OK);
