@@ -438,8 +438,9 @@ CDDPDEF cddp_result cddp_wait(cddp_work *w);
    cddp_wait, cddp_wait_for or cddp_cancel must follow. Like work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Ends a cddp_recv before its message arrives, and frees w. A later recv gets the message. Never
-   blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective
-   or an operation of NCCL. No thread may be waiting for w. Like MPI_Cancel. */
+   blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective,
+   an operation of NCCL, or one of an elastic group that has been replaced. No thread may be waiting
+   for w. Like MPI_Cancel. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
 /* *done = whether the operation has ended, with or without success. cddp_wait must follow. Does not
    block (with NCCL, in the first message between two ranks, it can). */
@@ -904,10 +905,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
    models: there it has the model's living ranks, belongs to d, and changes when ranks are lost or
-   join. Ask for it anew in each step that uses it, at the same place on all ranks; a handle can be
-   waited for in a later step. Its rank 0 can be any process. If one of its ranks is lost, its calls
-   return CDDP_PEER_LOST (the one during the loss can succeed on some ranks), and training
-   continues; ask again in the next step. NULL, with a cddp_error, if the model has failed.
+   join. Ask for it anew in each step that uses it, at the same place on all ranks. Its rank 0 can
+   be any process. If one of its ranks is lost, its calls return CDDP_PEER_LOST (the one during the
+   loss can succeed on some ranks), and training continues; ask again in the next step. A handle can
+   be waited for in a later step, but not while cddp_ddp_next_shard runs: CDDP_PEER_LOST if it had
+   not ended when ranks were lost or joined. NULL, with a cddp_error, if the model has failed.
    Local. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
@@ -5515,15 +5517,15 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
 
 /* CDDP_TIMEOUT: another thread's operation has not ended by the deadline. */
 static cddp_result cddp__store_lock(cddp_store *store, double deadline) {
-  double pause = 1e-5;
-  while (pthread_mutex_trylock(&store->lock) != 0) {
+  struct timespec t = {0, 0}; /* the first try does not wait */
+  while (pthread_mutex_timedlock(&store->lock, &t) != 0) {
     if (cddp__now() >= deadline)
       return cddp__fail(CDDP_TIMEOUT,
                         "store at %s: timed out: another thread waits in an operation of this "
                         "store; create one store for each thread that waits for keys",
                         store->name);
-    cddp__sleep(pause);
-    if (pause < 0.005) pause *= 2;
+    /* Its clock can be set: short waits. Polling instead would starve behind a busy thread. */
+    t = cddp__timespec(1e-9 * (double)cddp__nanoseconds(CLOCK_REALTIME) + 0.02);
   }
   return CDDP_OK;
 }
@@ -10411,7 +10413,7 @@ static void cddp__job_info_free(cddp__host *host) {
 }
 
 /* The name of a rank's socket on its host. purpose: "" for the one that it holds while its group
-   lives, "join-" for the one to which joining processes connect. */
+   lives ("alone-" in a job of one rank), "join-" for the one to which joining processes connect. */
 static cddp__address cddp__rank_socket(const cddp__job_info *job, const char *purpose, int rank) {
   cddp__address a;
   cddp__unix_name(&a, cddp__textf("%s-%s%d", job->node_name, purpose, rank).s);
@@ -10497,10 +10499,10 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   return CDDP_OK; /* not bound: only this check is lost */
 }
 
-/* A job of one rank holds its name too: it shows joining processes that the job lives, before its
-   model exists. It does not listen, so another job can start at the endpoint. */
+/* A job of one rank holds a name too: it shows joining processes that the job lives, before its
+   model exists. It differs from those of other jobs, which can start at the endpoint. */
 static void cddp__hold_name(cddp__job_info *job) {
-  cddp__address a = cddp__rank_socket(job, "", (int)job->table.info.rank);
+  cddp__address a = cddp__rank_socket(job, "alone-", (int)job->table.info.rank);
   job->rank_claim_fd = cddp__socket(AF_UNIX);
   (void)!bind(job->rank_claim_fd, &a.any, a.size); /* fails in a second such job */
 }
@@ -12039,7 +12041,7 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
   double now = cddp__now();
   int rank, fd;
   for (rank = 0; rank < (int)own->world_size && !alive && !has_model; rank++) {
-    cddp__address a = cddp__rank_socket(job, "", rank);
+    cddp__address a = cddp__rank_socket(job, own->world_size > 1 ? "" : "alone-", rank);
     if (rank == (int)own->rank) continue;
     alive = cddp__listen_address(&a, &fd) == EADDRINUSE; /* a process holds the name */
     cddp__close_fd(&fd);
@@ -14586,6 +14588,8 @@ static bool cddp__work_outlived(const cddp_work *work) {
 static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
   bool outlived = cddp__work_outlived(work);
+  if (outlived && work->run == NULL && work->done && work->result == CDDP_OK)
+    return cddp__end_recv(work, CDDP_OK); /* its message had arrived */
   if (outlived && work->run == NULL)
     return cddp__fail(CDDP_PEER_LOST,
                       "the group of this message has been replaced, as ranks changed");

@@ -2453,7 +2453,7 @@ static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
   if (r == CDDP_OK && work->call.kind != CDDP__KIND_SEND &&
       cddp__is_written(&work->call, g->rank)) {
     r = cddp__transfer(g, work->context, work->call.recv, received);
-    if (r != CDDP_OK) r = cddp__break_waiting(g, r);
+    if (r != CDDP_OK && cddp__load32(&g->left) == 0) r = cddp__break_waiting(g, r);
   }
   cddp__arena_free(g->host, work->stage);
   work->context = work->stage = NULL;
@@ -2685,7 +2685,9 @@ static bool cddp__device_done(cddp_work *work) {
   if (cddp__use_device(device->index) != CDDP_OK) return true;
   if (cddp__capturing(cddp__main_stream(work->group))) return false; /* a query would end that */
   if (cddp__is_message(&work->call)) (void)cddp__issue_messages(device, work);
-  if (work->event == NULL || cddp__is_broken(work->group)) return true;
+  if (work->event == NULL || cddp__load32(&work->group->left) != 0 || /* replaced: no block */
+      cddp__is_broken(work->group))
+    return true;
   mode = cddp__relax_capture();
   e = cudaEventQuery((cudaEvent_t)work->event);
   cddp__restore_capture(mode);
@@ -2710,7 +2712,11 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
     if (!cddp__wait_pause(&w)) return cddp__fail_unfinished(work, limit);
   r = cddp__use_device(device->index); /* the default stream is the current device's */
   if (cddp__is_message(&work->call)) (void)cddp__issue_messages(device, work);
-  if (r == CDDP_OK) r = cddp__check_group(g);
+  if (r == CDDP_OK && cddp__load32(&g->left) == 0) r = cddp__check_group(g);
+  else if (r == CDDP_OK && /* outlived: the group has no block */
+           (cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) == CDDP__COMM_ABORTED)
+    r = cddp__fail(CDDP_PEER_LOST,
+                   "the group of this operation has been replaced, as ranks changed");
   if (r == CDDP_OK && work->event != NULL)
     r = CDDP__CUDA(cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)work->event, 0);
   cddp__event_release(device, &work->event);

@@ -337,6 +337,59 @@ static void cut_point(const char *name) {
     ranks_sleep(0.001);
 }
 
+/* A handle whose group a loss has replaced, and whose memory is gone: rank 0 had allocated it. */
+static int late_handle(cddp_group *g, scenario *o, outcome *f) {
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_optim *s = NULL;
+  cddp_param p;
+  cddp_work *work = NULL;
+  void *x;
+  int shard;
+  bool done = false;
+  (void)o;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  desc.elastic = true;
+  model_of(g, &p, 1, 100);
+  elastic_rank = cddp_rank(g);
+  CHECK_OK(cddp_ddp_create(&cut_model, g, &p, 1, &desc));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  x = cddp_alloc(g, 400);
+  for (elastic_step = 0; elastic_step < 5; elastic_step++) {
+    if (elastic_step == 1) {
+      CHECK_OK(cddp_all_reduce(cddp_ddp_group(cut_model), x, 100, CDDP_F32, CDDP_SUM, &work));
+      ranks_sleep(0.1);
+      if (elastic_rank == 0) raise(SIGKILL);
+    }
+    if (elastic_step >= 2) {
+      CHECK_OK(cddp_test(work, &done));
+      CHECK(done);
+    }
+    while (cddp_ddp_next_shard(cut_model, &shard)) CHECK_OK(cddp_ddp_ready(cut_model, 0));
+    CHECK_OK(cddp_ddp_step(cut_model, s));
+  }
+  f->result = cddp_wait(work);
+  keep_error(f);
+  cddp_free(g, x);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(cut_model);
+  return test_failures != 0;
+}
+
+static void test_late_handle(void) {
+  scenario *o = scenario_new(NULL);
+  int i;
+  memset(o, 0, sizeof *o);
+  o->fn = late_handle;
+  run_scenario(o, 3);
+  for (i = 1; i < 3; i++) {
+    CHECK(o->outcomes[i].result == CDDP_PEER_LOST || o->outcomes[i].result == CDDP_OK);
+    if (o->outcomes[i].result != CDDP_OK)
+      check_outcome(o, i, CDDP_PEER_LOST, "has been replaced");
+  }
+}
+
 static int group_of_lost(cddp_group *g, scenario *o, outcome *f) {
   struct cudaPointerAttributes about;
   cddp_group *now;
@@ -649,6 +702,7 @@ int main(void) {
   RUN(test_shards);
   RUN(test_elastic);
   RUN(test_lost_in_step);
+  RUN(test_late_handle);
   RUN(test_follows_stream);
   RUN(test_plain_beside);
   RUN(test_loads_beside);

@@ -12,6 +12,7 @@
 
 #include <fenv.h>
 #include <pthread.h>
+#include <sys/resource.h>
 #include <sys/time.h>
 
 enum { RANKS = 3 };
@@ -741,8 +742,11 @@ static int die(int rank, void *arg) {
     kill(getpid(), job->how == SEGFAULT ? SIGSEGV : SIGKILL);
     pause();
   }
-  if (job->how == UNREADABLE)
+  if (job->how == UNREADABLE) {
+    struct rlimit few = {64, 64};
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
     while (dup(STDERR_FILENO) >= 0) {}
+  }
   note(rank, 0, cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL));
   all[rank].again = cddp_barrier(g);
   cddp_destroy(g);
