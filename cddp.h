@@ -905,12 +905,13 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
 /* The group for the program's own calls. It is the group of cddp_ddp_create, except in elastic
    models: there it has the model's living ranks, belongs to d, and changes when ranks are lost or
-   join. Ask for it anew in each step that uses it, at the same place on all ranks. Its rank 0 can
-   be any process. If one of its ranks is lost, its calls return CDDP_PEER_LOST (the one during the
-   loss can succeed on some ranks), and training continues; ask again in the next step. A handle can
-   be waited for in a later step, but not while cddp_ddp_next_shard runs: CDDP_PEER_LOST if it had
-   not ended when ranks were lost or joined. NULL, with a cddp_error, if the model has failed.
-   Local. */
+   join. Its rank 0 can be any process. Ask for it anew in each step that uses it, at the same place
+   on all ranks. NULL, with a cddp_error, if the model has failed. Local.
+
+   If one of its ranks is lost, its calls return CDDP_PEER_LOST (the one during the loss can succeed
+   on some ranks), and training continues; ask again in the next step. A handle can be waited for in
+   a later step, but not while cddp_ddp_next_shard runs: CDDP_PEER_LOST if it had not ended when
+   ranks were lost or joined. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -18051,8 +18052,8 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
         (cddp__fuse_loop).
      2. Weights in private memory reach the other ranks through the gradients' memory.
      3. max_grad_norm adds a pass before this one: the mean of the rank's part into its gradients,
-        and the sums of squares of the part's norm blocks behind its arena. After a round every rank adds
-        the sums of all parts, in one order.
+        and the sums of squares of the part's norm blocks behind its arena. After a round every rank
+        adds the sums of all parts, in one order.
      4. cddp_ddp_reduce_scatter is the pass for the means alone. cddp_ddp_all_gather does what
         follows the update of a block.
      5. Partitioned states: the rank steps its part by the means, and sends the weights to all. */
@@ -18072,8 +18073,8 @@ typedef struct cddp__pass {
   bool alone;        /* the optimizer's states are this rank's alone, and so are new weights */
 } cddp__pass;
 
-/* Sets this rank's sums of squares of the norm blocks in [begin, end) of the model, all of parameter i.
-   grad: its mean gradient from `begin` on. */
+/* Sets this rank's sums of squares of the norm blocks in [begin, end) of the model, all of
+   parameter i. grad: its mean gradient from `begin` on. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *tensor = &d->tensors[i];
   double *sums = d->addresses.squares[d->me] + tensor->first_norm_block;
