@@ -399,7 +399,7 @@ build() { # FILE...
 
 # --- the suite: tests/gpu/nccl_*.c with tests/gpu/real.c in place of the double ---
 
-# Left out: test_no_device, test_no_driver and test_stall steer the double; test_threads needs several GPUs.
+# Left out: test_no_device, test_no_driver, test_stall and test_memory_unknown steer the double; test_threads needs several GPUs.
 suite_programs="elastic collectives faults threads sharded graphs steps ddp"
 
 # PROGRAM OUTPUT: compiles it, and links the three objects that all have.
@@ -509,8 +509,11 @@ suite() {
   suite_tests steps test_set_stream test_steps
   suite_tests threads test_destroyed_first test_left_first test_leaving
   [ -z "$double" ] || { collect && return; } # on the double ninja test runs the rest
-  suite_tests ddp test_uneven_and_sparse test_training_masters test_adamw test_checkpoints test_beside_a_model
+  suite_tests ddp test_uneven_and_sparse test_training_masters test_adamw test_checkpoints test_beside_a_model test_empty
   suite_tests ddp test_training test_training_options test_training_staged
+  suite_tests elastic test_lost_in_step test_late_handle test_follows_stream test_joined_devices test_loads_beside test_plain_beside
+  suite_tests faults test_failed_copies
+  suite_tests graphs test_refused_captures test_halves
   suite_tests collectives test_hosts test_blocking_launches
   suite_tests faults test_failing_hosts test_device_failures
   suite_tests ddp test_training_over_hosts test_blocking_launches
