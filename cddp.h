@@ -10508,7 +10508,8 @@ static void cddp__hold_name(cddp__job_info *job) {
   (void)!bind(job->rank_claim_fd, &a.any, a.size); /* fails in a second such job */
 }
 
-/* The pid of another process that has connected in cddp__claim_rank, or 0. */
+/* The pid of another process that also claims this rank: cddp__claim_rank found the name in use and
+   connected to it. 0: none. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3], second = 0;
   int tries;
@@ -10516,7 +10517,7 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
     int fd = cddp__accept(job->rank_claim_fd);
     if (fd < 0 && errno != ECONNABORTED) break;
     if (fd >= 0 && cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid()) second = peer[0];
-    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* the answer */
+    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* this rank lives */
     cddp__close_fd(&fd);
   }
   return second;
@@ -14856,7 +14857,8 @@ static void cddp__read_result(const cddp_group *g, const cddp__call *call, const
                   call->count * call->esize >= CDDP__NT_SHARE);
 }
 
-/* Reads this rank's result from all ranks' headers or staging buffers. */
+/* Reads this rank's result from where cddp__write_shares of each rank has put its share: headers or
+   staging buffers. */
 static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
                               const cddp__chunk *chunk) {
   size_t apart, p;
@@ -15842,8 +15844,8 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r == CDDP_OK)
-    r = cddp__record_open(&host->record, cddp__hash64(0, rdv.net->token, 16), config->rank,
-                          config->world_size, 0 /* join */);
+    r = cddp__record_open(&host->record, cddp__hash64(0, rdv.net->token, 16) /* job */,
+                          config->rank, config->world_size, 0 /* join */);
   if (r == CDDP_OK) r = cddp__send_table(&rdv);
   if (r == CDDP_OK) r = cddp__await_ready(&rdv);
 #ifdef CDDP_MPI /* MPI's start can block forever without all ranks: all must call it, and return */

@@ -337,24 +337,31 @@ static void cut_point(const char *name) {
     ranks_sleep(0.001);
 }
 
-/* A handle whose group a loss has replaced, and whose memory is gone: rank 0 had allocated it. */
-static int late_handle(cddp_group *g, scenario *o, outcome *f) {
+/* cut_model, with one parameter, and its optimizer. */
+static cddp_optim *make_cut_model(cddp_group *g, cddp_param *p) {
   cddp_ddp_desc desc;
   cddp_sgd_desc rule;
   cddp_optim *s = NULL;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  desc.elastic = true;
+  model_of(g, p, 1, 100);
+  elastic_rank = cddp_rank(g);
+  CHECK_OK(cddp_ddp_create(&cut_model, g, p, 1, &desc));
+  CHECK_OK(cddp_sgd_create(&s, p, 1, &rule));
+  return s;
+}
+
+/* A handle whose group a loss has replaced, and whose memory is gone: rank 0 had allocated it. */
+static int late_handle(cddp_group *g, scenario *o, outcome *f) {
+  cddp_optim *s;
   cddp_param p;
   cddp_work *work = NULL;
   void *x;
   int shard;
   bool done = false;
   (void)o;
-  memset(&desc, 0, sizeof desc);
-  memset(&rule, 0, sizeof rule);
-  desc.elastic = true;
-  model_of(g, &p, 1, 100);
-  elastic_rank = cddp_rank(g);
-  CHECK_OK(cddp_ddp_create(&cut_model, g, &p, 1, &desc));
-  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  s = make_cut_model(g, &p);
   x = cddp_alloc(g, 400);
   for (elastic_step = 0; elastic_step < 5; elastic_step++) {
     if (elastic_step == 1) {
@@ -393,19 +400,11 @@ static void test_late_handle(void) {
 static int group_of_lost(cddp_group *g, scenario *o, outcome *f) {
   struct cudaPointerAttributes about;
   cddp_group *now;
-  cddp_ddp_desc desc;
-  cddp_sgd_desc rule;
-  cddp_optim *s = NULL;
+  cddp_optim *s;
   cddp_param p;
   int shard, i;
   (void)o;
-  memset(&desc, 0, sizeof desc);
-  memset(&rule, 0, sizeof rule);
-  desc.elastic = true;
-  model_of(g, &p, 1, 100);
-  elastic_rank = cddp_rank(g);
-  CHECK_OK(cddp_ddp_create(&cut_model, g, &p, 1, &desc));
-  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  s = make_cut_model(g, &p);
   inside_at_point = cut_point;
   for (elastic_step = 0; elastic_step < 3; elastic_step++) {
     cddp_work *work = NULL;
