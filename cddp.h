@@ -14587,11 +14587,16 @@ static bool cddp__work_outlived(const cddp_work *work) {
   return cddp__load32(&work->group->left) != 0 && !work->on_stream;
 }
 
+/* Whether a receive, not of device memory, has its message. */
+static bool cddp__has_received(const cddp_work *work) {
+  return work->run == NULL && work->call.kind == CDDP__KIND_RECV && !work->on_stream &&
+         work->done && work->result == CDDP_OK;
+}
+
 static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
   bool outlived = cddp__work_outlived(work);
-  if (outlived && work->run == NULL && work->done && work->result == CDDP_OK)
-    return cddp__end_recv(work, CDDP_OK); /* its message had arrived */
+  if (outlived && cddp__has_received(work)) return cddp__end_recv(work, CDDP_OK);
   if (outlived && work->run == NULL)
     return cddp__fail(CDDP_PEER_LOST,
                       "the group of this message has been replaced, as ranks changed");
@@ -14663,21 +14668,30 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
       why);
 }
 
+/* cddp__cpu_done for messages. A receive that will fail takes no message anymore: cddp_test has
+   said that it is done, and no source. */
+static bool cddp__message_done(cddp_work *work) {
+  cddp_group *g = work->group;
+  if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true; /* a copy */
+  if (!cddp__message_ready(work)) {
+    cddp__serve_all_recvs(NULL /* waits in none */);
+    if (cddp__peer_is_lost(work)) {
+      char kept[CDDP__ERROR_MAX];
+      memcpy(kept, cddp__error_text, sizeof kept);
+      (void)cddp__check_peer(work);
+      memcpy(cddp__error_text, kept, sizeof kept);
+    }
+    if (!cddp__is_broken(g)) return false;
+    if (work->call.kind == CDDP__KIND_RECV) (void)cddp__abort_recv(work);
+  }
+  return true;
+}
+
 /* Whether cddp__cpu_wait would return immediately. */
 static bool cddp__cpu_done(cddp_work *work) {
   cddp_group *g = work->group;
   bool done;
-  if (work->run == NULL) { /* a message */
-    if (cddp__is_broken(g)) return true;
-    if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true; /* a copy */
-    if (cddp__message_ready(work)) {
-      if (work->call.kind == CDDP__KIND_RECV && work->result == CDDP_OK)
-        cddp__last_source = work->from;
-      return true;
-    }
-    cddp__serve_all_recvs(NULL /* waits in none */);
-    return cddp__peer_is_lost(work);
-  }
+  if (work->run == NULL) return cddp__message_done(work);
   pthread_mutex_lock(&g->engine.lock);
   done = work->done;
   if (!done) cddp__engine_make_due(&g->engine);
@@ -24223,6 +24237,7 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *work, double timeout_s) {
 CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
   CDDP__CHECK(work != NULL && done != NULL, "the work or done is NULL");
   *done = cddp__work_outlived(work) || (work->group->backend->done)(work);
+  if (*done && cddp__has_received(work)) cddp__last_source = work->from;
   return CDDP_OK;
 }
 

@@ -2813,7 +2813,8 @@ static void describe_process(char *text, size_t size, const process *q, int stat
 
 /* Whether a rank uses more and more: the least of its last measures is above the most of its first
    ones (of memory: of the first half and more): by one for every third measure, or by 2 KiB each
-   and 64 more. Not under sanitizers. */
+   and 64 more, and a quarter of the measures are larger than the one before (of memory: than all
+   before; otherwise a few first uses of large blocks look like it). Not under sanitizers. */
 static bool grows(const process *q, char *text, size_t size) {
   static const char *const names[] = {"descriptors", "threads", "mappings", "KiB from malloc",
                                       "KiB in common"};
@@ -2825,7 +2826,7 @@ static bool grows(const process *q, char *text, size_t size) {
   for (kind = 0; kind < kinds && n > 4; kind++) {
     int begin = kind >= MAPPINGS ? n / 2 : 0; /* memory is not all in use at first */
     int least = kind >= PRIVATE ? n + 64 : (n - begin) / 3 + 1;
-    int first = 0, last = INT_MAX, rises = 0;
+    int first = 0, last = INT_MAX, rises = 0, most = 0;
     if (shared->p.gpu && kind == MAPPINGS) least += shared->p.threads ? n : 4; /* of the double */
     if (begin + 2 * some > n) break;
     for (i = 0; verbose && i < n; i++) fprintf(stderr, " %d", q->use[at[i]].of[kind]);
@@ -2834,7 +2835,11 @@ static bool grows(const process *q, char *text, size_t size) {
       if (q->use[at[i]].of[kind] > first) first = q->use[at[i]].of[kind];
     for (i = n - some; i < n; i++)
       if (q->use[at[i]].of[kind] < last) last = q->use[at[i]].of[kind];
-    for (i = begin; i + 1 < n; i++) rises += q->use[at[i + 1]].of[kind] > q->use[at[i]].of[kind];
+    for (i = begin; i < n; i++) {
+      int use = q->use[at[i]].of[kind];
+      rises += i > begin && use > most;
+      most = kind >= PRIVATE && use < most ? most : use;
+    }
     if (last - first < least || 4 * rises < n - begin) continue; /* a first use of something */
     snprintf(text, size, "rank %d: %d %s up to measure %d, %d at %d", q->rank, first, names[kind],
              at[begin + some - 1], last, at[n - 1]);

@@ -1177,6 +1177,57 @@ static void test_any(void) {
   on_any(run_any_leave, NULL, 4);
 }
 
+/* AFTER A LOSS cddp_test decides: a receive that it calls done has its source, or fails. Rank 2 dies;
+   rank 1 sends once before that, and again after cddp_test. */
+static int decided_rank(int rank, void *arg) {
+  int before = test_failures;
+  uint32_t *told = (uint32_t *)arg; /* [0] rank 0 has tested, [1] the loss is noticed before */
+  cddp_group *g;
+  cddp_work *first = NULL, *second = NULL;
+  int32_t x = 7, a = 0, b = 0;
+  bool done = false;
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  if (rank == 0) {
+    CHECK_OK(cddp_recv(g, &a, 1, CDDP_I32, 1, 0, &first));
+    CHECK_OK(cddp_recv(g, &b, 1, CDDP_I32, told[1] ? 1 : CDDP_ANY, 1, &second));
+  }
+  if (rank == 1) CHECK_OK(cddp_send(g, &x, 1, CDDP_I32, 0, 0, NULL));
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 2) raise(SIGKILL);
+  if (told[1]) CHECK_IS(cddp_barrier(g), CDDP_PEER_LOST);
+  if (rank == 0) {
+    CHECK_EQ(cddp_source(), -1);
+    while (!done) CHECK_OK(cddp_test(first, &done));
+    CHECK_EQ(cddp_source(), 1);
+    for (done = false; !done; ranks_sleep(1e-3)) CHECK_OK(cddp_test(second, &done));
+    __atomic_store_n(&told[0], 1, __ATOMIC_RELEASE);
+    ranks_sleep(0.1); /* rank 1 sends, if its group still can */
+    CHECK_IS(cddp_wait(second), CDDP_PEER_LOST);
+    CHECK(mentions("rank 2") && b == 0);
+    CHECK_OK(cddp_wait(first));
+    CHECK(a == 7 && cddp_source() == 1);
+  } else {
+    while (__atomic_load_n(&told[0], __ATOMIC_ACQUIRE) == 0) ranks_sleep(1e-3);
+    (void)cddp_send(g, &x, 1, CDDP_I32, 0, 1, NULL);
+  }
+  cddp_destroy(g);
+  return test_failures != before;
+}
+
+static void test_decided(void) {
+  uint32_t *told = (uint32_t *)ranks_shared(2 * sizeof *told);
+  int status[3], i;
+  for (i = 0; i < 4; i++) {
+    told[0] = 0, told[1] = (uint32_t)i % 2;
+    if (i >= 2) setenv("TEST_HOSTS", "aab", 1);
+    ranks_script(decided_rank, told, 3, RANKS_WITHIN(20.0), status);
+    CHECK(WIFSIGNALED(status[2]) && WTERMSIG(status[2]) == SIGKILL);
+    CHECK(ranks_exited_well(status, 2));
+    unsetenv("TEST_HOSTS");
+  }
+}
+
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   RUN(test_misuse);
@@ -1203,5 +1254,6 @@ int main(void) {
   RUN(test_late_peer);
   RUN(test_messages_for_the_gone);
   RUN(test_dead_peer);
+  RUN(test_decided);
   return TEST_END();
 }
