@@ -13604,8 +13604,8 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
 
 /* Returns the oldest send of rank work->from to this rank with work's tag, or NULL. It can miss one
    posted meanwhile in a request already passed. blocks: number to scan; 1: only the block in the
-   slot, which needs no p2p.lock. */
-static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work, int blocks) {
+   slot, which needs no p2p.lock. Without memory to map the others, work is done and has failed. */
+static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, size = CDDP__SENDS /* of a block */, left = cddp__load32(&slot->send_top);
   cddp__send_request *best = NULL;
@@ -13613,9 +13613,15 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work,
   for (block = 0; left > 0 && block < blocks; block++, size *= 2) {
     void *at = slot->sends;
     cddp__send_request *p;
-    if (block > 0 && cddp__map_ref(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
+    cddp_result r = CDDP_OK;
+    if (block > 0) r = cddp__map_ref(g->host, &slot->more_sends[block], &at);
+    if (r != CDDP_OK) {
+      work->result = cddp__break(g, r);
+      work->done = true;
+      return NULL;
+    }
     p = (cddp__send_request *)at;
-    for (i = 0; i < size && i < left && p != NULL; i++, p++) {
+    for (i = 0; i < size && i < left; i++, p++) {
       if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) ||
           cddp__load32(&p->tag) != (uint32_t)work->call.tag) continue;
       if (best == NULL || cddp__load64(&p->number) < cddp__load64(&best->number)) best = p;
@@ -13626,7 +13632,7 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, const cddp_work *work,
 }
 
 /* Scans twice: the second scan sees every send that is older than one that the first saw. */
-static cddp__send_request *cddp__find_send(cddp_group *g, const cddp_work *work) {
+static cddp__send_request *cddp__find_send(cddp_group *g, cddp_work *work) {
   if (cddp__scan_peer(g, work, CDDP__SEND_BLOCKS) == NULL) return NULL;
   return cddp__scan_peer(g, work, CDDP__SEND_BLOCKS);
 }
@@ -23295,8 +23301,7 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
                                  : CDDP_OK;
 }
 
-/* Gives the loaded states to the optimizer; states that the file lacks begin anew. Cannot fail in
-   host memory. */
+/* Gives the loaded states to the optimizer; states that the file lacks begin anew. */
 static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   cddp_optim *optim = ckpt->desc->optim;
   cddp_result r = CDDP_OK;
@@ -23340,9 +23345,12 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   r = cddp__load_header(&c, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
   desc = c.desc;
-  if (r == CDDP_OK && desc->optim != NULL) /* masters begin anew as the loaded weights */
-    cddp__renew_masters(desc->optim);
-  if (r == CDDP_OK && c.has_lr) r = cddp__commit_states(&c);
+  if (r == CDDP_OK && desc->optim != NULL) {
+    cddp__renew_masters(desc->optim); /* they begin anew as the loaded weights */
+    if (c.has_lr) r = cddp__commit_states(&c);
+    if (r == CDDP_OK) r = (desc->optim->backend->copy)(desc->optim); /* to desc.copies */
+    r = cddp__agree(c.g, r);
+  }
   if (r == CDDP_OK) {
     uint64_t start = c.numbers[CDDP__META_SAMPLES];
     if ((c.found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
@@ -23359,7 +23367,6 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
       strcpy(text, value);
       text += strlen(value) + 1;
     }
-    if (desc->optim != NULL) r = (desc->optim->backend->copy)(desc->optim); /* to desc.copies */
   }
   cddp__ckpt_end(&c);
   return cddp__fail_on_file(__func__, path, r);
@@ -24807,6 +24814,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A peer that sent without a pause held a rank beyond timeout_s.
               A failed send after a loss (ENOBUFS). A leader that one rank alone counted as lost.
               cddp_test of a message of a lost peer. 130 finished sends with handles.
+              A receive without memory for the sender's other requests. cddp_load without memory on
+              one rank for states that the file lacks.
               A thread of cddp_run_threads that returned without destroying its groups.
               A zombie, for ranks without /proc or descriptors. Backend MPI: a rank that called
               exit(); the call after an all_to_all_v with nothing for a rank.

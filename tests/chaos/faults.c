@@ -342,6 +342,25 @@ static cddp_result run_mail(cddp_group *g, int variant) {
   return r;
 }
 
+/* Rank 1 receives the last of many messages first: its request is in memory that rank 1 maps. */
+static cddp_result run_crowd(cddp_group *g, int variant) {
+  enum { MESSAGES = 3 * CDDP__SENDS };
+  int i;
+  bool sends = cddp_rank(g) == 0;
+  cddp_work *sent[MESSAGES] = {NULL};
+  float x = 1;
+  cddp_result r = CDDP_OK, r2;
+  (void)variant;
+  for (i = 0; r == CDDP_OK && sends && i < MESSAGES; i++)
+    r = cddp_send(g, &x, 1, CDDP_F32, 1, i, &sent[i]);
+  if (r == CDDP_OK) r = cddp_barrier(g);
+  for (i = MESSAGES - 1; r == CDDP_OK && !sends && i >= 0; i--)
+    r = cddp_recv(g, &x, 1, CDDP_F32, 0, i, NULL);
+  for (i = 0; i < MESSAGES; i++)
+    if (sent[i] != NULL && (r2 = cddp_wait(sent[i])) != CDDP_OK) r = r2;
+  return r;
+}
+
 static cddp_result run_groups(cddp_group *g, int variant) {
   static const int both[] = {1, 0}, one[] = {0};
   cddp_group *s = NULL;
@@ -469,6 +488,27 @@ static cddp_result run_checkpoint(cddp_group *g, int variant) {
   cddp_sampler_destroy(&s);
   cddp_optim_destroy(d.optim);
   cddp_ddp_destroy(ddp);
+  return r;
+}
+
+/* Saves AdamW's states without max_exp_avg_sq (g NULL), or loads them with it. */
+static cddp_result run_amsgrad(cddp_group *g, int variant) {
+  float w[100] = {1}, grad[100] = {1};
+  cddp_param p = {"w", w, grad, 100, CDDP_F32};
+  cddp_adamw_desc o;
+  cddp_checkpoint_desc d;
+  cddp_result r;
+  (void)variant;
+  memset(&o, 0, sizeof o);
+  memset(&d, 0, sizeof d);
+  o.lr = 0.5;
+  o.amsgrad = g != NULL;
+  d.partial = true;
+  r = cddp_adamw_create(&d.optim, &p, 1, &o);
+  if (r == CDDP_OK && g == NULL) r = cddp_optim_step(d.optim);
+  if (r == CDDP_OK)
+    r = g == NULL ? cddp_save(g, checkpoint, &p, 1, &d) : cddp_load(g, checkpoint, &p, 1, &d);
+  cddp_optim_destroy(d.optim);
   return r;
 }
 
@@ -713,6 +753,11 @@ static void test_memory_mail(void) {
     prepare(2, false, false);
     CHECK(for_every("send and recv", run_mail, v, MEMORY, ENOMEM, false) > 0);
   }
+  prepare(2, false, false);
+  job->timeout_s = 5;
+  fault.onwards = true;
+  CHECK(for_every("many messages", run_crowd, 0, MEMORY, ENOMEM, false) > 1);
+  fault.onwards = false;
 }
 
 static void test_memory_groups(void) {
@@ -912,6 +957,29 @@ static void test_file_system(void) {
     CHECK(!run_once("rename of an open file", 0));
   }
   fault.busy = 0;
+}
+
+/* Memory for states that the file lacks: a load without it fails on both ranks. */
+static void test_states_agree(void) {
+  const char *dir = getenv("TMPDIR");
+  uint32_t number = 0;
+  int failed = 0;
+  bool struck = true;
+  snprintf(checkpoint, sizeof checkpoint, "%s/cddp-faults-%d.safetensors", dir ? dir : "/tmp",
+           (int)getpid());
+  CHECK_OK(run_amsgrad(NULL, 0));
+  prepare(2, false, false);
+  job->fn = run_amsgrad;
+  fault.calls = MEMORY;
+  fault.error = ENOMEM;
+  for (; struck && number < 100; number++) {
+    job->victim = number % 2 ? 0 : 1;
+    struck = run_ranks("load", number / 2 + 1);
+    CHECK_EQ(job->out[0].result == CDDP_OK, job->out[1].result == CDDP_OK);
+    failed += job->out[0].result != CDDP_OK;
+  }
+  CHECK(failed > 4);
+  unlink(checkpoint);
 }
 
 static void test_checkpoint(void) {
@@ -1583,6 +1651,7 @@ int main(int argc, char **argv) {
   RUN(test_resets);
   RUN(test_files);
   RUN(test_checkpoint);
+  RUN(test_states_agree);
   RUN(test_elastic);
   RUN(test_elastic_sends);
   RUN(test_lost_calls);
