@@ -15975,42 +15975,43 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
      3. At the step each rank merges the sorted lists of all shards. A shard without a row counts as
         zeros, so the bits are those of a dense gradient. */
 
+/* An added row, for sorting. */
 typedef struct cddp__row_order {
-  int64_t number;
-  size_t at; /* index in the list of arrivals */
+  int64_t number; /* of the row in the parameter */
+  size_t arrival; /* index in the unsorted list */
 } cddp__row_order;
 
 /* Rows of a matrix, with their numbers. Owner: cddp__sparse. */
 typedef struct cddp__rows {
-  size_t n, capacity;
-  int64_t *number; /* [capacity] */
-  char *values; /* [capacity] rows, cddp__sparse.bytes each */
+  size_t n, capacity; /* rows in use; rows for which the arrays have memory */
+  int64_t *number; /* [capacity] the row's index in the parameter */
+  char *values; /* [capacity] rows, cddp__sparse.row_bytes each */
   cddp__row_order *order; /* [capacity] scratch for sorting */
 } cddp__rows;
 
 /* A parameter with a sparse gradient. Owner: its cddp_ddp; one thread at a time. */
 typedef struct cddp__sparse {
-  size_t rows, width, bytes; /* rows of the parameter; elements and bytes of each */
+  size_t rows, width, row_bytes; /* rows of the parameter; elements and bytes of each */
   cddp__rows added; /* not packed yet, in order of arrival; numbers can repeat */
-  cddp__rows mean; /* of the last wait or step; numbers ascend and do not repeat */
-  char *zeros; /* a row, for shards without it */
+  cddp__rows mean; /* result of the last wait or step; numbers ascend and do not repeat */
+  char *zeros; /* one row of zeros: the value in a shard that lacks a row */
 } cddp__sparse;
 
-static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
+static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: parameter i is dense */
   return d->rows.sparse != NULL ? d->rows.sparse[i] : NULL;
 }
 
-/* One shard's list during a merge. */
+/* One shard's list of one parameter, in a packet, during a merge. */
 typedef struct cddp__row_list {
   const int64_t *number;
   const char *values;
-  size_t n, next; /* rows; the first row not yet merged */
-  char *packet; /* its head; once opened, the next parameter's */
+  size_t n, next; /* rows; index of the first one not yet merged */
+  char *packet; /* the list's cddp__row_head; _row_list_open moves it to the next parameter's */
 } cddp__row_list;
 
 /* The start of a list in a packet. Numbers and values follow, each from a cache line on. */
 typedef struct cddp__row_head {
-  uint64_t n, bound; /* rows; rows that fit: those added, equal ones too */
+  uint64_t n, bound; /* rows; rows that have memory: as many as were added, repeated ones too */
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__row_head;
 
@@ -16021,32 +16022,35 @@ static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
   memset(rows, 0, sizeof *rows);
 }
 
-/* Allocates memory for n rows in all, and keeps the present ones. */
-static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *r, size_t n,
-                                      size_t bytes) {
-  size_t capacity[3] = {r->capacity, r->capacity, r->capacity}; /* r's own last: all must grow */
+/* Allocates memory for n rows in all, and keeps the present ones. After a failure rows->capacity is
+   unchanged: it counts the rows for which all three arrays have memory. */
+static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *rows, size_t n,
+                                      size_t row_bytes) {
+  size_t capacity[3] = {rows->capacity, rows->capacity, rows->capacity}; /* of each array */
   void *grown;
-  if (n <= r->capacity) return CDDP_OK;
-  grown = cddp__grow_array(allocator, r->number, &capacity[0], n, sizeof *r->number);
+  if (n <= rows->capacity) return CDDP_OK;
+  grown = cddp__grow_array(allocator, rows->number, &capacity[0], n, sizeof *rows->number);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
-  r->number = (int64_t *)grown;
-  grown = cddp__grow_array(allocator, r->values, &capacity[1], n, bytes);
+  rows->number = (int64_t *)grown;
+  grown = cddp__grow_array(allocator, rows->values, &capacity[1], n, row_bytes);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
-  r->values = (char *)grown;
-  grown = cddp__grow_array(allocator, r->order, &capacity[2], n, sizeof *r->order);
+  rows->values = (char *)grown;
+  grown = cddp__grow_array(allocator, rows->order, &capacity[2], n, sizeof *rows->order);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
-  r->order = (cddp__row_order *)grown;
-  r->capacity = capacity[0];
+  rows->order = (cddp__row_order *)grown;
+  rows->capacity = capacity[0]; /* all three grew by the same rule */
   return CDDP_OK;
 }
 
-static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__rows *rows, size_t bytes,
-                                  const int64_t *numbers, const void *values, size_t n) {
-  cddp_result e;
-  if (n == 0) return CDDP_OK;
-  if ((e = cddp__rows_reserve(allocator, rows, rows->n + n, bytes)) != CDDP_OK) return e;
+/* Appends n rows in the order of the caller. After a failure nothing is added. */
+static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__rows *rows,
+                                  size_t row_bytes, const int64_t *numbers, const void *values,
+                                  size_t n) {
+  cddp_result r;
+  if (n == 0) return CDDP_OK; /* numbers and values can be NULL */
+  if ((r = cddp__rows_reserve(allocator, rows, rows->n + n, row_bytes)) != CDDP_OK) return r;
   memcpy(rows->number + rows->n, numbers, n * sizeof *numbers);
-  memcpy(rows->values + rows->n * bytes, values, n * bytes);
+  memcpy(rows->values + rows->n * row_bytes, values, n * row_bytes);
   rows->n += n;
   return CDDP_OK;
 }
@@ -16059,32 +16063,35 @@ static void cddp__sparse_free(const cddp_allocator *allocator, cddp__sparse *spa
   cddp__free(allocator, sparse);
 }
 
+/* rows: of parameter p; divides p->count (cddp__check_sparse). NULL: out of memory, text set. */
 static cddp__sparse *cddp__sparse_new(const cddp_allocator *allocator, const cddp_param *p,
                                       size_t rows) {
   cddp__sparse *sparse = (cddp__sparse *)cddp__calloc(allocator, 1, sizeof *sparse);
   if (sparse == NULL) return NULL;
   sparse->rows = rows;
   sparse->width = p->count / rows;
-  sparse->bytes = sparse->width * cddp__dtype_size(p->dtype);
-  sparse->zeros = (char *)cddp__calloc(allocator, 1, sparse->bytes);
+  sparse->row_bytes = sparse->width * cddp__dtype_size(p->dtype);
+  sparse->zeros = (char *)cddp__calloc(allocator, 1, sparse->row_bytes);
   if (sparse->zeros != NULL) return sparse;
   cddp__sparse_free(allocator, sparse);
   return NULL;
 }
 
+/* For qsort, which is not stable: rows with equal numbers keep the order of their arrival. */
 static int cddp__by_number(const void *x, const void *y) {
   const cddp__row_order *a = (const cddp__row_order *)x, *b = (const cddp__row_order *)y;
   if (a->number != b->number) return a->number < b->number ? -1 : 1;
-  return a->at < b->at ? -1 : a->at > b->at; /* qsort is not stable */
+  return a->arrival < b->arrival ? -1 : a->arrival > b->arrival;
 }
 
 /* Bytes of a packed list of n rows. */
 static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t n) {
   return sizeof(cddp__row_head) + cddp__round_up(n * sizeof(int64_t), CDDP__CACHE_LINE) +
-         cddp__round_up(n * sparse->bytes, CDDP__CACHE_LINE);
+         cddp__round_up(n * sparse->row_bytes, CDDP__CACHE_LINE);
 }
 
-/* Starts the list at list->packet, with memory for `bound` rows. Moves list->packet behind it. */
+/* Sets the addresses of the list whose head is at list->packet, with memory for `bound` rows. Moves
+   list->packet behind the list. */
 static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list, size_t bound) {
   char *at = list->packet + sizeof(cddp__row_head);
   list->number = (const int64_t *)(const void *)at;
@@ -16093,12 +16100,13 @@ static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list
   list->next = 0;
 }
 
-/* Writes the first n added rows to packet, sorted by number, one sum for each number. */
+/* Writes the first n added rows (all, or none if the parameter is unused) to packet, sorted by
+   number, one sum for each number. */
 static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = sparse->added.order;
-  cddp__row_list list;
-  const void *pair[2];
+  cddp__row_list list; /* only for the place of the values */
+  const void *addends[2];
   int64_t *number;
   size_t i;
   list.packet = packet;
@@ -16108,27 +16116,27 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
   head->n = 0;
   for (i = 0; i < n; i++) {
     order[i].number = sparse->added.number[i];
-    order[i].at = i;
+    order[i].arrival = i;
   }
-  if (n > 1) qsort(order, n, sizeof *order, cddp__by_number);
+  if (n > 1) qsort(order, n, sizeof *order, cddp__by_number); /* n == 0: order can be NULL */
   for (i = 0; i < n; i++) {
-    const char *from = sparse->added.values + order[i].at * sparse->bytes;
-    bool again = i > 0 && order[i].number == order[i - 1].number;
-    char *values = packet + (list.values - packet); /* not const */
-    char *to = values + (head->n - again) * sparse->bytes; /* again: the last one */
-    if (again) {
-      pair[0] = to;
-      pair[1] = from;
-      cddp__reduce(to, pair, 2, sparse->width, dtype, CDDP_SUM);
+    const char *from = sparse->added.values + order[i].arrival * sparse->row_bytes;
+    bool repeats = i > 0 && order[i].number == order[i - 1].number;
+    char *values = packet + (list.values - packet); /* list.values, which is const, to write to */
+    char *to = values + (head->n - repeats) * sparse->row_bytes; /* repeats: the row last written */
+    if (repeats) {
+      addends[0] = to;
+      addends[1] = from;
+      cddp__reduce(to, addends, 2, sparse->width, dtype, CDDP_SUM);
     } else {
-      memcpy(to, from, sparse->bytes);
+      memcpy(to, from, sparse->row_bytes);
       number[head->n++] = order[i].number;
     }
   }
 }
 
-/* Computes sparse->mean over n shards. Each lists[k].packet is at the list of this parameter.
-   sources: [n] scratch. */
+/* Computes sparse->mean over n shards. On entry lists[k].packet is the head of shard k's list of
+   this parameter, on return of the next sparse one. sources: [n] scratch. */
 static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__sparse *sparse,
                                     cddp__row_list *lists, int n, const void **sources,
                                     cddp_dtype dtype) {
@@ -16140,22 +16148,24 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
     const cddp__row_head *head = (const cddp__row_head *)(const void *)list->packet;
     list->n = (size_t)head->n;
     cddp__row_list_open(sparse, list, (size_t)head->bound);
-    total += list->n;
+    total += list->n; /* a row in several lists counts several times */
   }
   sparse->mean.n = 0;
-  r = cddp__rows_reserve(allocator, &sparse->mean, cddp__min(total, sparse->rows), sparse->bytes);
-  while (r == CDDP_OK) {
-    int64_t number = INT64_MAX; /* the lowest not yet merged */
+  r = cddp__rows_reserve(
+      allocator, &sparse->mean, cddp__min(total, sparse->rows), sparse->row_bytes);
+  while (r == CDDP_OK) { /* one row of the mean at a time */
+    int64_t number = INT64_MAX; /* the lowest row not yet merged; INT64_MAX: none is left */
     for (list = lists; list < lists + n; list++)
       if (list->next < list->n && list->number[list->next] < number)
         number = list->number[list->next];
     if (number == INT64_MAX) break;
     for (k = 0, list = lists; k < n; k++, list++) {
-      bool has = list->next < list->n && list->number[list->next] == number;
-      sources[k] = has ? list->values + list->next++ * sparse->bytes : sparse->zeros;
+      bool has_row = list->next < list->n && list->number[list->next] == number;
+      sources[k] = has_row ? list->values + list->next * sparse->row_bytes : sparse->zeros;
+      list->next += has_row;
     }
-    cddp__reduce(sparse->mean.values + sparse->mean.n * sparse->bytes, sources, n, sparse->width,
-                 dtype, CDDP_AVG);
+    cddp__reduce(sparse->mean.values + sparse->mean.n * sparse->row_bytes, sources, n,
+                 sparse->width, dtype, CDDP_AVG);
     sparse->mean.number[sparse->mean.n++] = number;
   }
   return r;
@@ -16610,17 +16620,19 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
 }
 
 /* Steps a parameter with a sparse gradient, like a dense one that is zero elsewhere. Without states
-   the other rows do not change, and are not read. */
+   the other rows do not change, and are not read: the loop visits only those with a gradient. */
 static void cddp__step_sparse(cddp_optim *optim, int i, const cddp__sparse *sparse) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
-  bool every = optim->state_count > 0, has; /* all rows are stepped; this row has a gradient */
-  size_t k = 0, row;
-  for (row = 0; every ? row < sparse->rows : k < sparse->mean.n; row++, k += has) {
-    if (!every) row = (size_t)sparse->mean.number[k];
-    has = k < sparse->mean.n && (size_t)sparse->mean.number[k] == row;
-    cddp__update_run(&u, row * sparse->width, (char *)p->data + row * sparse->bytes,
-                     has ? sparse->mean.values + k * sparse->bytes : sparse->zeros, sparse->width);
+  bool all_rows = optim->state_count > 0; /* momentum changes rows without a gradient too */
+  bool has_gradient; /* this row */
+  size_t k = 0, row; /* k: the next row of the mean */
+  for (row = 0; all_rows ? row < sparse->rows : k < sparse->mean.n; row++, k += has_gradient) {
+    if (!all_rows) row = (size_t)sparse->mean.number[k];
+    has_gradient = k < sparse->mean.n && (size_t)sparse->mean.number[k] == row;
+    cddp__update_run(
+        &u, row * sparse->width, (char *)p->data + row * sparse->row_bytes,
+        has_gradient ? sparse->mean.values + k * sparse->row_bytes : sparse->zeros, sparse->width);
     cddp__optim_copy(optim, i, row * sparse->width, sparse->width);
   }
 }
@@ -17105,7 +17117,7 @@ static void cddp__set_layout(cddp_ddp *d) {
     to->param_order[placed++] = i;
     tensor->dense_offset = to->bytes; /* behind the dense gradients; for place_rows */
     if (d->group->backend->on_device)
-      to->bytes += cddp__round_up(s->rows * s->bytes, CDDP__CACHE_LINE);
+      to->bytes += cddp__round_up(s->rows * s->row_bytes, CDDP__CACHE_LINE);
     if (!d->desc.elastic) continue;
     tensor->offset = to->model_bytes;
     tensor->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
@@ -24343,17 +24355,18 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
     CDDP__CHECK(rows[i] >= 0 && (uint64_t)rows[i] < sparse->rows,
                 "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i],
                 cddp__param_name(d->params, param).s, sparse->rows - 1);
-  CDDP__CHECK(n <= SIZE_MAX / 4 / (sparse->bytes + 64), "n exceeds the address space");
+  CDDP__CHECK(n <= SIZE_MAX / 4 / (sparse->row_bytes + 64), "n exceeds the address space");
   if (n > 0 && cddp__on_device(d->group, values)) {
     CDDP__TRY(cddp__await_device(d->group,
                                  d->desc.elastic ? CDDP__AWAIT_STREAM : CDDP__AWAIT_GROUP));
-    copy = cddp__malloc(&d->group->host->allocator, n * sparse->bytes);
+    copy = cddp__malloc(&d->group->host->allocator, n * sparse->row_bytes);
     if (copy == NULL) return CDDP_OUT_OF_MEMORY;
-    r = cddp__transfer(d->group, copy, values, n * sparse->bytes);
+    r = cddp__transfer(d->group, copy, values, n * sparse->row_bytes);
     values = copy;
   }
   if (r == CDDP_OK)
-    r = cddp__rows_add(&d->group->host->allocator, &sparse->added, sparse->bytes, rows, values, n);
+    r = cddp__rows_add(
+        &d->group->host->allocator, &sparse->added, sparse->row_bytes, rows, values, n);
   cddp__free(&d->group->host->allocator, copy);
   return r;
 }

@@ -3523,12 +3523,12 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
     const cddp__sparse *s = cddp__sparse_of(d, i);
     char *at = d->arena + d->tensors[i].dense_offset;
     if (s == NULL) continue;
-    r = cddp__device_zero(at, s->rows * s->bytes, stream);
+    r = cddp__device_zero(at, s->rows * s->row_bytes, stream);
     for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
       for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
         end++;
-      r = cddp__device_copy(at + (size_t)s->mean.number[k] * s->bytes,
-                            s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
+      r = cddp__device_copy(at + (size_t)s->mean.number[k] * s->row_bytes,
+                            s->mean.values + k * s->row_bytes, (end - k) * s->row_bytes, stream);
     }
   }
   return r;
