@@ -2591,6 +2591,7 @@ static void cddp__await_nccl_threads(void);
      2. A deadline is a time of cddp__now.
      3. Only functions of this room access scalars that threads or processes share. */
 
+/* What cddp_last_error returns: the text of this thread's last failure. */
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
 
 /* Where the program made the public call that this thread executes; and where it makes the next,
@@ -2615,14 +2616,14 @@ static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
    collective, the collective's macro has set it. */
 static void cddp__enter_without_site(const char *function) {
   cddp__this_site.function = function;
-  cddp__this_site.file = NULL;
+  cddp__this_site.file = NULL; /* not known */
 }
 
 /* Begins a public call. Its macro, if used, has set cddp__next_site. */
 static void cddp__enter_call(const char *function) {
   cddp__copy_site(&cddp__this_site, &cddp__next_site);
   cddp__this_site.function = function;
-  cddp__next_site.file = NULL;
+  cddp__next_site.file = NULL; /* used; a next call without its macro has no site */
 }
 
 static const char *const cddp__result_names[] = {
@@ -2638,24 +2639,25 @@ static const char *const cddp__result_texts[] = {
 
 /* Size of the UTF-8 sequence at p, of at most n bytes; 0 if it is invalid. */
 static size_t cddp__utf8(const unsigned char *p, size_t n) {
-  size_t i, k = 0;
+  size_t i, size = 0; /* 0: p[0] is not the first byte of a sequence */
   if (p[0] < 0x80) return 1;
-  if (p[0] >= 0xc2 && p[0] < 0xf5) k = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4; /* a first byte */
-  if (k > n) return 0;
-  for (i = 1; i < k; i++)
-    if ((p[i] & 0xc0) != 0x80) return 0;
+  if (p[0] >= 0xc2 && p[0] < 0xf5) size = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
+  if (size > n) return 0;
+  for (i = 1; i < size; i++)
+    if ((p[i] & 0xc0) != 0x80) return 0; /* not a continuation byte */
   /* 3 bytes: overlong, or a surrogate; 4 bytes: overlong, or beyond U+10FFFF */
   if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
   if ((p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f)) return 0;
-  return k;
+  return size;
 }
 
 /* Formats into a buffer of n bytes. A text that is too long ends after a whole character. */
 CDDP__PRINTF(3, 0)
 static void cddp__format(char *to, size_t n, const char *format, va_list args) {
-  size_t size = (size_t)vsnprintf(to, n, format, args), last = n - 1;
-  if (size < n) return;
-  /* to[last - 1] becomes the first byte of the last character, which is removed if it is cut. */
+  size_t length = (size_t)vsnprintf(to, n, format, args), last = n - 1; /* last: of the NUL */
+  if (length < n) return; /* the whole text is in the buffer */
+  /* Go back over continuation bytes, at most three, to the first byte of the last character, which
+     is then to[last - 1]. The character is removed if bytes of it are missing. */
   while (last > 0 && n - last < 4 && (to[last - 1] & 0xc0) == 0x80) last--;
   if (last > 0 && cddp__utf8((unsigned char *)to + last - 1, n - last) == 0) to[last - 1] = 0;
 }
@@ -2666,21 +2668,21 @@ static void cddp__format(char *to, size_t n, const char *format, va_list args) {
 static void cddp__escape_controls(void) {
   char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
   const unsigned char *c, *end;
-  size_t n;
+  size_t size; /* of the character at c */
   memcpy(raw, cddp__error_text, sizeof raw);
   end = (unsigned char *)raw + strlen(raw);
-  for (c = (unsigned char *)raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5; c += n) {
-    /* 5: for \x1b and the NUL */
-    n = cddp__utf8(c, (size_t)(end - c));
-    if (n == 2 && c[0] == 0xc2 && c[1] < 0xa0)
+  for (c = (unsigned char *)raw; *c != 0; c += size) {
+    if (to >= cddp__error_text + CDDP__ERROR_MAX - 5) break; /* 5: for \x1b and the NUL */
+    size = cddp__utf8(c, (size_t)(end - c));
+    if (size == 2 && c[0] == 0xc2 && c[1] < 0xa0) /* U+0080 to U+009F */
       to += snprintf(to, 5, "\\x%02x", (unsigned)c[1]);
-    else if (n > 1 || (n == 1 && *c >= ' ' && *c != 127))
-      to = (char *)memcpy(to, c, n) + n;
+    else if (size > 1 || (size == 1 && *c >= ' ' && *c != 127 /* DEL */))
+      to = (char *)memcpy(to, c, size) + size;
     else if (*c >= 7 && *c <= 13)
       to += snprintf(to, 5, "\\%c", "abtnvfr"[*c - 7]); /* 7: \a, 13: \r */
     else
       to += snprintf(to, 5, "\\x%02x", (unsigned)*c);
-    if (n == 0) n = 1; /* a byte that is not UTF-8 */
+    if (size == 0) size = 1; /* a byte that is not UTF-8 */
   }
   *to = 0;
 }
@@ -2711,81 +2713,84 @@ CDDP__PRINTF(1, 2)
 static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
   va_list args;
-  t.s[0] = 0;
+  t.s[0] = 0; /* in case vsnprintf fails */
   va_start(args, format);
   cddp__format(t.s, sizeof t.s, format, args);
   va_end(args);
   return t;
 }
 
-/* The first n bytes of a text, without a part of a character at the end. */
+/* The first n bytes of a text, without a part of a character at the end. n < CDDP__ERROR_MAX */
 static cddp__text cddp__cut(const char *text, size_t n) {
   cddp__text t = {""};
-  cddp__append(t.s, n + 1, "%s", text);
+  cddp__append(t.s, n + 1 /* the NUL */, "%s", text);
   return t;
 }
 
 /* The shortest decimal text that strtod converts back to x. */
 static cddp__text cddp__describe_number(double x) {
   cddp__text t = cddp__textf("%.15g", x);
-  return strtod(t.s, NULL) == x ? t : cddp__textf("%.17g", x);
+  return strtod(t.s, NULL) == x ? t : cddp__textf("%.17g", x); /* 17 digits: always exact */
 }
 
-/* " at train.c:120", or "" if the call site is not known. */
+/* " at train.c:120", with the last 80 bytes of a path; "" if the call site is not known. */
 static cddp__text cddp__describe_site(void) {
   const char *file = cddp__this_site.file;
-  size_t cut = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0;
+  size_t omitted = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0;
   if (file == NULL) return cddp__textf("%s", ""); /* gcc warns of an empty format */
-  return cddp__textf(" at %s%s:%d", cut > 0 ? "..." : "", file + cut, cddp__this_site.line);
+  return cddp__textf(" at %s%s:%d", omitted > 0 ? "..." : "", file + omitted, cddp__this_site.line);
 }
 
-/* Puts a prefix before the error text: "cddp_init: " + text. */
+/* Puts a prefix before the error text: "cddp_init: " + text. Returns r. */
 CDDP__PRINTF(2, 3)
 static cddp_result cddp__fail_in(cddp_result r, const char *format, ...) {
-  char inner[CDDP__ERROR_MAX];
+  char text[CDDP__ERROR_MAX];
   va_list args;
-  memcpy(inner, cddp__error_text, sizeof inner);
+  memcpy(text, cddp__error_text, sizeof text);
   va_start(args, format);
   cddp__format(cddp__error_text, sizeof cddp__error_text, format, args);
   va_end(args);
-  cddp__append(cddp__error_text, sizeof cddp__error_text, "%s", inner);
-  cddp__escape_controls();
+  cddp__append(cddp__error_text, sizeof cddp__error_text, "%s", text);
+  cddp__escape_controls(); /* of the prefix: the text has none left */
   return r;
 }
 
-/* After a failure: puts "FUNCTION: " before its text. */
+/* If r is a failure, puts "FUNCTION: " before its text. Returns r. */
 static cddp_result cddp__named(const char *function, cddp_result r) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", function);
 }
 
+/* Sets the error text for a wrong argument, format and values; the value is the result. */
 #define CDDP__REFUSE(...) cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__)
 
-/* Checks an argument. If the condition is false, the enclosing function returns
-   CDDP_INVALID_ARGUMENT with its own name and this text. */
+/* Checks an argument of a public function. If the condition is false, the function returns
+   CDDP_INVALID_ARGUMENT. The error text is the function's name, then this text. */
 #define CDDP__CHECK(condition, ...) \
   do { \
     if (CDDP__UNLIKELY(!(condition))) \
       return cddp__named(__func__, CDDP__REFUSE(__VA_ARGS__)); \
   } while (0)
 
-/* The same for a call that returns a result. */
+/* Makes a call in a public function. If the call fails, the function returns the call's result, and
+   puts its own name before the error text. */
 #define CDDP__TRY(result) \
   do { \
     cddp_result cddp__tried = (result); \
     if (CDDP__UNLIKELY(cddp__tried != CDDP_OK)) return cddp__named(__func__, cddp__tried); \
   } while (0)
 
-/* Advice after strerror(e) of a call that needs a descriptor. */
+/* Advice after strerror(e) of a call that needs a file descriptor; "": e has another cause. */
 static const char *cddp__descriptor_advice(int e) {
   return e == EMFILE || e == ENFILE ? "; raise the limit of open files (ulimit -n)" : "";
 }
 
+/* A system call has failed and set errno. what: its name, or what it was for. */
 static cddp_result cddp__fail_errno(const char *what) {
   int e = errno;
   return cddp__fail(CDDP_SYSTEM, "%s: %s%s", what, strerror(e), cddp__descriptor_advice(e));
 }
 
-enum { CDDP__LOG_ERROR, CDDP__LOG_WARNING, CDDP__LOG_INFO }; /* levels */
+enum { CDDP__LOG_ERROR, CDDP__LOG_WARNING, CDDP__LOG_INFO }; /* levels of cddp_logger.log */
 CDDP__PRINTF(3, 4)
 static void cddp__log(const cddp_logger *logger, int level, const char *format, ...) {
   char line[CDDP__ERROR_MAX];
@@ -2799,7 +2804,8 @@ static void cddp__log(const cddp_logger *logger, int level, const char *format, 
 
 /* --- memory --- */
 
-/* NULL: error set. */
+/* The functions below allocate with the caller's allocator; NULL, or one without functions: with
+   libc's. They return NULL if there is no memory, and have set the error text. */
 static void *cddp__malloc(const cddp_allocator *allocator, size_t bytes) {
   void *p = allocator != NULL && allocator->alloc != NULL
                 ? (allocator->alloc)(bytes ? bytes : 1, allocator->user_data)
@@ -2808,6 +2814,7 @@ static void *cddp__malloc(const cddp_allocator *allocator, size_t bytes) {
   return p;
 }
 
+/* count elements of `size` bytes, all 0. */
 static void *cddp__calloc(const cddp_allocator *allocator, size_t count, size_t size) {
   void *p;
   if (size != 0 && count > SIZE_MAX / size) {
@@ -2839,26 +2846,28 @@ static size_t cddp__min(size_t a, size_t b) { return a < b ? a : b; }
 static size_t cddp__max(size_t a, size_t b) { return a > b ? a : b; }
 static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-/* Returns the array p, or a larger copy (and frees p), of at least `needed` elements of `size`
-   bytes. NULL: no memory, and p is unchanged. */
+/* Returns an array with space for at least `needed` elements of `size` bytes: p, or a larger copy,
+   after which p is freed. NULL: no memory, and p is unchanged. *capacity: elements of the array. */
 static void *cddp__grow_array(const cddp_allocator *allocator, void *p, size_t *capacity,
                               size_t needed, size_t size) {
-  size_t more = cddp__max(needed, *capacity * 2 + 8);
-  void *q;
+  size_t enlarged = cddp__max(needed, *capacity * 2 + 8); /* doubled: n additions cost O(n) */
+  void *copy;
   if (needed <= *capacity) return p;
-  if ((q = cddp__malloc(allocator, more * size)) == NULL) return NULL;
-  if (p != NULL) memcpy(q, p, *capacity * size);
+  if ((copy = cddp__malloc(allocator, enlarged * size)) == NULL) return NULL;
+  if (p != NULL) memcpy(copy, p, *capacity * size);
   cddp__free(allocator, p);
-  *capacity = more;
-  return q;
+  *capacity = enlarged;
+  return copy;
 }
 
+/* Copies n bytes. Allows what memcpy does not: NULL if n is 0, and to == from. */
 static void cddp__copy(void *to, const void *from, size_t n) {
   if (n > 0 && to != from) memcpy(to, from, n);
 }
 
 #if defined(__x86_64__)
-static void cddp__stream_store(char *to, const char *from, size_t n) { /* to, n: multiples of 16 */
+/* Copies by stores that bypass the cache. to and n are multiples of 16. */
+static void cddp__stream_store(char *to, const char *from, size_t n) {
   for (; n > 0; n -= 16, to += 16, from += 16)
     _mm_stream_si128((__m128i *)(void *)to, _mm_loadu_si128((const __m128i *)(const void *)from));
 }
@@ -2869,17 +2878,19 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   char *t = (char *)to;
   const char *f = (const char *)from;
 #if defined(__x86_64__)
-  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), i, page; /* head: aligns `to` */
+  const size_t page = 4096, pages = 4 * page; /* interleaved: 0.8 of the time of one by one */
+  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), line, at; /* head: aligns `to` */
   memcpy(t, f, head);
-  for (n -= head, t += head, f += head; n >= 4 << 12; n -= 4 << 12, t += 4 << 12, f += 4 << 12)
-    for (i = 0; i < 1 << 12; i += 64) /* four pages interleaved: 0.8 of the time of one by one */
-      for (page = 0; page < 4; page++)
-        cddp__stream_store(t + (page << 12) + i, f + (page << 12) + i, 64);
+  n -= head, t += head, f += head;
+  for (; n >= pages; n -= pages, t += pages, f += pages)
+    for (line = 0; line < page; line += CDDP__CACHE_LINE)
+      for (at = line; at < pages; at += page)
+        cddp__stream_store(t + at, f + at, CDDP__CACHE_LINE);
   cddp__stream_store(t, f, n & ~(size_t)15);
-  t += n & ~(size_t)15, f += n & ~(size_t)15, n &= 15;
-  _mm_sfence(); /* later stores wait for these */
+  t += n & ~(size_t)15, f += n & ~(size_t)15, n &= 15; /* less than 16 bytes are left */
+  _mm_sfence(); /* later stores, which announce the copy, wait for these */
 #endif
-  memcpy(t, f, n); /* the rest */
+  memcpy(t, f, n); /* the rest; on other processors all */
 }
 
 enum { CDDP__COPY_CACHED, CDDP__COPY_NONTEMPORAL }; /* values of `bool nontemporal` */
@@ -2899,15 +2910,16 @@ static uint32_t cddp__load32(const cddp__atomic_u32 *a) {
 static void cddp__store32(cddp__atomic_u32 *a, uint32_t v) {
   __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
 }
-static uint32_t cddp__exchange32(cddp__atomic_u32 *a, uint32_t v) {
+static uint32_t cddp__exchange32(cddp__atomic_u32 *a, uint32_t v) { /* returns the old value */
   return __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
 static uint32_t cddp__add32(cddp__atomic_u32 *a, uint32_t v) { /* returns the new value */
   return __atomic_add_fetch(&a->v, v, __ATOMIC_SEQ_CST);
 }
+/* Returns whether *a was `expected` and now is `desired`. */
 static bool cddp__compare_swap32(cddp__atomic_u32 *a, uint32_t expected, uint32_t desired) {
-  return __atomic_compare_exchange_n(&a->v, &expected, desired, false, __ATOMIC_SEQ_CST,
-                                     __ATOMIC_ACQUIRE);
+  return __atomic_compare_exchange_n(&a->v, &expected, desired, false /* strong */,
+                                     __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE /* if not */);
 }
 
 static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
@@ -2925,8 +2937,8 @@ static void cddp__store64_crash_safe(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
 }
 static bool cddp__compare_swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desired) {
-  return __atomic_compare_exchange_n(&a->v, &expected, desired, false, __ATOMIC_SEQ_CST,
-                                     __ATOMIC_ACQUIRE);
+  return __atomic_compare_exchange_n(&a->v, &expected, desired, false /* strong */,
+                                     __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE /* if not */);
 }
 
 /* --- the clock --- */
@@ -2935,7 +2947,8 @@ static bool cddp__compare_swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_
    a thread by less. */
 #define CDDP__STOP_S 0.5
 
-/* Nanoseconds for which this process was stopped (SIGSTOP), or its machine suspended. */
+/* Nanoseconds for which this process was stopped (SIGSTOP), or its machine suspended. Written by
+   cddp__note_sleep, in any thread. */
 static cddp__atomic_u64 cddp__stopped;
 
 static double cddp__monotonic(void) { /* seconds, the same for all processes of the machine */
@@ -2956,12 +2969,12 @@ CDDP__OUT_OF_LINE double cddp__now(void) {
    the first to wake sets the clock back: by that clock the others' sleeps were short. */
 static void cddp__note_sleep(double start, double asked) {
   uint64_t stopped;
-  double more;
+  double overrun; /* seconds; another thread that sets the clock back makes it smaller */
   do {
     stopped = cddp__load64(&cddp__stopped);
-    more = cddp__monotonic() - 1e-9 * (double)stopped - start - asked;
-    if (CDDP__LIKELY(more < CDDP__STOP_S)) return;
-  } while (!cddp__compare_swap64(&cddp__stopped, stopped, stopped + (uint64_t)(1e9 * more)));
+    overrun = cddp__monotonic() - 1e-9 * (double)stopped - start - asked;
+    if (CDDP__LIKELY(overrun < CDDP__STOP_S)) return;
+  } while (!cddp__compare_swap64(&cddp__stopped, stopped, stopped + (uint64_t)(1e9 * overrun)));
 }
 
 static struct timespec cddp__timespec(double seconds) {
@@ -2971,7 +2984,7 @@ static struct timespec cddp__timespec(double seconds) {
   return t;
 }
 
-static double cddp__thread_seconds(void) { /* processor time; 0: unknown */
+static double cddp__thread_seconds(void) { /* processor time of this thread; 0: unknown */
   struct timespec t;
   if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) != 0) return 0;
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -2980,11 +2993,12 @@ static double cddp__thread_seconds(void) { /* processor time; 0: unknown */
 static void cddp__sleep(double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
-  if (seconds > 0) nanosleep(&t, NULL);
+  if (seconds > 0) nanosleep(&t, NULL); /* a signal ends it early: callers check their condition */
   cddp__note_sleep(start, seconds);
 }
 
-static double cddp__earlier_deadline(double seconds, double deadline) { /* now + seconds, or it */
+/* The time in `seconds` from now, or `deadline` if that is earlier. */
+static double cddp__earlier_deadline(double seconds, double deadline) {
   double end = cddp__now() + seconds;
   return end < deadline ? end : deadline;
 }
@@ -2998,18 +3012,20 @@ static int cddp__poll_ms(double deadline, int max_ms) {
 
 #define CDDP__POLL_MAX_MS 250 /* half of CDDP__STOP_S: a full sleep must not look like a stop */
 
-/* poll(2) in a wait with a deadline. ms: at most CDDP__POLL_MAX_MS; -1: no deadline. */
+/* poll(2), with its result, for waits with a deadline: callers repeat it. ms: at most
+   CDDP__POLL_MAX_MS; -1: no deadline. */
 static int cddp__poll(struct pollfd *fds, size_t count, int ms) {
   double start = cddp__now();
-  int n;
+  int ready;
   CDDP_ASSERT(ms <= CDDP__POLL_MAX_MS);
-  n = poll(fds, (nfds_t)count, ms);
-  cddp__note_sleep(start, ms < 0 ? INFINITY /* never a stop */ : 1e-3 * ms);
-  return n;
+  ready = poll(fds, (nfds_t)count, ms);
+  cddp__note_sleep(start, ms < 0 ? INFINITY /* no sleep is too long */ : 1e-3 * ms);
+  return ready;
 }
 
 /* --- threads --- */
 
+/* Between two polls of a value: saves power, and leaves the core to its other hardware thread. */
 static void cddp__pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -3018,7 +3034,7 @@ static void cddp__pause(void) {
 #endif
 }
 
-/* Prefetches a cache line for writing; the compiler's builtin would do it for reading on x86. A
+/* Prefetches a cache line for writing. On x86 the compiler's builtin would prefetch for reading. A
    processor without prefetchw ignores the instruction. */
 static void cddp__prefetch_to_write(void *p) {
 #if defined(__x86_64__)
@@ -3055,37 +3071,37 @@ static const unsigned char cddp__fpcr_rounding[4] = {0, 2, 1, 3};
 static uint32_t cddp__fp_mode(void) { /* this thread's */
   uint32_t mode = 0;
 #if defined(__x86_64__)
-  uint32_t csr = __builtin_ia32_stmxcsr();
-  if (CDDP__LIKELY((csr & CDDP__MXCSR_MODE) == 0)) return 0;
-  mode = csr >> CDDP__MXCSR_ROUNDING & CDDP__FP_ROUNDING;
-  if (csr & CDDP__MXCSR_FTZ) mode |= CDDP__FP_FTZ;
-  if (csr & CDDP__MXCSR_DAZ) mode |= CDDP__FP_DAZ;
+  uint32_t mxcsr = __builtin_ia32_stmxcsr();
+  if (CDDP__LIKELY((mxcsr & CDDP__MXCSR_MODE) == 0)) return 0; /* the default mode */
+  mode = mxcsr >> CDDP__MXCSR_ROUNDING & CDDP__FP_ROUNDING;
+  if (mxcsr & CDDP__MXCSR_FTZ) mode |= CDDP__FP_FTZ;
+  if (mxcsr & CDDP__MXCSR_DAZ) mode |= CDDP__FP_DAZ;
 #elif defined(__aarch64__)
-  uint64_t csr;
-  __asm__ __volatile__("mrs %0, fpcr" : "=r"(csr));
-  mode = cddp__fpcr_rounding[csr >> CDDP__FPCR_ROUNDING & CDDP__FP_ROUNDING];
-  if (csr & CDDP__FPCR_FTZ) mode |= CDDP__FP_FTZ | CDDP__FP_DAZ;
-  if (csr & CDDP__FPCR_DAZ) mode |= CDDP__FP_DAZ;
+  uint64_t fpcr;
+  __asm__ __volatile__("mrs %0, fpcr" : "=r"(fpcr));
+  mode = cddp__fpcr_rounding[fpcr >> CDDP__FPCR_ROUNDING & CDDP__FP_ROUNDING];
+  if (fpcr & CDDP__FPCR_FTZ) mode |= CDDP__FP_FTZ | CDDP__FP_DAZ;
+  if (fpcr & CDDP__FPCR_DAZ) mode |= CDDP__FP_DAZ;
 #endif
   return mode;
 }
 
-/* Keeps the control register's other bits, which enable traps. */
+/* Sets this thread's mode. Keeps the control register's other bits, which enable traps. */
 static void cddp__set_fp_mode(uint32_t mode) {
 #if defined(__x86_64__)
-  uint32_t csr = __builtin_ia32_stmxcsr() & ~(uint32_t)CDDP__MXCSR_MODE;
-  csr |= (mode & CDDP__FP_ROUNDING) << CDDP__MXCSR_ROUNDING;
-  if (mode & CDDP__FP_FTZ) csr |= CDDP__MXCSR_FTZ;
-  if (mode & CDDP__FP_DAZ) csr |= CDDP__MXCSR_DAZ;
-  __builtin_ia32_ldmxcsr(csr);
+  uint32_t mxcsr = __builtin_ia32_stmxcsr() & ~(uint32_t)CDDP__MXCSR_MODE;
+  mxcsr |= (mode & CDDP__FP_ROUNDING) << CDDP__MXCSR_ROUNDING;
+  if (mode & CDDP__FP_FTZ) mxcsr |= CDDP__MXCSR_FTZ;
+  if (mode & CDDP__FP_DAZ) mxcsr |= CDDP__MXCSR_DAZ;
+  __builtin_ia32_ldmxcsr(mxcsr);
 #elif defined(__aarch64__)
-  uint64_t csr;
-  __asm__ __volatile__("mrs %0, fpcr" : "=r"(csr));
-  csr &= ~(uint64_t)CDDP__FPCR_MODE;
-  csr |= (uint64_t)cddp__fpcr_rounding[mode & CDDP__FP_ROUNDING] << CDDP__FPCR_ROUNDING;
-  if (mode & CDDP__FP_FTZ) csr |= CDDP__FPCR_FTZ;
-  else if (mode & CDDP__FP_DAZ) csr |= CDDP__FPCR_DAZ;
-  __asm__ __volatile__("msr fpcr, %0" : : "r"(csr));
+  uint64_t fpcr;
+  __asm__ __volatile__("mrs %0, fpcr" : "=r"(fpcr));
+  fpcr &= ~(uint64_t)CDDP__FPCR_MODE;
+  fpcr |= (uint64_t)cddp__fpcr_rounding[mode & CDDP__FP_ROUNDING] << CDDP__FPCR_ROUNDING;
+  if (mode & CDDP__FP_FTZ) fpcr |= CDDP__FPCR_FTZ; /* covers operands (DAZ) too */
+  else if (mode & CDDP__FP_DAZ) fpcr |= CDDP__FPCR_DAZ;
+  __asm__ __volatile__("msr fpcr, %0" : : "r"(fpcr));
 #else
   (void)mode;
 #endif
@@ -3100,8 +3116,8 @@ static cddp__text cddp__describe_fp_mode(uint32_t mode) {
   return cddp__textf("rounds %s, %s", rounding[mode & CDDP__FP_ROUNDING], flushing[mode >> 2 & 3]);
 }
 
-/* Sleeps while *a == value, until woken, for at most `seconds`. It can return early. Works between
-   processes too. */
+/* Sleeps until cddp__futex_wake or for at most `seconds`, if *a is `value`. Can return early: the
+   caller checks *a again. Works between processes too: without FUTEX_PRIVATE_FLAG. */
 static void cddp__futex_wait(cddp__atomic_u32 *a, uint32_t value, double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
@@ -3113,7 +3129,7 @@ static void cddp__futex_wake(cddp__atomic_u32 *a) {
   syscall(SYS_futex, &a->v, 1 /* FUTEX_WAKE */, INT_MAX /* all */, NULL, NULL, 0 /* unused */);
 }
 
-static void cddp__cond_init(pthread_cond_t *c) { /* for timed waits on CLOCK_MONOTONIC */
+static void cddp__cond_init(pthread_cond_t *c) { /* for cddp__cond_wait_until */
   pthread_condattr_t a;
   pthread_condattr_init(&a);
   pthread_condattr_setclock(&a, CLOCK_MONOTONIC);
@@ -3121,12 +3137,13 @@ static void cddp__cond_init(pthread_cond_t *c) { /* for timed waits on CLOCK_MON
   pthread_condattr_destroy(&a);
 }
 
-/* Waits for c. Returns false if the deadline has passed. */
+/* Waits for c, and releases the held lock meanwhile. Returns true after a signal or a spurious
+   wake-up: the caller checks its condition again; false if the deadline has passed. */
 static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, double deadline) {
   double start, left;
   struct timespec t;
   int e = ETIMEDOUT;
-  if (deadline > 1e15 /* none */) return pthread_cond_wait(c, lock) == 0;
+  if (deadline > 1e15 /* infinite */) return pthread_cond_wait(c, lock) == 0;
   while (e == ETIMEDOUT) {
     start = cddp__now();
     left = deadline - start;
@@ -3140,23 +3157,24 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
 }
 
 enum cddp__thread_kind { CDDP__THREAD_OF_USER, CDDP__THREAD_OF_CDDP };
-/* Starts a thread with a stack for the user's callbacks: the default can be 64 KiB (ulimit -s 64)
-   or 128 KiB (musl). Threads of cddp inherit a mask that blocks all signals except faults', so that
-   the program's handlers run on its own threads. */
+/* Starts a thread that runs fn(arg), with a stack large enough for the user's callbacks: the
+   default can be 64 KiB (ulimit -s 64) or 128 KiB (musl). A thread inherits the signal mask of its
+   creator. For those of cddp it blocks all signals except faults', so that the program's handlers
+   run on the program's threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       enum cddp__thread_kind kind) {
   static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
   pthread_attr_t a;
-  sigset_t all, old;
-  size_t stack = 0, i;
+  sigset_t blocked, old; /* old: this thread's mask */
+  size_t stack = 0, i; /* stack: bytes */
   int e = pthread_attr_init(&a);
   if (e == 0) {
     pthread_attr_getstacksize(&a, &stack);
     if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN)
       pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_MARGIN);
-    sigfillset(&all);
-    for (i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&all, faults[i]);
-    pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &all : NULL /* none */, &old);
+    sigfillset(&blocked);
+    for (i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&blocked, faults[i]);
+    pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &blocked : NULL /* none */, &old);
     e = pthread_create(thread, &a, fn, arg);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&a);
@@ -3170,11 +3188,11 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
 
 /* --- waits --- */
 
-#define CDDP__PAUSE_MIN_S 1e-5 /* shortest, longest pause of a wait that polls its condition */
-#define CDDP__PAUSE_MAX_S 1e-3
-#define CDDP__SLEEP_MIN_S 1e-3 /* shortest, longest sleep of a wait that peers wake */
-#define CDDP__SLEEP_MAX_S 0.02
-#define CDDP__YIELDS_MAX_S 5e-3 /* of all yields before the first sleep */
+#define CDDP__PAUSE_MIN_S 1e-5  /* shortest pause of a wait that polls its condition */
+#define CDDP__PAUSE_MAX_S 1e-3  /* the longest */
+#define CDDP__SLEEP_MIN_S 1e-3  /* shortest sleep of a wait that peers wake */
+#define CDDP__SLEEP_MAX_S 0.02  /* the longest: after it, the wait checks whether peers live */
+#define CDDP__YIELDS_MAX_S 5e-3 /* time for all yields before the first sleep */
 
 /* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
    waiting thread. */
@@ -3187,6 +3205,7 @@ typedef struct cddp__wait {
   bool due, late; /* set by cddp__wait_read_clock: next_check, deadline has passed */
 } cddp__wait;
 
+/* Begins a wait of at most `seconds`, so far without yields. */
 static void cddp__wait_begin(cddp__wait *w, double seconds) {
   w->now = w->since = cddp__now();
   w->deadline = w->now + seconds;
@@ -3195,18 +3214,18 @@ static void cddp__wait_begin(cddp__wait *w, double seconds) {
   w->due = w->late = false;
 }
 
-/* Sets now, late and due. A long gap since the last reading means that the process was stopped
-   (SIGSTOP): cddp__note_sleep excludes it from all deadlines. */
+/* Sets now, late and due. Called after each sleep. A gap that is longer than the longest sleep by
+   CDDP__STOP_S means that the process was stopped (SIGSTOP). */
 static void cddp__wait_read_clock(cddp__wait *w) {
-  cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S);
+  cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S); /* excludes a stop from all deadlines */
   w->now = cddp__now();
   w->late = w->now >= w->deadline;
   w->due = w->now >= w->next_check;
   if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
 }
 
-/* Counts one yield. Returns true when the yields or their time are used up: with 300 runnable
-   processes on two cores, one yield lasts a quarter of a second. */
+/* Counts one yield. Returns true when the yields or their time are used up. The time is limited
+   too: with 300 runnable processes on two cores, one yield lasts a quarter of a second. */
 static bool cddp__wait_yields_spent(cddp__wait *w) {
   return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
 }
@@ -3238,7 +3257,7 @@ static bool cddp__wait_pause(cddp__wait *w) {
    EFBIG. A write beyond the limit (ulimit -f) would end the process (SIGXFSZ). */
 static uint64_t cddp__file_allowance(uint64_t at) {
   struct rlimit limit;
-  if (getrlimit(RLIMIT_FSIZE, &limit) != 0) return UINT64_MAX - at;
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0) return UINT64_MAX - at; /* no limit known */
   if (at >= limit.rlim_cur) errno = EFBIG;
   return at < limit.rlim_cur ? limit.rlim_cur - at : 0;
 }
