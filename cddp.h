@@ -16109,7 +16109,7 @@ static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t n) {
          cddp__round_up(n * sparse->row_bytes, CDDP__CACHE_LINE);
 }
 
-/* Sets the addresses of the list whose head is at list->packet, with memory for `bound` rows. Moves
+/* Sets the addresses in the list that begins at list->packet and has memory for `bound` rows. Moves
    list->packet behind the list. */
 static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list, size_t bound) {
   char *at = list->packet + sizeof(cddp__row_head);
@@ -16215,19 +16215,20 @@ typedef struct cddp__update cddp__update;
 /* An optimizer's arithmetic. A device has kernels: cddp__launch_of in cddp_kernels.cuh. */
 enum { CDDP__ALGORITHM_SGD, CDDP__ALGORITHM_ADAMW };
 typedef struct cddp__algorithm {
-  int number; /* CDDP__ALGORITHM_SGD or another: ranks compare it */
+  int number; /* CDDP__ALGORITHM_*; ranks compare it */
   const char *name;
   const char *states[CDDP__STATES]; /* the states' names in files */
-  bool counts; /* a step depends on its number, which checkpoints then include */
+  bool counts; /* a step depends on its number (optim.steps), so checkpoints include that */
   bool strict; /* supports only f32 and f64 with dense gradients */
-  /* Computes the scalars of parameter i's next step, and chooses the fused loop if one fits. */
+  /* Computes the scalars of parameter i's next step, and sets u->loop if a fused loop fits. */
   void (*begin)(const cddp_optim *o, int i, cddp__update *u);
-  /* Steps a block of n elements. All arrays have the type of the arithmetic. */
+  /* Steps a block of n elements. All arrays have the compute type. states[k] NULL: not in use. */
   void (*block)(const cddp__update *u, void *weights, const void *gradient, void *const *states,
                 size_t n);
 } cddp__algorithm;
 
-static const char *const cddp__setting_names[] = { /* as in cddp__optim_desc, for errors */
+/* The numbers of cddp__optim_desc in their order, for error texts. */
+static const char *const cddp__setting_names[] = {
     "learning rate (lr)", "sharing of states (cddp_load on one rank alone ends it)",
     "the algorithm (0: SGD, 1: AdamW)", "momentum", "dampening", "beta1", "beta2", "eps",
     "nesterov", "maximize", "amsgrad", "master_weights", "sharded_states"};
@@ -16238,10 +16239,10 @@ enum { CDDP__NO_WAIT, CDDP__WAIT }; /* of `bool waits` */
 
 /* An optimizer's functions for its parameters' memory: cddp__cpu_optim or cddp__device_optim. */
 typedef struct cddp__optim_backend {
-  bool on_device;
-  cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after its checks */
+  bool on_device; /* states and weights are device memory */
+  cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after cddp__optim_prepare */
   cddp_result (*copy)(const cddp_optim *o); /* writes all desc.copies from the weights */
-  /* waits: returns when the zeros are visible to all streams; else they are to the optimizer's. */
+  /* Zeroes p. waits: all streams see the zeros on return; else only the optimizer's stream does. */
   cddp_result (*zero)(const cddp_optim *o, void *p, size_t bytes, bool waits);
   void (*leave)(cddp_optim *o); /* frees the states */
 } cddp__optim_backend;
@@ -16251,23 +16252,24 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   int count;
   const cddp__algorithm *algorithm;
   const cddp__optim_backend *backend;
-  cddp__optim_desc desc; /* its lists are private */
-  uint64_t settings_hash, check; /* hashes of desc's numbers without lr, with: CDDP__OPTIM_HASH */
+  cddp__optim_desc desc; /* its lists are copies, in the optimizer's memory */
+  uint64_t settings_hash; /* of desc's numbers and lists, without lr: CDDP__OPTIM_HASH */
+  uint64_t check; /* settings_hash with lr */
 
   /* The states. */
   int state_count; /* of each parameter; with master_weights the last one is its master */
-  void **state;  /* [state_count][count] each as long as its part; NULL: not allocated, or shared */
+  void **state;  /* [state_count][count] arrays of parts[i].count; NULL: not allocated, or shared */
   float *steps;  /* [count] as PyTorch counts them; 0: the states are not initialized */
   bool *init_master; /* [count] the next step must copy the weights to the master */
   unsigned char *dtypes; /* [count] of params at creation */
-  cddp_partition *parts; /* [count] of which this rank keeps states: param, first and count */
-  bool partitioned; /* sharded_states: these are 1/world_size of the elements; false: all */
+  cddp_partition *parts; /* [count] the elements with states on this rank: param, first, count */
+  bool partitioned; /* sharded_states: parts are 1/world_size of all elements; false: all */
 
   /* States that the ranks of a host share: >>ddp-states. */
   cddp_ddp *shared_by; /* the model: each of its ranks steps a part; NULL: not shared */
   void (*unshare)(cddp_optim *o); /* cddp__end_sharing; this and the next 3: set if shared_by is */
   char *shared_states; /* mapped here; layout: cddp__state_at */
-  char *own_shared;    /* the same on the rank that has allocated and frees them; else NULL */
+  char *own_shared;    /* shared_states on the rank that has allocated and frees them; else NULL */
   cddp_optim *next;    /* in shared_by->sharing */
 
   /* Its model's. */
@@ -16285,14 +16287,14 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
 /* One step of one parameter. */
 struct cddp__update {
   const cddp__algorithm *algorithm;
-  const cddp__loops *loops; /* by dtype */
+  const cddp__loops *loops; /* the table, by dtype */
   cddp_dtype stored; /* type of the weights and gradients */
   cddp_dtype dtype; /* of the states and of each result: stored, or f32 if there are masters */
   cddp__scalars scalars;
-  char *states[CDDP__STATES]; /* the first element of each; NULL: not in use */
-  char *master; /* the first element; NULL: no master */
-  bool init_master; /* copy the weights to master first */
-  /* Runs a data-parallel step of an f32 parameter in one loop; NULL: this step needs blocks. */
+  char *states[CDDP__STATES]; /* address of each one's first element; NULL: not in use */
+  char *master; /* address of its first element; NULL: no master */
+  bool init_master; /* the master has no values yet: copy the weights to it first */
+  /* For cddp__fuse: a data-parallel step of an f32 parameter. NULL: this step needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
 
@@ -16302,26 +16304,28 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
   const cddp__optim_desc *d = &optim->desc;
   cddp__scalars *s = &update->scalars;
   s->sign = d->maximize != 0 ? -1.0 : 1.0;
-  s->step = -d->lr * d->lr_scales[i];
+  s->step = -d->lr * d->lr_scales[i]; /* negative: the gradient is subtracted */
   s->decay = d->weight_decays[i];
   s->keep = d->momentum;
   s->take = 1.0 - d->dampening;
   s->nesterov = d->nesterov != 0;
   s->first = optim->steps[i] == 0;
+  /* The cases that sgd_loop computes: it reads a momentum, and adds no Nesterov term. */
   if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->loops[CDDP_F32].sgd_loop;
 }
 
 /* PyTorch's rounding of the factor alpha of add_: to half precision if the weights are. */
 static double cddp__sgd_scalar(const cddp__update *update, double x) {
-  float y = cddp__round_odd(x); /* so that only `narrow` rounds x */
+  float y = cddp__round_odd(x); /* not (float)x: with `narrow` x would be rounded twice */
   uint16_t rounded;
-  if (!cddp__dtype_half(update->dtype)) return x;
+  if (!cddp__dtype_half(update->dtype)) return x; /* the loops round it to their type */
   update->loops[update->dtype].narrow(&rounded, (cddp__f32 *)&y, 1);
   update->loops[update->dtype].widen((cddp__f32 *)&y, &rounded, 1);
   return (double)y;
 }
 
-/* Rounds the result of one operation to half precision if the weights have it. */
+/* Rounds the result of one operation to half precision if the weights have it: PyTorch stores each
+   operation's result in the weights' type. */
 static void cddp__sgd_round(const cddp__update *update, void *d, size_t n) {
   uint16_t rounded[CDDP__BLOCK_FLOATS];
   if (!cddp__dtype_half(update->dtype)) return;
@@ -16336,7 +16340,7 @@ static void cddp__sgd_add(const cddp__update *update, void *d, const void *a, co
   cddp__sgd_round(update, d, n);
 }
 
-/* m = keep * m + take * b */
+/* m = keep * m + take * b: the new momentum m from b, the gradient with weight decay. */
 static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, size_t n) {
   const cddp__scalars *s = &update->scalars;
   if (!cddp__dtype_half(update->dtype)) {
@@ -16356,11 +16360,11 @@ static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, si
      p = p - lr * d */
 static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, void *const *states,
                             size_t n) {
-  double buf[CDDP__BLOCK_BYTES / sizeof(double)];
+  double buf[CDDP__BLOCK_BYTES / sizeof(double)]; /* for d: g itself must not change */
   const cddp__scalars *s = &update->scalars;
   cddp_dtype type = cddp__compute_type(update->dtype);
   const void *d = g;
-  void *m = states[0];
+  void *m = states[0]; /* NULL: without momentum */
   if (s->sign < 0) {
     memcpy(buf, g, n * cddp__dtype_size(type));
     (update->loops[type].scale)(buf, n, -1.0, CDDP__SCALE_MULTIPLY);
@@ -16381,12 +16385,13 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
 
 static const cddp__algorithm cddp__sgd = {
     CDDP__ALGORITHM_SGD, "SGD", {"momentum_buffer", NULL, NULL},
-    false, false, /* no step numbers; all dtypes; rows */
+    false /* counts */, false /* strict: halves and sparse rows are supported */,
     cddp__sgd_begin, cddp__sgd_block};
 
 /* --- AdamW --- */
 
-static double cddp__power(double x, uint32_t n) { /* x^n */
+/* x^n by repeated squaring: the same bits with every libm. */
+static double cddp__power(double x, uint32_t n) {
   double y = 1.0;
   for (; n > 0; n >>= 1, x *= x)
     if (n & 1) y *= x;
@@ -16395,12 +16400,12 @@ static double cddp__power(double x, uint32_t n) { /* x^n */
 
 static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *update) {
   const cddp__optim_desc *d = &optim->desc;
-  uint32_t t = (uint32_t)optim->steps[i] + 1;
+  uint32_t t = (uint32_t)optim->steps[i] + 1; /* this step's number, from 1 */
   cddp_adamw_step *s = &update->scalars.adamw;
   double lr = d->lr * d->lr_scales[i];
   update->scalars.sign = d->maximize != 0 ? -1.0 : 1.0;
-  s->step = -lr / (1.0 - cddp__power(d->beta1, t));
-  s->decay = 1.0 - lr * d->weight_decays[i];
+  s->step = -lr / (1.0 - cddp__power(d->beta1, t)); /* divided by the bias correction */
+  s->decay = 1.0 - lr * d->weight_decays[i]; /* a factor of the weight: decoupled decay */
   s->lerp = 1.0 - d->beta1;
   s->keep = d->beta2;
   s->take = 1.0 - d->beta2;
@@ -16408,7 +16413,7 @@ static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *upda
   s->eps = d->eps;
   s->maximize = d->maximize != 0;
   s->amsgrad = d->amsgrad != 0;
-  if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop;
+  if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop; /* has no third state */
 }
 
 static void cddp__adamw_block(const cddp__update *update, void *weights, const void *gradient,
@@ -16418,16 +16423,18 @@ static void cddp__adamw_block(const cddp__update *update, void *weights, const v
 
 static const cddp__algorithm cddp__adamw = {
     CDDP__ALGORITHM_ADAMW, "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-    true, true, /* step numbers; f32 and f64 with dense gradients only */
+    true /* counts */, true /* strict */,
     cddp__adamw_begin, cddp__adamw_block};
 
 /* --- a step of a range of a parameter --- */
 
+/* The type of parameter i's states: its own, or f32 if masters are kept for halves. */
 static cddp_dtype cddp__state_type(const cddp_optim *optim, int i) {
   cddp_dtype dtype = optim->params[i].dtype;
   return optim->desc.master_weights != 0 ? cddp__compute_type(dtype) : dtype;
 }
 
+/* Whether state k is the masters: they are the last state. */
 static bool cddp__is_master(const cddp_optim *optim, int k) {
   return optim->desc.master_weights != 0 && k == optim->state_count - 1;
 }
@@ -16436,11 +16443,12 @@ static bool cddp__has_state(const cddp_optim *optim, int k, int i) { /* only hal
   return !cddp__is_master(optim, k) || cddp__dtype_half(optim->params[i].dtype);
 }
 
+/* Where the pointer to state k of parameter i is stored: it can be read or set. */
 static void **cddp__state_of(const cddp_optim *optim, int k, int i) {
   return &optim->state[k * optim->count + i];
 }
 
-/* The next step of parameter i. Its state k starts at state[k * stride]. */
+/* The next step of parameter i. state[k * stride] is the address of its state k. */
 static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const *state,
                                     int stride) {
   cddp__update u;
@@ -16452,28 +16460,29 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
   u.dtype = cddp__state_type(optim, i);
   u.init_master = optim->init_master[i];
   for (k = 0; k < optim->state_count; k++) {
-    char *at = (char *)state[k * stride];
-    if (!cddp__is_master(optim, k)) u.states[k] = at;
-    else if (cddp__has_state(optim, k, i)) u.master = at;
+    char *address = (char *)state[k * stride];
+    if (!cddp__is_master(optim, k)) u.states[k] = address;
+    else if (cddp__has_state(optim, k, i)) u.master = address; /* f32: shared space, no master */
   }
   optim->algorithm->begin(optim, i, &u);
   return u;
 }
 
-/* Steps a block of F16 or BF16: widens, computes, narrows. A master is stepped in place of the
-   weights; its states are f32 too. */
+/* Steps a block of F16 or BF16: widens to f32, computes, narrows. A master, if any, is stepped in
+   place of the weights, which are then rounded from it; with a master the states are f32 too. */
 static void cddp__half_block(const cddp__update *update, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_FLOATS]; /* weights, gradient, states */
   const cddp__loops *half = &update->loops[update->stored];
   cddp__f32 *w = master != NULL ? (cddp__f32 *)master : wide[0];
-  void *s[CDDP__STATES];
+  void *s[CDDP__STATES]; /* the states in f32 */
   int k;
-  if (master == NULL || update->init_master) half->widen(w, weights, n);
+  if (master == NULL || update->init_master) half->widen(w, weights, n); /* else w has values */
   half->widen(wide[1], gradient, n);
   for (k = 0; k < CDDP__STATES; k++) {
-    s[k] = states[k] == NULL || master != NULL ? states[k] : wide[2 + k];
-    if (s[k] != states[k]) half->widen(wide[2 + k], states[k], n);
+    bool in_place = states[k] == NULL || master != NULL; /* with a master states are f32 */
+    s[k] = in_place ? states[k] : wide[2 + k];
+    if (!in_place) half->widen(wide[2 + k], states[k], n);
   }
   update->algorithm->block(update, w, wide[1], s, n);
   half->narrow(weights, w, n);
@@ -16481,13 +16490,13 @@ static void cddp__half_block(const cddp__update *update, void *master, void *wei
     if (s[k] != states[k]) half->narrow(states[k], wide[2 + k], n);
 }
 
-/* Steps n elements. Their states begin at element `first` of update's. */
+/* Steps n elements, block by block. Their states begin at element `first` of update->states. */
 static void cddp__update_run(const cddp__update *update, size_t first, void *weights,
                              const void *gradient, size_t n) {
   size_t esize = cddp__dtype_size(update->stored), state_esize = cddp__dtype_size(update->dtype);
-  size_t done, m, at;
+  size_t done, m, at; /* elements stepped; elements of the block; bytes before it in each state */
   size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(update->dtype));
-  void *states[CDDP__STATES], *master;
+  void *states[CDDP__STATES], *master; /* of the block */
   int k;
   for (done = 0; done < n; done += m) {
     char *p = (char *)weights + done * esize;
@@ -16504,11 +16513,13 @@ static void cddp__update_run(const cddp__update *update, size_t first, void *wei
 
 /* --- checks of arguments --- */
 
+/* A parameter's name for error texts: cut, or its number. */
 static cddp__text cddp__param_name(const cddp_param *params, int i) {
   return params[i].name != NULL ? cddp__cut(params[i].name, 100) : cddp__textf("#%d", i);
 }
 
-enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 }; /* of `rules`: needed */
+/* Bits of `rules`: each parameter needs a name; data; a dtype that trains, and an aligned grad. */
+enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 };
 
 static cddp_result cddp__check_params(const cddp_param *params, int count, int rules) {
   int i;
@@ -16522,7 +16533,7 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
         : (rules & CDDP__RULE_TRAINED) != 0 && !cddp__dtype_trains(p->dtype)
             ? "must be f32, f64, f16 or bf16"
         : !cddp__dtype_ok(p->dtype)   ? "has a dtype that is no cddp_dtype"
-        : p->count > SIZE_MAX / 64    ? "has too many elements"
+        : p->count > SIZE_MAX / 64    ? "has too many elements" /* multiples of its bytes fit */
         : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0
             ? "has data NULL"
         : p->count > 0 && cddp__misaligned(p->data, cddp__dtype_size(p->dtype))
@@ -16540,7 +16551,7 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
 static cddp_result cddp__check_sparse(const cddp_param *params, int count, const size_t *rows) {
   int i;
   for (i = 0; rows != NULL && i < count; i++) {
-    if (rows[i] == 0) continue;
+    if (rows[i] == 0) continue; /* dense */
     if (params[i].count == 0 || params[i].count % rows[i] != 0)
       return CDDP__REFUSE("parameter \"%s\" cannot have %zu sparse rows, with %zu elements",
                           cddp__param_name(params, i).s, rows[i], params[i].count);
