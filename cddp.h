@@ -12160,22 +12160,22 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) { /* fills job_inf
      4. One rank acts for its host, so that bytes for several ranks travel once. Parts move in
         pieces: while one piece is added up, others are in transit. */
 
-#define CDDP__DIRECT_HOSTS 8 /* the most that exchange headers in one turn, with shares */
+#define CDDP__DIRECT_HOSTS 8 /* most hosts that exchange all headers in one turn, with shares */
 #define CDDP__NOTICE_CHECK_S 1e-3 /* between a leader's checks for notices */
 #define CDDP__ARRIVALS_S 0.3 /* wait for other hosts' answers in _query_arrivals */
-#define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
-#define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of all hosts' contributions to a piece */
+#define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* a frame has the struct as it is */
+#define CDDP__PIECE_MOST ((size_t)2 << 20) /* most bytes of all hosts' contributions to a piece */
 /* If all hosts' sums of a slice have at most this many bytes, each host sends its sums to all and
    adds up the whole array: one turn less, and for two hosts no more bytes. */
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* most steps from sending a contribution to its sum: enum cddp__move */
-#define CDDP__POLLS 3000 /* of the links, about 1 ms, before a rank with its own core sleeps */
-#define CDDP__POLLS_A_YIELD 4 /* polls between yields: hosts can be containers that share cores */
+#define CDDP__LINK_POLLS 3000 /* about 1 ms, before a rank with its own core sleeps */
+#define CDDP__POLLS_PER_YIELD 4 /* "hosts" can be containers that share cores: they need yields */
 #define CDDP__SUM_AREAS (CDDP__AHEAD + 1) /* areas for sums in transit, used in turn */
-#define CDDP__POSTED_MAX (4 * CDDP__SUM_AREAS) /* frames for a rank: 4 moves of each piece */
+#define CDDP__POSTED_MAX (4 * CDDP__SUM_AREAS) /* most posted frames per peer: 4 moves a step */
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes of a group's kept messages; then sends wait */
-#define CDDP__SCRATCH_HALF ((size_t)2 << 20) /* bytes; a rank reads one as others write the next */
+#define CDDP__SCRATCH_HALF ((size_t)2 << 20) /* bytes; ranks read one while others write the next */
 
 /* --- links --- */
 
@@ -12185,45 +12185,47 @@ enum cddp__direction { CDDP__GOES_IN, CDDP__GOES_OUT }; /* to this rank, from it
 static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
   struct epoll_event event;
   memset(&event, 0, sizeof event);
-  event.events = events | EPOLLET;
+  event.events = events | EPOLLET; /* edges: else a socket that stays writable ends each wait */
   return epoll_ctl(hosts->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
 /* If a link has ended: connects again, or records the loss of the peer. */
 static void cddp__handle_link_end(cddp_group *g, cddp__connection *link) {
   cddp__peer *p = &g->hosts->peers[link->rank];
-  const cddp__connection *other = p->link[p->link[0] == link]; /* the other link, or NULL */
-  if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0) return;
+  const cddp__connection *other = p->link[p->link[0] == link]; /* the peer's other link, or NULL */
+  if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0 /* known */) return;
   if (!cddp__is_broken(g) && cddp__link_reconnect(g->hosts->net, link)) {
-    (void)cddp__watch_fd(g->hosts, link->fd, EPOLLIN | EPOLLOUT); /* the fd has a new socket */
+    (void)cddp__watch_fd(g->hosts, link->fd, EPOLLIN | EPOLLOUT); /* fd can have a new socket */
     return;
   }
-  if (link->error <= 0 && other != NULL && other->state == CDDP__CONNECTION_UP)
-    return; /* closed, or BYE: the other link can hold bytes sent before */
+  if (link->error <= 0 /* closed, or BYE */ && other != NULL && other->state == CDDP__CONNECTION_UP)
+    return; /* the other link can still have bytes that the peer sent before */
   p->lost_at = cddp__now();
-  p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error; /* any BYE */
-  cddp__store32(&p->lost, 1);
+  p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT /* BYE, on the other link */
+                                                         : link->error;
+  cddp__store32(&p->lost, 1); /* last: readers of `lost` then read the two fields above */
 }
 
-/* Adds a link, or frees it if its peer is no remote rank of g, or has two links (both ranks have
-   connected). */
+/* Adds a link to its peer. Frees it if the peer is no rank of g on another host, or has two links
+   already (one connected by each of both ranks). */
 static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__hosts *hosts = g->hosts;
-  cddp__connection **links;
+  cddp__connection **links; /* [2] the peer's */
   for (link->rank = 0; link->rank < g->size && g->world[link->rank] != link->peer; link->rank++) {}
-  links = link->rank < g->size ? hosts->peers[link->rank].link : NULL;
-  if (links == NULL || g->host_index[link->rank] >= 0 || links[1] != NULL) {
+  links = link->rank < g->size ? hosts->peers[link->rank].link : NULL /* no rank of g */;
+  if (links == NULL || g->host_index[link->rank] >= 0 /* on this host */ || links[1] != NULL) {
     cddp__link_free(link);
     return;
   }
   link->next = hosts->links;
   hosts->links = link;
-  (void)cddp__watch_fd(hosts, link->fd, EPOLLIN | EPOLLOUT);
-  /* the first free one; _disconnect reads it without the lock */
+  (void)cddp__watch_fd(hosts, link->fd, EPOLLIN | EPOLLOUT); /* without it waits end 5 ms later */
+  /* the first free entry; cddp__hosts_disconnect reads both without p2p.lock */
   __atomic_store_n(&links[links[0] != NULL], link, __ATOMIC_RELEASE);
 }
 
-/* Takes the group's links that other ranks have made. */
+/* Takes over the links that other ranks have connected to this one for the group: they wait in
+   net.incoming. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *net = g->hosts->net;
   cddp__connection **at, *link;
@@ -12239,19 +12241,21 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Connects to a rank, unless a link exists. */
+/* Connects to a rank, unless a link exists. CDDP_OK: a link exists, perhaps not connected yet or
+   already ended. */
 static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
   cddp__peer *p = &g->hosts->peers[rank];
   cddp_result r = CDDP_OK;
   cddp__connection *link;
-  if (p->link[0] == NULL) cddp__claim_links(g);
+  if (p->link[0] == NULL) cddp__claim_links(g); /* the rank can have connected to this one */
   if (p->link[0] != NULL) return CDDP_OK;
   r = cddp__link_connect(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id, &link);
   if (r == CDDP_OK) cddp__add_link(g, link);
   return r;
 }
 
-/* Whether a posted frame (stuck in this pass) or a receive awaits bytes from the rank. */
+/* Whether bytes from the rank are due: for a posted frame, which cddp__move_frames found incomplete
+   in this pass, or for a receive. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *work;
   if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true;
@@ -12260,47 +12264,48 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
   return false;
 }
 
-/* The receive (root: its peer) whose buffer takes a message directly: the oldest that matches the
-   message's head (number: the tag), if no stored message is older. NULL: none, or one from
-   CDDP_ANY, as another message can arrive first. */
+/* The receive whose buffer gets an incoming message directly: the oldest one for this sender
+   (call.root) and tag (head->number). NULL: the message must be stored. There is no such receive,
+   or an older message is stored for it, or it is from CDDP_ANY and can get another rank's. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *work = g->p2p.recvs;
   while (work != NULL && (work->done || work->call.tag != (int)head->number ||
                        (work->call.root != from && work->call.root != CDDP_ANY)))
     work = work->next;
-  if (head->type != CDDP__FRAME_MESSAGE || work == NULL || work->filling ||
-      work->call.root == CDDP_ANY || head->count != work->call.count ||
-      head->dtype != work->call.dtype || head->size != work->call.count * work->call.esize)
+  if (head->type != CDDP__FRAME_MESSAGE || work == NULL || work->filling /* by another link */ ||
+      work->call.root == CDDP_ANY || head->count != work->call.count || /* a mismatch is stored: */
+      head->dtype != work->call.dtype || /* cddp__recv_fits reports it */
+      head->size != work->call.count * work->call.esize)
     return NULL;
   for (m = g->hosts->stored; m != NULL; m = m->next)
     if (m->head.type == head->type && m->head.number == head->number && m->from == from)
-      return NULL;
+      return NULL; /* older, so the receive must get that one */
   return work;
 }
 
 enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME /* a posted one */ };
 /* Sends waiting bytes, and receives frames up to the next piece, without blocking. A frame goes to
-   the buffer of its receive, or is stored. If over CDDP__STAGED_MAX bytes are stored, it reads only
-   FOR_FRAME or if cddp__is_awaited. Received bytes wake this rank's threads. */
+   the buffer of its receive, or is stored. If more than CDDP__STAGED_MAX bytes are stored, the link
+   is read only FOR_FRAME or if cddp__is_awaited. Received bytes wake this rank's threads. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
   size_t got_before = link->got;
   bool received = false; /* a whole frame */
-  uint64_t one = 1;
+  uint64_t one = 1; /* a write adds it to the eventfd */
   cddp__message *m;
-  cddp__link_progress(hosts->net, link);
+  cddp__link_progress(hosts->net, link); /* sends */
   while (link->state == CDDP__CONNECTION_UP &&
          (purpose == CDDP__FOR_FRAME || hosts->stored_bytes <= CDDP__STAGED_MAX ||
           cddp__is_awaited(g, link->rank))) {
-    if (cddp__connection_peek(link) && /* the head of a frame is here */
+    if (cddp__connection_peek(link) && /* a new frame's head is complete */
         (link->into = cddp__recv_for(g, link->rank, &link->in_head)) != NULL) {
       link->into->filling = true;
       link->into->from = link->rank;
       link->into->result = CDDP_OK;
     }
-    if ((m = cddp__connection_receive(link, SIZE_MAX / 16 /* most: any */)) == NULL) break;
-    if (link->into != NULL) {
+    if ((m = cddp__connection_receive(link, SIZE_MAX / 16 /* most: any size */)) == NULL) break;
+    if (link->into != NULL) { /* the receive is complete */
       link->into->filling = false;
       link->into->done = true;
       link->into = NULL;
@@ -12311,15 +12316,15 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
       hosts->stored_bytes += m->head.size;
     }
     received = true;
-    if (cddp__buffer_size(&link->in) == 0) break; /* most likely no more bytes have arrived */
+    if (cddp__buffer_size(&link->in) == 0) break; /* another recv would most likely get no bytes */
   }
   cddp__handle_link_end(g, link);
-  if (!received && link->got == got_before) return;
-  cddp__notify(g, g->rank);
-  if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* ends its epoll_wait */
+  if (!received && link->got == got_before) return; /* no bytes */
+  cddp__notify(g, g->rank); /* wakes this rank's threads that sleep on slot.events */
+  if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* ends one's epoll_wait */
 }
 
-/* Sends waiting bytes on all links. Returns how many are left. */
+/* Sends waiting bytes on all links. Returns how many are left on links that have not ended. */
 static size_t cddp__hosts_send_queued(cddp_group *g) {
   cddp__connection *link;
   size_t unsent = 0;
@@ -12331,16 +12336,17 @@ static size_t cddp__hosts_send_queued(cddp_group *g) {
   return unsent;
 }
 
-/* Accepts connections, reads notices, and sends waiting bytes, for all groups of the process
-   with free locks. */
+/* Accepts connections, reads notices, and sends waiting bytes, for all groups of g's rank. Leaves
+   out a group if another thread holds its lock: that thread, or the next call, serves it. */
 static void cddp__poll_all_groups(cddp_group *g) {
   cddp__host *host = g->host;
-  cddp__net_serve(host, g->hosts->net);
-  if (pthread_mutex_trylock(&host->lock) != 0) return;
-  for (g = host->groups; g != NULL; g = g->next) {
-    if (g->hosts == NULL || pthread_mutex_trylock(&g->p2p.lock) != 0) continue;
-    (void)cddp__hosts_send_queued(g);
-    pthread_mutex_unlock(&g->p2p.lock);
+  cddp_group *each;
+  cddp__net_serve(host, g->hosts->net); /* connections and notices */
+  if (pthread_mutex_trylock(&host->lock) != 0) return; /* the caller can hold a p2p.lock */
+  for (each = host->groups; each != NULL; each = each->next) {
+    if (each->hosts == NULL || pthread_mutex_trylock(&each->p2p.lock) != 0) continue;
+    (void)cddp__hosts_send_queued(each);
+    pthread_mutex_unlock(&each->p2p.lock);
   }
   pthread_mutex_unlock(&host->lock);
 }
@@ -12350,40 +12356,44 @@ static void cddp__poll_all_groups(cddp_group *g) {
    links. Only the host of a dead rank knows how it died: after the end of a link, the others wait
    for its notice, at most CDDP__REMOTE_CAUSE_LONG_S. */
 
-/* Says BYE: without it elastic models count this process as ended. Closes the links for sending. */
+/* Ends the links of a broken group for sending, so that its peers notice the failure. First sends
+   BYE: without it the peers of an elastic model count this process as ended. */
 static void cddp__hosts_disconnect(cddp_group *g) {
   int i;
-  if (pthread_mutex_trylock(&g->p2p.lock) == 0) { /* else no BYE: this thread can hold it */
+  if (pthread_mutex_trylock(&g->p2p.lock) == 0) { /* else no BYE: this thread can hold the lock */
     cddp__connection *link = g->hosts->links;
     for (; link != NULL; link = link->next) cddp__connection_say_bye(link, CDDP__BYE_BROKEN);
     pthread_mutex_unlock(&g->p2p.lock);
   }
   for (i = 0; i < 2 * g->size; i++) { /* two links for each peer */
-    const cddp__connection *link =
+    const cddp__connection *link = /* without the lock: cddp__add_link stored it atomically */
         __atomic_load_n(&g->hosts->peers[i / 2].link[i % 2], __ATOMIC_ACQUIRE);
     if (link != NULL) shutdown(link->fd, SHUT_WR);
   }
 }
 
 /* After a time-out: sends the other hosts the list of this host's ranks that have reached the
-   round. They answer with their lists, except a host on which no rank waits. */
+   round. They answer with their lists, for the error text; a host on which no rank waits does
+   not. */
 static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__ARRIVALS_S);
   cddp__send_arrivals(g, g->round);
-  do cddp__poll_all_groups(g);
+  do cddp__poll_all_groups(g); /* records lists that arrive, until the round ends after all */
   while (!cddp__is_broken(g) && !cddp__has_remote_headers(g) && cddp__wait_pause(&w));
 }
 
 enum { CDDP__RANK_STAYING, CDDP__RANK_LEAVING }; /* values of `bool leaving` */
-/* In a healthy group: sends the other hosts a notice if a rank on this host has died, or, if
-   `leaving`, a loss has broken another group. The notice breaks nothing, but calls that fail later
-   name the dead rank. An exit with code 0 counts only if this rank leaves: it can be orderly. */
+/* In a healthy group: sends the other hosts a notice if a rank on this host has died. If `leaving`,
+   also if a loss has broken another group. The notice breaks nothing, but calls that fail later
+   name the dead rank. An exit with code 0 counts only if this rank leaves too: until then the
+   group's remaining calls may not need that rank. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *net = g->hosts->net;
   cddp__text text = {""}, how;
   int p;
-  if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0) return;
+  if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0 /* sent or received one */)
+    return;
   for (p = 0; p < g->size && text.s[0] == 0; p++) {
     if (p == g->rank || g->host_index[p] < 0 || cddp__rank_end(g, p) != CDDP__HAS_ENDED) continue;
     how = cddp__describe_end(g, p);
@@ -12394,22 +12404,24 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
   if (text.s[0] == 0 && leaving && cddp__has_cause(&net->loss))
     text = cddp__textf("rank %d left the group after a failure in another group: %s", g->rank,
                        net->loss.text);
-  if (text.s[0] != 0 && cddp__set_cause(&g->block->cause, CDDP_PEER_LOST, text.s))
+  if (text.s[0] != 0 && /* the first rank of this host to set the cause sends: */
+      cddp__set_cause(&g->block->cause, CDDP_PEER_LOST, text.s))
     cddp__send_notices(net, g->id, g->world, g->size, CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
                        text.s);
 }
 
 /* Sleeps at most 5 ms, until a thread that waits for `peer`, or CDDP_ANY, can continue: a link is
-   ready, a process connects to this rank, or slot.events != events. One of this rank's threads
-   polls, the others sleep. If w->due, connects to awaited remote ranks, to learn of their end. */
+   ready, a process connects to this rank, or slot.events != events (the caller's earlier value).
+   One of this rank's threads polls the links, the others sleep on slot.events. If w->due, also
+   connects to awaited remote ranks, since only a connection shows that they have ended. */
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
   cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  struct epoll_event unused[16];
+  struct epoll_event unused[16]; /* the caller looks at all links */
   double start;
-  /* 1 ms for a rank of this host: it does not end epoll_wait */
+  /* Of the sleep. Shorter if a rank of this host is awaited, since it does not end epoll_wait. */
   int p, ms = peer != CDDP_ANY && g->host_index[peer] < 0 ? 5 : 1;
-  bool polls;
+  bool polls; /* this thread polls for all */
   cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
   for (p = 0; w->due && p < g->size; p++)
@@ -12425,33 +12437,33 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   }
   start = cddp__now();
   (void)epoll_wait(hosts->epoll, unused, 16, ms); /* an error only shortens the sleep */
-  cddp__note_sleep(start, 1e-3 * ms);
+  cddp__note_sleep(start, 1e-3 * ms); /* a far longer one: this process was stopped */
   pthread_mutex_lock(&g->p2p.lock);
   hosts->polling = false;
-  cddp__notify(g, g->rank); /* the other threads: one of them polls next */
+  cddp__notify(g, g->rank); /* wakes this rank's other threads: one of them polls next */
   pthread_mutex_unlock(&g->p2p.lock);
   if (w->due) cddp__early_notice(g, CDDP__RANK_STAYING);
 }
 
 /* --- send and recv --- */
 
-/* Whether a message can be posted: the link is connected, and few bytes wait on all links: at most
-   CDDP__STAGED_MAX, or as many as it has. After the peer's BYE: if none wait for the peer. */
-static bool cddp__hosts_can_post(cddp_group *g, int peer, size_t bytes) {
+/* Whether a send of `bytes`, just posted, need not wait: its link is connected, and the bytes that
+   wait on all links are within the limit. A single message can have any size. */
+static bool cddp__hosts_sends_fit(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
   if (cddp__ensure_link(g, peer) != CDDP_OK) return false;
   link = g->hosts->peers[peer].link[0];
-  if (link->state == CDDP__CONNECTION_NEW) return false;
-  if (link->state == CDDP__CONNECTION_ENDED)
+  if (link->state == CDDP__CONNECTION_NEW) return false; /* so the wait notices a dead peer */
+  if (link->state == CDDP__CONNECTION_ENDED) /* true: the peer left after all bytes were sent */
     return link->error == CDDP__LEFT && cddp__buffer_size(&link->out) == 0;
   return cddp__hosts_send_queued(g) <=
          cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
-/* Sends a message as far as the system accepts it. Later calls, of any group, send a copy of the
-   rest. */
+/* Sends as much of a message as the system accepts now. Copies the rest: later calls, of any group,
+   send it. So the caller can reuse its buffer. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
-  size_t bytes = c->count * c->esize, sent = 0, head_sent;
+  size_t bytes = c->count * c->esize, sent = 0 /* with the head */, head_sent, body_sent;
   cddp__frame_head head =
       cddp__frame_head_of(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
   cddp_result r;
@@ -12460,17 +12472,17 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   if ((r = cddp__ensure_link(g, c->root /* peer */)) != CDDP_OK) goto done;
   link = g->hosts->peers[c->root].link[0];
   cddp__link_progress(g->hosts->net, link);
-  if (cddp__connection_is_idle(link))
+  if (cddp__connection_is_idle(link)) /* else earlier bytes wait: this message follows them */
     (void)cddp__connection_send(link, &head, c->send, bytes, &sent, SIZE_MAX);
   head_sent = cddp__min(sent, sizeof head);
+  body_sent = sent - head_sent;
   if (cddp__buffer_reserve(&link->out, sizeof head + bytes - sent)) {
     cddp__buffer_add(&link->out, (const char *)&head + head_sent, sizeof head - head_sent);
-    sent -= head_sent; /* now without the head */
-    cddp__buffer_add(&link->out, (const char *)c->send + sent, bytes - sent);
+    cddp__buffer_add(&link->out, (const char *)c->send + body_sent, bytes - body_sent);
   } else {
     r = CDDP_OUT_OF_MEMORY;
-    if (sent > 0)
-      cddp__connection_end(link, ENOMEM); /* the next frame would be read as the rest of this */
+    if (sent > 0) /* the peer would read the next frame as the rest of this message */
+      cddp__connection_end(link, ENOMEM);
   }
   cddp__handle_link_end(g, link);
 done:
@@ -12479,29 +12491,30 @@ done:
   return r;
 }
 
-/* A receive ends while its message arrives in the caller's buffer: gives the message memory of its
-   own, link.message. */
+/* A receive ends (aborted, or its group failed) while its message arrives in the caller's buffer.
+   Moves the message to other memory, link.message, where the rest will arrive. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   const cddp__net *net = g->hosts->net;
   cddp__message *m = NULL;
   cddp__connection *link = g->hosts->links;
-  CDDP_ASSERT(work->filling);
+  CDDP_ASSERT(work->filling); /* by one of the links: */
   while (link->into != work) link = link->next;
   if (link->state != CDDP__CONNECTION_ENDED)
     m = (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)link->in_head.size);
   if (m != NULL) {
     *m = *link->message;
-    memcpy(m + 1, work->call.recv, link->got - sizeof link->in_head);
+    memcpy(m + 1, work->call.recv, link->got - sizeof link->in_head); /* bytes so far */
   } else {
-    cddp__connection_end(link, ENOMEM);
+    cddp__connection_end(link, ENOMEM); /* no effect if it has ended */
   }
-  cddp__free(&net->allocator, link->message);
+  cddp__free(&net->allocator, link->message); /* only a head: the bytes were in the buffer */
   link->message = m;
   link->into = NULL;
   work->filling = false;
 }
 
-/* Takes the oldest stored frame of a type from a rank, with a tag (-1: any). */
+/* Takes the oldest stored frame of a type from a rank, with a tag (-1: any). NULL: there is none.
+   The caller frees it. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__hosts *hosts = g->hosts;
   cddp__message **at = &hosts->stored, *m;
@@ -12515,7 +12528,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
   return m;
 }
 
-/* Reads all links, for receives. */
+/* Reads all links: completes receives, or stores their messages. */
 static void cddp__hosts_read_messages(cddp_group *g) {
   cddp__connection *link;
   cddp__claim_links(g);
@@ -12664,7 +12677,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
   do {
     if (moved) {
       cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S);
-      w.yields = polls ? CDDP__POLLS : 1; /* on a shared core one yield, then sleeps */
+      w.yields = polls ? CDDP__LINK_POLLS : 1; /* on a shared core one yield, then sleeps */
     }
     moved = false;
     events = cddp__load32(&slot->events);
@@ -12675,7 +12688,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     if (late < 0 || moved || r != CDDP_OK) continue;
     if (cddp__wait_yields_spent(&w))
       r = cddp__await_frames(g, &w, late, events);
-    else if (!polls || w.yields % CDDP__POLLS_A_YIELD == 0)
+    else if (!polls || w.yields % CDDP__POLLS_PER_YIELD == 0)
       sched_yield();
   } while (late >= 0 && r == CDDP_OK);
   cddp__store64(&slot->awaits, 0);
@@ -13835,7 +13848,7 @@ static bool cddp__message_ready(cddp_work *work) {
   } else if (work->send >= 0) {
     ready = !cddp__send_open(cddp__send_at(g, work->send));
   } else if (g->host_index[work->call.root] < 0) {
-    ready = cddp__hosts_can_post(g, work->call.root, bytes);
+    ready = cddp__hosts_sends_fit(g, work->call.root, bytes);
   } else {
     (void)cddp__scan_sends(g, work->call.root, bytes);
     ready = cddp__sends_fit(g, bytes);
@@ -13906,7 +13919,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   w.yields = limit == 0 ? 0 : CDDP__YIELDS;
   for (i = 0; i < spin && limit != 0 && !cddp__is_broken(g); i++) {
     if (cddp__message_ready(work)) return CDDP_OK;
-    if (g->hosts == NULL || i % CDDP__POLLS_A_YIELD != 0) cddp__pause();
+    if (g->hosts == NULL || i % CDDP__POLLS_PER_YIELD != 0) cddp__pause();
     else if (!cddp__wait_yields(&w)) break;
   }
   for (;;) {
