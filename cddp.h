@@ -1014,9 +1014,10 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
    examples/cddprun.c starts programs as ranks, on one or more hosts. */
 
 /* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
-   is the exit code; 0 is success. When one fails, the others receive SIGTERM after 1 s and SIGKILL
-   5 s later; CDDP_PEER_LOST names the first one: rank, exit code or signal. Children end with their
-   parent. Call it before the program starts threads; idle ones of OpenMP or OpenBLAS are fine. Like
+   is the exit code; 0 is success. In fn exit(n) counts as a return of n, and pthread_exit as a
+   failure. When one fails, the others receive SIGTERM after 1 s and SIGKILL 5 s later;
+   CDDP_PEER_LOST names the first one: rank, exit code or signal. Children end with their parent.
+   Call it before the program starts threads; idle ones of OpenMP or OpenBLAS are fine. Like
    torch.multiprocessing.spawn. Fine print: forked ranks. */
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
@@ -1359,6 +1360,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    waitpid(-1)): otherwise, before Linux 6.15, exit codes are lost, and it returns CDDP_SYSTEM. With
    a GCC before 9, idle threads of OpenMP must not exist either. Children run the parent's atexit
    handlers only if fn calls exit(): with gcov (--coverage) and gprof (-pg) end fn by exit(0).
+   If fn replaces its program (exec), the new program's exit code counts. fn must catch its
+   exceptions (C++).
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
    dir/cddp-JOB-RANK.joinN.rec. Truncating a running job's file ends the rank by SIGBUS.
@@ -23627,6 +23630,23 @@ static void cddp__set_one_thread(void) {
   if (blas && cddp__blas_threads() == cddp__blas_procs()) cddp__blas_set_threads(1);
 }
 
+/* In C++ an exception that leaves fn ends the child here, with the exception's text: a `catch` of
+   cddp_spawn's caller is the parent's. */
+static int cddp__call_fn(const cddp__spawn_job *job, int rank)
+#ifdef __cplusplus
+    noexcept
+#endif
+{
+  return job->fn(rank, job->arg);
+}
+
+/* Ends a child after its fn, also after pthread_exit. */
+static void cddp__end_child(void *code) {
+  int value = *(const int *)code;
+  fflush(NULL);
+  _exit(value >= 0 && value <= 255 ? value : 255);
+}
+
 /* The main function of a child; never returns. joins: it joins a running job. */
 static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   static char line[8192]; /* stdout's buffer: musl's has 1,024 bytes */
@@ -23661,9 +23681,10 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   if (job->n > 1) cddp__set_one_thread();
   if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* does not mix the ranks' lines */
   cddp__error_text[0] = 0;
-  code = job->fn(rank, job->arg);
-  fflush(NULL);
-  _exit(code >= 0 && code <= 255 ? code : 255);
+  code = 255; /* of pthread_exit */
+  pthread_cleanup_push(cddp__end_child, &code);
+  code = cddp__call_fn(job, rank);
+  pthread_cleanup_pop(1 /* run it */);
 }
 
 /* Records the first failure. The other children get SIGTERM after `seconds`. */
@@ -24862,6 +24883,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               crashed when a rank was lost. A handle that outlived its group was used after it had
               been freed. A connection that was lost without a rank was never replaced.
               cddprun --elastic, cddp_spawn_elastic: a rank that died before the model existed.
+              pthread_exit in a rank of cddp_spawn counted as success, or left the rank running.
               A damaged rank table crashed its receiver. cddp_run_threads with one thread unmapped
               memory of the program. GPUs: a model without parameters.
      Mended. Waits until timeout_s, or longer

@@ -351,6 +351,53 @@ static void test_failure(void) {
   munmap(b, sizeof *b);
 }
 
+/* Each way in which fn can end without a return. */
+enum { EXIT_0, EXIT_3, END_0, ABORTS, EXECS_TRUE, EXECS_FALSE, EXITS_THREAD, CANCELS, WAYS };
+
+static void *sleep_on(void *arg) {
+  ranks_sleep(60);
+  return arg;
+}
+
+static int end_somehow(int rank, void *arg) {
+  const int *how = (const int *)arg;
+  pthread_t thread;
+  (void)rank;
+  switch (*how) {
+  case EXIT_0: exit(0);
+  case EXIT_3: exit(3);
+  case END_0: _exit(0);
+  case ABORTS:
+    signal(SIGABRT, SIG_DFL);
+    abort();
+  case EXECS_TRUE: execl("/bin/sh", "sh", "-c", "exit 0", (char *)NULL); break;
+  case EXECS_FALSE: execl("/bin/sh", "sh", "-c", "exit 4", (char *)NULL); break;
+  case EXITS_THREAD: /* the process would end when its last thread does, by exit(0) */
+    if (pthread_create(&thread, NULL, sleep_on, NULL) == 0) pthread_exit(NULL);
+    break;
+  default:
+    pthread_cancel(pthread_self());
+    pthread_testcancel();
+  }
+  return 77;
+}
+
+static void test_ends(void) {
+  static const char *const words[WAYS] = {NULL, "code 3", NULL,       "signal 6",
+                                          NULL, "code 4", "code 255", "code 255"};
+  double start = test_now();
+  int how;
+  for (how = 0; how < WAYS; how++) {
+    cddp_result want = words[how] == NULL ? CDDP_OK : CDDP_PEER_LOST;
+    CHECK_IS(cddp_spawn(end_somehow, &how, 1), want);
+    if (words[how] != NULL) CHECK(mentions("rank 0") && mentions(words[how]));
+    CHECK_IS(cddp_spawn_elastic(end_somehow, &how, 1, 0), want);
+    if (words[how] != NULL) CHECK(mentions("rank 0") && mentions(words[how]));
+  }
+  CHECK(test_now() - start < RANKS_WITHIN(10.0));
+  CHECK(ranks_no_children());
+}
+
 /* The first to fail is named, not those that it took along. */
 static int fail_in_group(int rank, void *arg) {
   cddp_group *g;
@@ -1041,6 +1088,7 @@ int main(void) {
   RUN(test_environment);
   RUN(test_stranger);
   RUN(test_failure);
+  RUN(test_ends);
   RUN(test_first_is_named);
   RUN(test_nested);
   RUN(test_other_children);
