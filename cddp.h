@@ -1872,7 +1872,7 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 joins; /* job's first group: number of joined processes */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones, a bitmap; job's first group */
   cddp__cause cause; /* a lost rank of which a notice has arrived or was sent */
-  cddp__atomic_u32 reported; /* last round for which this host sent others its arrivals */
+  cddp__atomic_u32 arrivals_sent; /* last round for which this host sent others its arrivals */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
@@ -8273,25 +8273,28 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
         k-th bucket, the last limit for all further ones.
      3. Buckets are ordered by closing, or by their smallest parameter index. */
 
-/* Slice `part` of n elements. Slices begin at multiples of granule. The first `small` ones have
-   `each` granules, the others one more: the end of the array can cut the last one short. */
-static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *begin, size_t *end) {
-  size_t all = n / granule + (n % granule != 0), i = (size_t)part; /* all: granules */
-  size_t each = all / (size_t)parts, small = (size_t)parts - all % (size_t)parts;
+/* The range of slice number `slice` (of `slices`) of n elements. Slices begin at multiples of
+   granule. The first `small` slices have `each` granules, the others one more: the larger ones are
+   at the end, since the end of the array can cut the last granule short. */
+static void cddp__slice(size_t n, size_t granule, int slices, int slice, size_t *begin,
+                        size_t *end) {
+  size_t granules = n / granule + (n % granule != 0), i = (size_t)slice;
+  size_t each = granules / (size_t)slices, small = (size_t)slices - granules % (size_t)slices;
+  /* of this slice, in granules: */
   size_t first = each * i + (i > small ? i - small : 0), count = each + (i >= small);
-  CDDP_ASSERT(part >= 0 && part < parts);
-  *begin = first >= all ? n : first * granule;
-  *end = first + count >= all ? n : (first + count) * granule;
+  CDDP_ASSERT(slice >= 0 && slice < slices);
+  *begin = first >= granules ? n : first * granule;
+  *end = first + count >= granules ? n : (first + count) * granule; /* n: the last granule's end */
 }
 
-/* The shards of a rank: a contiguous range. The first shards % ranks ranks have one more. */
+/* The shards of a rank: a contiguous range. The first `more` ranks have one shard more. */
 static void cddp__rank_shards(int shards, int ranks, int rank, int *first, int *count) {
   int each = shards / ranks, more = shards % ranks;
   *first = each * rank + (rank < more ? rank : more);
   *count = each + (rank < more);
 }
 
-/* owner[i] = the rank that computes shard i. */
+/* Sets owner[i], for each shard i, to the rank that computes it. */
 static void cddp__assign_shards(int *owner, int shards, int ranks) {
   int rank, i, first, count;
   for (rank = 0; rank < ranks; rank++) {
@@ -8300,17 +8303,20 @@ static void cddp__assign_shards(int *owner, int shards, int ranks) {
   }
 }
 
-/* The node's width for cddp__reduce_nodes. -1: one shard in a slot, so in the compute type. */
+/* The node's width for cddp__reduce_nodes: its number of shards. -1: one shard whose sum is in a
+   slot, so already in the compute type; 1: one in the gradients, in their own dtype. */
 static int cddp__reduce_width(const cddp__shard_node *node) {
   return node->width == 1 && node->slot >= 0 ? -1 : node->width;
 }
 
-/* The nodes that become one when a shard ends. */
+/* The nodes that become one when a rank has computed a shard. */
 typedef struct cddp__node_merge {
   int low, high; /* nodes[low .. high) and the new shard become `node` */
   cddp__shard_node node;
-  int count; /* of slots and widths: those of these nodes and the shard, ascending */
-  int slots[CDDP__FOLD_DEPTH + 1 /* shard */], widths[CDDP__FOLD_DEPTH + 1];
+  /* Sources of the sum: these nodes and the shard, ascending. */
+  int count;
+  int slots[CDDP__FOLD_DEPTH + 1 /* the shard */]; /* -1: in the gradients */
+  int widths[CDDP__FOLD_DEPTH + 1]; /* cddp__reduce_width */
 } cddp__node_merge;
 
 /* Merges `shard`, a new node of one shard, with its sibling in the tree if that is the same rank's,
@@ -8318,22 +8324,22 @@ typedef struct cddp__node_merge {
    halves. nodes: [count], ascending. */
 static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int count,
                                           cddp__shard_node shard, int shards) {
-  const cddp__shard_node *part;
+  const cddp__shard_node *source;
   cddp__node_merge merge;
   int begin = shard.first, end = begin + 1, at = 0, size, i;
   while (at < count && nodes[at].first < begin) at++; /* the shard belongs before nodes[at] */
   merge.low = merge.high = at;
-  for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards */
-    bool right = begin / size % 2 == 1; /* half of its parent */
-    /* [from, to) is its sibling, which nodes[k] must be; root: their parent is the root */
+  for (size = 1; size < shards; size *= 2) { /* [begin, end): the node, of up to `size` shards */
+    bool right = begin / size % 2 == 1; /* the node is the right half of its parent */
+    /* [from, to) is its sibling; in `nodes` only nodes[k], the neighbour, can be it */
     int from = right ? begin - size : end;
     int to = right ? begin : begin + 2 * size < shards ? begin + 2 * size : shards;
     int k = right ? merge.low - 1 : merge.high;
-    bool root = right ? from == 0 && end == shards : begin == 0 && to == shards;
+    bool parent_is_root = right ? from == 0 && end == shards : begin == 0 && to == shards;
     if (from >= shards) continue; /* at the right end of the tree: no sibling on this level */
-    if (root || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to ||
-        nodes[k].rank != shard.rank)
-      break;
+    if (parent_is_root || k < 0 || k == count || nodes[k].first != from ||
+        from + nodes[k].width != to || nodes[k].rank != shard.rank)
+      break; /* the sibling is not complete, or another rank's */
     if (right) {
       begin = from;
       merge.low--;
@@ -8347,21 +8353,22 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
   merge.node.width = end - begin;
   merge.count = 0;
   for (i = merge.low; i <= merge.high; i++) {
-    part = i == at ? &shard : &nodes[i - (i > at)];
-    merge.slots[merge.count] = part->slot;
-    merge.widths[merge.count++] = cddp__reduce_width(part);
+    source = i == at ? &shard : &nodes[i - (i > at)]; /* as if the shard were inserted at `at` */
+    merge.slots[merge.count] = source->slot;
+    merge.widths[merge.count++] = cddp__reduce_width(source);
   }
   return merge;
 }
 
-/* The lowest slot that no node uses. */
+/* The lowest slot that no node uses. nodes: of one rank, ordered by shard, not by slot. */
 static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
   int slot = 0, i;
   for (i = 0; i < count; i++)
-    if (nodes[i].slot == slot) slot++, i = -1; /* from the start */
+    if (nodes[i].slot == slot) slot++, i = -1; /* search all nodes for the next slot */
   return slot;
 }
 
+/* Whether one of the nodes contains the shard: then a rank has computed it. */
 static bool cddp__nodes_contain(const cddp__shard_node *nodes, int count, int shard) {
   int i;
   for (i = 0; i < count; i++)
@@ -8369,21 +8376,26 @@ static bool cddp__nodes_contain(const cddp__shard_node *nodes, int count, int sh
   return false;
 }
 
-/* Computes the nodes of all ranks at the step's end, ascending, and returns their number. *slots:
-   the most that a rank needs. A rank's last shard needs none if it merges with no other, unless
-   nodes must be `apart` from gradients. widths: see cddp__reduce_width. */
+/* Computes which nodes all ranks have at the step's end, and returns their number.
+     owner    [shards] each shard's rank
+     apart    true: no node may stay in the gradients
+     nodes    [shards] receives the nodes, ascending
+     widths   [shards] receives cddp__reduce_width of each
+     slots    receives the most slots that a rank needs
+   A rank's last shard needs no slot if it merges with no other, unless nodes must be `apart`. */
 static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shard_node *nodes,
                             int *widths, int *slots) {
-  int count = 0, i, k;
+  int count = 0, i, previous;
   *slots = 0;
-  for (i = 0; i < shards; i++) {
+  for (i = 0; i < shards; i++) { /* as if each rank computed its shards in this order */
     cddp__shard_node shard = {i, 1 /* width */, -1 /* no slot */, owner[i]};
     cddp__node_merge merge = cddp__merge_shard(nodes, count, shard, shards);
     cddp__shard_node node = merge.node;
-    k = merge.low - 1; /* the rank's node before it, in the slot before */
-    while (k >= 0 && nodes[k].rank != node.rank) k--;
-    if (node.width > 1 || apart || (i + 1 < shards && owner[i + 1] == node.rank)) /* not last */
-      node.slot = k >= 0 ? nodes[k].slot + 1 : 0;
+    bool last = i + 1 == shards || owner[i + 1] != node.rank; /* of the rank's shards */
+    previous = merge.low - 1; /* the same rank's node before this one */
+    while (previous >= 0 && nodes[previous].rank != node.rank) previous--;
+    if (node.width > 1 || apart || !last) /* else the shard can stay in the gradients: slot -1 */
+      node.slot = previous >= 0 ? nodes[previous].slot + 1 : 0;
     if (node.slot >= *slots) *slots = node.slot + 1;
     nodes[merge.low] = node;
     count = merge.low + 1; /* the merged nodes were the last ones */
@@ -8403,40 +8415,43 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
 static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *params, int count,
                               const int *order, const size_t *limits, int limit_count) {
   int *bucket_of = sorted + count; /* of the i-th in `order`; buckets are numbered as created */
-  int *place = bucket_of + count;  /* of each bucket, in order of closing */
+  int *closed_at = bucket_of + count; /* each bucket's position in order of closing */
   struct {
     int bucket, limit; /* the open bucket, -1: none; index of the current limit */
     size_t bytes;      /* in the open bucket */
-  } open[CDDP__DTYPE_COUNT], *o; /* by dtype */
+  } open[CDDP__DTYPE_COUNT] /* by dtype */, *own; /* own: of the parameter's dtype */
   int i, b, created = 0, closed = 0;
   CDDP_ASSERT(limit_count >= 1);
   memset(open, 0, sizeof open);
   for (b = 0; b < CDDP__DTYPE_COUNT; b++) open[b].bucket = -1;
   for (i = 0; i < count; i++) {
     const cddp_param *p = &params[order != NULL ? order[i] : i];
-    o = &open[p->dtype];
-    if (o->bucket < 0) {
-      o->bucket = created++;
-      o->bytes = 0;
+    own = &open[p->dtype];
+    if (own->bucket < 0) {
+      own->bucket = created++;
+      own->bytes = 0;
     }
-    bucket_of[i] = o->bucket;
-    o->bytes += p->count * cddp__dtype_size(p->dtype);
-    if (o->bytes < limits[o->limit]) continue;
-    place[o->bucket] = closed++;
-    o->bucket = -1;
-    if (o->limit + 1 < limit_count) o->limit++;
+    bucket_of[i] = own->bucket;
+    own->bytes += p->count * cddp__dtype_size(p->dtype);
+    if (own->bytes < limits[own->limit]) continue; /* the bucket stays open */
+    closed_at[own->bucket] = closed++;
+    own->bucket = -1;
+    if (own->limit + 1 < limit_count) own->limit++;
   }
-  for (i = 0; i < count; i++) {
-    o = &open[params[order != NULL ? order[i] : i].dtype];
-    if (o->bucket >= 0) place[o->bucket] = closed++;
-    o->bucket = -1;
+  for (i = 0; i < count; i++) { /* closes the buckets that are still open */
+    own = &open[params[order != NULL ? order[i] : i].dtype];
+    if (own->bucket >= 0) closed_at[own->bucket] = closed++;
+    own->bucket = -1;
   }
   memset(offsets, 0, (size_t)(count + 2) * sizeof *offsets);
-  for (i = 0; i < count; i++) { /* a counting sort: offsets[b + 1] is where b's next one goes */
-    bucket_of[i] = order != NULL ? place[bucket_of[i]] : created - 1 - bucket_of[i];
+  /* A counting sort of the parameters by bucket. */
+  for (i = 0; i < count; i++) {
+    bucket_of[i] = order != NULL ? closed_at[bucket_of[i]]
+                                 : created - 1 - bucket_of[i] /* the last one is listed first */;
     offsets[bucket_of[i] + 2]++;
   }
   for (b = 0; b < created; b++) offsets[b + 2] += offsets[b + 1];
+  /* Now offsets[b + 1] is the begin of bucket b. It advances, so it becomes the end of bucket b. */
   for (i = 0; i < count; i++) sorted[offsets[bucket_of[i] + 1]++] = order != NULL ? order[i] : i;
   return created;
 }
@@ -8452,13 +8467,13 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
      4. In a call with counts (all_gather_v, all_to_all_v) the ranks first exchange the lengths of
         their shares. The collective runs as if all had the longest, but moves their own bytes. */
 
-typedef struct cddp__shape {
-  const char *name;
+typedef struct cddp__shape { /* of a kind of call */
+  const char *name;        /* in error texts */
   bool reduces;            /* the shares for a rank are reduced to one */
   bool scatters, gathers;  /* send has a share for each rank; recv has a share of each rank */
   bool from_root, to_root; /* only the root sends; only the root receives */
 } cddp__shape;
-enum {
+enum { /* the third argument of CDDP__KINDS' entries: sets the field of the same name */
   CDDP__SHAPE_REDUCES = 1,
   CDDP__SHAPE_SCATTERS = 2,
   CDDP__SHAPE_GATHERS = 4,
@@ -8469,18 +8484,20 @@ enum {
   {name, ((moves) & CDDP__SHAPE_REDUCES) != 0, ((moves) & CDDP__SHAPE_SCATTERS) != 0, \
    ((moves) & CDDP__SHAPE_GATHERS) != 0, ((moves) & CDDP__FROM_ROOT) != 0, \
    ((moves) & CDDP__TO_ROOT) != 0},
-static const cddp__shape cddp__shapes[] = {CDDP__KINDS(CDDP__X)};
+static const cddp__shape cddp__shapes[/* CDDP__KIND_* */] = {CDDP__KINDS(CDDP__X)};
 #undef CDDP__X
 
-/* A dtype or op beyond a byte becomes 255, which is invalid too. esize is never 0. */
+/* A dtype or op beyond a byte becomes 255, which is invalid too. esize is never 0, since callers
+   divide by it before the dtype is checked. */
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
-  cddp__call c = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
+  cddp__call call = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
                   (uint8_t)((unsigned)op > 255 ? 255 : op), root, send, recv, count,
                   cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0, NULL /* tag, shares */};
-  return c;
+  return call;
 }
 
+/* Whether the send and the receive buffer are one: each has one share. */
 static bool cddp__in_one_buffer(const cddp__call *call) {
   return !cddp__shapes[call->kind].scatters && !cddp__shapes[call->kind].gathers;
 }
@@ -8492,25 +8509,25 @@ static bool cddp__receives(const cddp__call *call, int rank) {
   return !cddp__shapes[call->kind].to_root || rank == call->root;
 }
 
-/* Whether a call changes the rank's buffer. A broadcast's root keeps its contents. */
+/* Whether a call changes the rank's receive buffer. A broadcast's root keeps its contents. */
 static bool cddp__is_written(const cddp__call *call, int rank) {
   return cddp__receives(call, rank) &&
          !(cddp__in_one_buffer(call) && cddp__shapes[call->kind].from_root && rank == call->root);
 }
 
-/* Whether other ranks read the rank's buffer, or write sums to it. The root's share of a gather is
-   read by the root alone. */
+/* Whether other ranks read the rank's send buffer, or (reductions) write sums to it. Only the root
+   reads its own share of a gather. */
 static bool cddp__is_read(const cddp__call *call, int rank) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   return cddp__sends(call, rank) && (shape->reduces || !shape->to_root || rank != call->root);
 }
 
-/* all_to_all in place: received shares replace the sent ones. */
+/* Whether a call is an all_to_all in place: received shares replace the sent ones. */
 static bool cddp__is_in_place_all_to_all(const cddp__call *call) {
   return call->kind == CDDP__KIND_ALL_TO_ALL && call->send == call->recv;
 }
 
-/* Shares in the send buffer, and in the receive buffer, of a rank that uses it. */
+/* Number of shares in the send and in the receive buffer, on ranks that send or receive. */
 static size_t cddp__send_shares(const cddp_group *g, const cddp__call *call) {
   return cddp__shapes[call->kind].scatters ? (size_t)g->size : 1;
 }
@@ -8518,24 +8535,27 @@ static size_t cddp__recv_shares(const cddp_group *g, const cddp__call *call) {
   return cddp__shapes[call->kind].gathers ? (size_t)g->size : 1;
 }
 
-/* Addresses of the share for rank `to`, and for the share of rank `from`. */
+/* Addresses: in the send buffer of the share for rank `to`; in the receive buffer of the share of
+   rank `from`. */
 static const char *cddp__share_for(const cddp__call *call, int to) {
-  size_t at = 0;
+  size_t at = 0; /* in elements; 0: of the only share */
   if (cddp__shapes[call->kind].scatters)
     at = call->shares != NULL ? call->shares[to].out_at : (size_t)to * call->count;
   return (const char *)call->send + at * call->esize;
 }
 static char *cddp__share_from(const cddp__call *call, int from) {
-  size_t at = 0;
+  size_t at = 0; /* in elements; 0: of the only share */
   if (cddp__shapes[call->kind].gathers)
     at = call->shares != NULL ? call->shares[from].in_at : (size_t)from * call->count;
   return (char *)call->recv + at * call->esize;
 }
 
-/* Bytes of the elements [begin, begin + n) of the share that this rank sends to another, or
-   receives from it. In a call with counts the share has `count` elements, and can end earlier. */
-static size_t cddp__bytes_within(const cddp__call *call, size_t count, size_t begin, size_t n) {
-  return begin < count ? cddp__min(n, count - begin) * call->esize : 0;
+/* How many bytes the elements [begin, begin + n) of a share have: of the share that this rank sends
+   to another (_out_bytes), or receives from another (_in_bytes). In a call with counts a share can
+   end before begin + n: it has share_count elements. */
+static size_t cddp__bytes_within(const cddp__call *call, size_t share_count, size_t begin,
+                                 size_t n) {
+  return begin < share_count ? cddp__min(n, share_count - begin) * call->esize : 0;
 }
 static size_t cddp__out_bytes(const cddp__call *call, int to, size_t begin, size_t n) {
   if (call->shares == NULL) return n * call->esize;
@@ -8546,38 +8566,40 @@ static size_t cddp__in_bytes(const cddp__call *call, int from, size_t begin, siz
   return cddp__bytes_within(call, call->shares[from].in, begin, n);
 }
 
-/* In a call with counts each rank first sends one to each rank. */
+/* Describes the sender's share for the receiver. A call with counts begins with an all_to_all of
+   these. All fields count elements, except the last. */
 typedef struct cddp__count_notice {
-  uint64_t count; /* of the sender's share for the receiver */
-  uint64_t at;    /* in the sender's buffer: the receiver's cddp__counted_share.peer_at */
-  uint64_t most;  /* the largest count that the sender sends or receives */
-  uint64_t host;  /* 1: the sender's buffers are in host memory: for ranks without data */
+  uint64_t count;     /* of the share */
+  uint64_t at;        /* a position in the sender's buffers: the receiver's shares[].peer_at */
+  uint64_t most;      /* the largest count that the sender sends to or receives from a rank */
+  uint64_t on_host;   /* 1: the sender's buffers are in host memory. A rank without data, whose
+                         buffers can be NULL, uses host or device memory as the others do */
 } cddp__count_notice;
 
-/* Bytes of a call's counted shares, then of the notices sent and received. */
+/* Bytes of the memory at call.shares: [size] shares, [size] notices to send, [size] received. */
 static size_t cddp__counts_bytes(const cddp_group *g) {
   return (size_t)g->size * (sizeof(cddp__counted_share) + 2 * sizeof(cddp__count_notice));
 }
 
 /* Bytes of the send and the receive buffer that a call uses on this rank; 0: none. If both are one
-   buffer, every rank uses it. */
+   buffer, every rank uses it: even a rank that does not send receives into it. */
 static void cddp__call_bytes(const cddp_group *g, const cddp__call *call, size_t *sent,
-                               size_t *received) {
-  bool one = cddp__in_one_buffer(call);
+                             size_t *received) {
+  bool one_buffer = cddp__in_one_buffer(call);
   size_t share = call->count * call->esize;
   if (call->shares != NULL) {
-    const cddp__counted_share *last = &call->shares[g->size - 1]; /* ends both buffers */
+    const cddp__counted_share *last = &call->shares[g->size - 1]; /* at the end of both buffers */
     *sent = (last->out_at + last->out) * call->esize;
     *received = (last->in_at + last->in) * call->esize;
     return;
   }
-  *sent = one || cddp__sends(call, g->rank) ? share * cddp__send_shares(g, call) : 0;
-  *received = one || cddp__receives(call, g->rank) ? share * cddp__recv_shares(g, call) : 0;
+  *sent = one_buffer || cddp__sends(call, g->rank) ? share * cddp__send_shares(g, call) : 0;
+  *received = one_buffer || cddp__receives(call, g->rank) ? share * cddp__recv_shares(g, call) : 0;
 }
 
 /* --- texts --- */
 
-static const char *const cddp__op_names[] = {
+static const char *const cddp__op_names[/* cddp_op */] = {
     "sum", "avg", "prod", "min", "max", "band", "bor", "bxor"};
 CDDP__STATIC_ASSERT(sizeof cddp__op_names / sizeof *cddp__op_names == CDDP_BXOR + 1,
                     "a name for each operation");
@@ -8591,16 +8613,17 @@ static uint32_t cddp__code_kind(uint32_t code) { return code & 255; }
 static uint32_t cddp__code_dtype(uint32_t code) { return code >> 8 & 255; }
 static uint32_t cddp__code_phase(uint32_t code) { return code >> 24; }
 
-/* Example: "all_reduce(count 4, f32, sum)" */
+/* Example: "all_reduce(count 4, f32, sum)". The code can be invalid: a peer has sent it. */
 static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   uint32_t kind = cddp__code_kind(code), dtype = cddp__code_dtype(code), op = code >> 16 & 255;
   cddp__text t = {"an unknown call"};
   if (kind >= CDDP__KIND_COUNT || !cddp__dtype_ok(dtype) || op > CDDP_BXOR) return t;
   t = cddp__textf("%s", cddp__shapes[kind].name);
-  if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(t.s, sizeof t.s, " %" PRIu64, count /* index */);
+  if (kind == CDDP__KIND_DDP_BUCKET)
+    cddp__append(t.s, sizeof t.s, " %" PRIu64, count /* the bucket's index */);
   if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t; /* no elements */
   cddp__append(t.s, sizeof t.s, "(");
-  if (kind < CDDP__KIND_ALL_GATHER_V) /* else a count for each rank */
+  if (kind < CDDP__KIND_ALL_GATHER_V) /* later kinds have a count for each rank */
     cddp__append(t.s, sizeof t.s, "count %" PRIu64 ", ", count);
   cddp__append(t.s, sizeof t.s, "%s", cddp__dtype_name(dtype));
   if (cddp__shapes[kind].reduces) cddp__append(t.s, sizeof t.s, ", %s", cddp__op_names[op]);
@@ -8614,12 +8637,16 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
    Job: the layout of a group's control block in shared memory, and the sizes of its parts.
    Owns: nothing.
    Entry points: all functions of the room.
-   Layout: the control block, headers, reported rounds (the last that each remote rank reached),
-   slots, staging buffers. A rank has two headers and two buffers, for even and odd rounds. Every
-   rank reads all headers, so they are contiguous. Ranks of other hosts share one slot, which stays
-   empty. */
+   Layout:
+     1. the struct cddp__control_block
+     2. headers: two of each rank of the group, for even and odd rounds. They are contiguous, since
+        every rank reads all of them
+     3. remote arrivals: for each rank of another host the last round that it is known to have
+        reached. Only time-out texts need them
+     4. slots: one of each rank of this host, and an empty one that all other ranks share
+     5. staging buffers: two of each rank, for even and odd rounds */
 
-#define CDDP__HEADERS_AT ((size_t)4096) /* a page */
+#define CDDP__HEADERS_AT ((size_t)4096) /* offset of the headers: a page */
 CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is before the headers");
 /* Bytes of a staging buffer; fewer where many ranks share the last cache. With 1 MiB of L2, chunks
    of 256 KiB take peers 2/3 of the time of chunks of 64 KiB; with 512 KiB they take longer. */
@@ -8627,8 +8654,8 @@ CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is befo
 #define CDDP__STAGING_MIN ((size_t)64 << 10)
 #define CDDP__STAGING_L2 ((size_t)1 << 20)  /* with a smaller L2: CDDP__STAGING_MIN */
 #define CDDP__STAGING_ALL ((size_t)4 << 20) /* limit of all ranks' buffers together */
-/* Most bytes of all ranks' shares that leaders send with a round's headers. For two ranks twice
-   that: no other algorithm transfers fewer bytes. */
+/* Several hosts: most bytes of all ranks' shares together that leaders send with a round's headers.
+   For two ranks twice that: no other algorithm transfers fewer bytes. */
 #define CDDP__PIGGYBACK ((size_t)64 << 10)
 
 #ifndef CDDP__L2 /* tests define it, with a value for each rank */
@@ -8636,8 +8663,10 @@ CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is befo
 /* Bytes of a core's L2 cache; 0: unknown. */
 static size_t cddp__l2(void) {
 #if CDDP__DISPATCH
-  unsigned a, b, c = 0, d;
-  return __get_cpuid(0x80000006u, &a, &b, &c, &d) ? (size_t)(c >> 16 /* L2 in KiB */) << 10 : 0;
+  unsigned eax, ebx, ecx = 0, edx;
+  return __get_cpuid(0x80000006u /* about caches */, &eax, &ebx, &ecx, &edx)
+             ? (size_t)(ecx >> 16 /* L2 in KiB */) << 10
+             : 0;
 #elif defined(_SC_LEVEL2_CACHE_SIZE)
   long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
   return bytes > 0 ? (size_t)bytes : 0;
@@ -8647,31 +8676,38 @@ static size_t cddp__l2(void) {
 }
 #endif
 
-static size_t cddp__staging_bytes(int size) { /* if the L2 is large or unknown */
+/* Bytes of a staging buffer in a group on one host, if the L2 is large or unknown. */
+static size_t cddp__staging_bytes(int size) {
   size_t each = CDDP__STAGING_MAX;
-  while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
+  while (each > CDDP__STAGING_MIN &&
+         2 /* a rank has two */ * each * (size_t)size > CDDP__STAGING_ALL)
+    each /= 2;
   return each;
 }
 
-static size_t cddp__piggyback_bytes(int size) { /* of shares sent with headers */
+/* Bytes of all ranks' shares that are sent with headers, in a group on several hosts. */
+static size_t cddp__piggyback_bytes(int size) {
   return size == 2 ? 2 * CDDP__PIGGYBACK : CDDP__PIGGYBACK;
 }
 
-static size_t cddp__slots_at(int size) { /* offset of the slots */
+/* Offset of the slots in the block: behind headers and remote arrivals. */
+static size_t cddp__slots_at(int size) {
   size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
   return CDDP__HEADERS_AT + cddp__round_up(headers, 4096 /* a page */);
 }
-static size_t cddp__head_bytes(int size, int local_size) { /* of all before the buffers */
-  size_t slots = (size_t)local_size + (local_size < size); /* other hosts: one */
-  return cddp__round_up(cddp__slots_at(size) + slots * sizeof(cddp__slot), 65536 /* any page */);
+/* Offset of the staging buffers in the block: bytes of all that is before them. */
+static size_t cddp__head_bytes(int size, int local_size) {
+  size_t slots = (size_t)local_size + (local_size < size); /* one for all ranks of other hosts */
+  return cddp__round_up(cddp__slots_at(size) + slots * sizeof(cddp__slot),
+                        65536 /* whole pages on every system */);
 }
 static size_t cddp__block_bytes(int size, int local_size) {
-  size_t one_host = (size_t)size * cddp__staging_bytes(size);
-  return cddp__head_bytes(size, local_size) +
-         2 /* even and odd rounds */ *
-             (local_size < size ? cddp__piggyback_bytes(size) : one_host);
+  bool one_host = local_size == size;
+  size_t shares = one_host ? (size_t)size * cddp__staging_bytes(size) : cddp__piggyback_bytes(size);
+  return cddp__head_bytes(size, local_size) + 2 /* even and odd rounds */ * shares;
 }
 
+/* Addresses in g's block. */
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
 }
@@ -8679,7 +8715,7 @@ static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32
   char *headers = (char *)g->block + CDDP__HEADERS_AT;
   return (cddp__op_header *)(void *)headers + 2 * (size_t)rank + (round & 1);
 }
-static cddp__atomic_u32 *cddp__reported_arrival_of(const cddp_group *g, int rank) {
+static cddp__atomic_u32 *cddp__remote_arrival_of(const cddp_group *g, int rank) {
   void *headers_end = cddp__op_header_of(g, g->size, 0);
   return (cddp__atomic_u32 *)headers_end + rank;
 }
@@ -8687,13 +8723,16 @@ static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
   return g->staging + (2 * (size_t)rank + (round & 1)) * g->staging_size;
 }
 
+/* Whether a rank has failed the group: then all calls fail (>>failure). */
 static bool cddp__is_broken(const cddp_group *g) { return cddp__load32(&g->block->broken) != 0; }
 
+/* Whether a rank has announced this rank's current round. */
 static bool cddp__has_announced(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__op_header_of(g, rank, g->round)->seq) == g->round;
 }
 
-/* Whether the other hosts' headers are here: the leader writes lowest_remote's last. */
+/* Whether this host's leader has written the headers of all ranks of other hosts: it writes that of
+   lowest_remote last. */
 static bool cddp__has_remote_headers(const cddp_group *g) {
   return cddp__has_announced(g, g->hosts->lowest_remote);
 }
@@ -9313,7 +9352,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
     uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + its rank */
     if (cddp__has_announced(g, p)) continue;
     if (g->host_index[p] < 0)
-      set[p] = set[p] || (all_hosts && cddp__load32(cddp__reported_arrival_of(g, p)) != g->round);
+      set[p] = set[p] || (all_hosts && cddp__load32(cddp__remote_arrival_of(g, p)) != g->round);
     else if (awaited != 0 && now_ms - at_ms < CDDP__AWAITS_MS)
       set[awaited - 1] = true;
     else
@@ -9974,7 +10013,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   bool arrived[CDDP__MAX_RANKS];
   cddp__text list;
   int p;
-  if (cddp__exchange32(&g->block->reported, round) == round) return; /* sent before */
+  if (cddp__exchange32(&g->block->arrivals_sent, round) == round) return; /* sent before */
   for (p = 0; p < g->size; p++)
     arrived[p] =
         g->host_index[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
@@ -9996,7 +10035,7 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
     if (at == begin) break; /* "...": the list was too long */
     if (*at == '-') last = strtol(at + 1, &at, 10);
     for (; p >= 0 && p <= last && p < g->size; p++)
-      cddp__store32(cddp__reported_arrival_of(g, (int)p), round);
+      cddp__store32(cddp__remote_arrival_of(g, (int)p), round);
   }
   cddp__send_arrivals(g, round);
 }
@@ -15181,7 +15220,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     sent[p].count = call->shares[p].out;
     sent[p].at = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at; /* peer_at */
     sent[p].most = most;
-    sent[p].host = *host_memory;
+    sent[p].on_host = *host_memory;
   }
   counts.shares = NULL;
   counts.count = sizeof *sent / call->esize; /* a notice for each rank, in elements of the call */
@@ -15192,7 +15231,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     const cddp__count_notice *notice = &received[p];
     call->shares[p].peer_at = (size_t)notice->at;
     most = cddp__max(most, (size_t)notice->most);
-    *host_memory = *host_memory || notice->host != 0;
+    *host_memory = *host_memory || notice->on_host != 0;
     if (notice->count == call->shares[p].in) continue;
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "

@@ -1569,9 +1569,9 @@ static void test_cut_list(void) {
   d.world_size = 1;
   CHECK_OK(cddp_init(&g, &d));
   cddp__record_arrivals(g, "7 1-3, ...");
-  CHECK_EQ(cddp__load32(cddp__reported_arrival_of(g, 0)), 0);
+  CHECK_EQ(cddp__load32(cddp__remote_arrival_of(g, 0)), 0);
   cddp__record_arrivals(g, "7 0, ...");
-  CHECK_EQ(cddp__load32(cddp__reported_arrival_of(g, 0)), 7);
+  CHECK_EQ(cddp__load32(cddp__remote_arrival_of(g, 0)), 7);
   cddp_destroy(g);
 }
 
