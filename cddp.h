@@ -8274,8 +8274,8 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
      3. Buckets are ordered by closing, or by their smallest parameter index. */
 
 /* The range of slice number `slice` (of `slices`) of n elements. Slices begin at multiples of
-   granule. The first `small` slices have `each` granules, the others one more: the larger ones are
-   at the end, since the end of the array can cut the last granule short. */
+   granule. The first `small` slices have `each` granules, the others one more. The larger ones are
+   last, since the end of the array can cut the last granule short. */
 static void cddp__slice(size_t n, size_t granule, int slices, int slice, size_t *begin,
                         size_t *end) {
   size_t granules = n / granule + (n % granule != 0), i = (size_t)slice;
@@ -8303,8 +8303,8 @@ static void cddp__assign_shards(int *owner, int shards, int ranks) {
   }
 }
 
-/* The node's width for cddp__reduce_nodes: its number of shards. -1: one shard whose sum is in a
-   slot, so already in the compute type; 1: one in the gradients, in their own dtype. */
+/* The node's width for cddp__reduce_nodes: its number of shards. One shard: 1 if it is in the
+   gradients, in their own dtype; -1 if it is in a slot, so already in the compute type. */
 static int cddp__reduce_width(const cddp__shard_node *node) {
   return node->width == 1 && node->slot >= 0 ? -1 : node->width;
 }
@@ -8572,8 +8572,8 @@ typedef struct cddp__count_notice {
   uint64_t count;     /* of the share */
   uint64_t at;        /* a position in the sender's buffers: the receiver's shares[].peer_at */
   uint64_t most;      /* the largest count that the sender sends to or receives from a rank */
-  uint64_t on_host;   /* 1: the sender's buffers are in host memory. A rank without data, whose
-                         buffers can be NULL, uses host or device memory as the others do */
+  uint64_t on_host;   /* 1: the sender's buffers are in host memory. The buffers of a rank
+                         without data can be NULL: it does as the others */
 } cddp__count_notice;
 
 /* Bytes of the memory at call.shares: [size] shares, [size] notices to send, [size] received. */
@@ -8638,13 +8638,12 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
    Owns: nothing.
    Entry points: all functions of the room.
    Layout:
-     1. the struct cddp__control_block
-     2. headers: two of each rank of the group, for even and odd rounds. They are contiguous, since
-        every rank reads all of them
-     3. remote arrivals: for each rank of another host the last round that it is known to have
-        reached. Only time-out texts need them
-     4. slots: one of each rank of this host, and an empty one that all other ranks share
-     5. staging buffers: two of each rank, for even and odd rounds */
+     1. The struct cddp__control_block.
+     2. Headers: two of each rank of the group, for even and odd rounds. They are contiguous, since
+        every rank reads all of them.
+     3. Remote arrivals, for time-out texts: the last round that each rank is known to have reached.
+     4. Slots: one of each rank of this host, and an empty one that all other ranks share.
+     5. Staging buffers: two of each rank, for even and odd rounds. */
 
 #define CDDP__HEADERS_AT ((size_t)4096) /* offset of the headers: a page */
 CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is before the headers");
@@ -8762,11 +8761,11 @@ static bool cddp__has_remote_headers(const cddp_group *g) {
 
 /* --- reporting a failure to all ranks --- */
 
-/* Stores a failure and its text. Returns false if one is already stored. */
+/* Stores a failure and its text, for cddp__check_cause. Returns false if one is already stored. */
 static bool cddp__set_cause(cddp__cause *cause, cddp_result r, const char *text) {
   if (!cddp__compare_swap32(&cause->state, 0, 1 /* being written */)) return false;
   snprintf(cause->text, sizeof cause->text, "%s", text);
-  cddp__store32(&cause->state, 2 + (uint32_t)r);
+  cddp__store32(&cause->state, 2 + (uint32_t)r); /* last: now the text is valid */
   return true;
 }
 
@@ -8780,48 +8779,51 @@ static bool cddp__has_cause(const cddp__cause *cause) { /* state: 2 + the result
      cddp__check_group     the same, after cddp__detect_second_thread */
 static cddp_result cddp__check_cause(const cddp__cause *cause) {
   if (CDDP__LIKELY(!cddp__has_cause(cause))) return CDDP_OK;
-  return cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text);
+  return cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2 /* see state */), "%s",
+                    cause->text);
 }
 
 /* Wakes this host's ranks that sleep, in a round or (on `events`) for messages. Adding 0 is a full
    fence after the store to `broken`: a rank that begins to sleep later sees it set. Of other hosts'
    headers ranks sleep only on that of hosts.lowest_remote, which is written last. */
 static void cddp__wake_all(cddp_group *g) {
-  bool on_rounds = cddp__add32(&g->block->sleepers, 0) != 0;
+  bool in_round = cddp__add32(&g->block->sleepers, 0) != 0; /* a rank sleeps in a round */
   int p;
-  if (on_rounds) cddp__futex_wake(&g->block->release);
-  if (on_rounds) cddp__futex_wake(&g->block->arrivals);
+  if (in_round) cddp__futex_wake(&g->block->release); /* ranks of an oversubscribed group */
+  if (in_round) cddp__futex_wake(&g->block->arrivals); /* and their leader */
   for (p = 0; p < g->size; p++) {
-    if (g->host_index[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->event_sleepers) != 0)
+    bool local = g->host_index[p] >= 0;
+    if (local && cddp__load32(&cddp__slot_of(g, p)->event_sleepers) != 0)
       cddp__futex_wake(&cddp__slot_of(g, p)->events);
-    if (!on_rounds) continue;
-    if (g->host_index[p] < 0 && (g->hosts == NULL || p != g->hosts->lowest_remote)) continue;
-    cddp__futex_wake(&cddp__op_header_of(g, p, 0)->seq);
-    cddp__futex_wake(&cddp__op_header_of(g, p, 1)->seq);
+    if (!in_round) continue;
+    if (!local && (g->hosts == NULL /* not set yet */ || p != g->hosts->lowest_remote)) continue;
+    cddp__futex_wake(&cddp__op_header_of(g, p, 0 /* even rounds */)->seq);
+    cddp__futex_wake(&cddp__op_header_of(g, p, 1 /* odd */)->seq);
   }
 }
 
-static const char *cddp__failure_text(const cddp_group *g) { /* broken >> 8: its slot */
+/* The text of a broken group's failure: in the slot that the upper bits of `broken` name. */
+static const char *cddp__failure_text(const cddp_group *g) {
   CDDP_ASSERT(cddp__is_broken(g));
   return g->slots[cddp__load32(&g->block->broken) >> 8].failure;
 }
 
 static cddp_result cddp__check_failure(cddp_group *g) {
   cddp_result r = (cddp_result)(cddp__load32(&g->block->broken) & 255); /* upper bits: the slot */
-  cddp__net *net;
+  cddp__net *net; /* NULL: the job has one host */
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
   net = g->hosts != NULL ? g->hosts->net : g->host->net;
-  pthread_mutex_lock(&g->fail_lock);
+  pthread_mutex_lock(&g->fail_lock); /* one thread of this rank does the following, once */
   if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
     cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* for early notices of other groups */
-  if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g);
+  if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g); /* so peers there notice it */
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
   return cddp__fail(r, "%s", cddp__failure_text(g));
 }
 
-/* Makes this thread's error the group's failure, with its text in this rank's slot. Returns false
-   if the group is already broken. */
+/* Makes r and this thread's error text the group's failure; the text is copied to this rank's slot.
+   Wakes no rank: cddp__announce_failure does. Returns false if the group is already broken. */
 static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   bool first = false;
   pthread_mutex_lock(&g->fail_lock); /* the threads of this rank share the slot's text */
@@ -8834,17 +8836,21 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   return first;
 }
 
-enum { CDDP__HOSTS_KNOW, CDDP__NOTIFY_HOSTS }; /* values of `bool notify_hosts` */
+/* Values of `bool notify_hosts`. HOSTS_KNOW: the other hosts have found the failure themselves. */
+enum { CDDP__HOSTS_KNOW, CDDP__NOTIFY_HOSTS };
 
-/* Wakes this host's ranks for a published failure; can notify the other hosts. */
+/* Wakes this host's ranks, so that they find a published failure. Can send its result and text to
+   the other hosts. */
 static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
   if (notify_hosts && g->hosts != NULL)
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
-                       cddp__load32(&g->block->broken) & 255, cddp__failure_text(g));
+                       cddp__load32(&g->block->broken) & 255 /* the result */,
+                       cddp__failure_text(g));
 }
 
-/* Breaks the group with this thread's error, unless it is broken. Returns the group's failure. */
+/* Breaks the group with r and this thread's error text, unless it is already broken. Returns the
+   group's failure, which can be another one, and makes its text this thread's error. */
 static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_hosts) {
   if (cddp__publish_failure(g, r)) {
     cddp__log(&g->host->logger, CDDP__LOG_ERROR, "%s", cddp__failure_text(g));
@@ -8853,37 +8859,40 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
   return cddp__check_failure(g);
 }
 
-/* Like cddp__break_here; a text about memory names this rank. If this rank of an elastic model
-   fails for a reason of its own, the others lose only this rank: their result is CDDP_PEER_LOST.
-   Then this returns r. */
+/* Like cddp__break_here. A text about memory gets this rank as its prefix, since all ranks return
+   it. If this rank of an elastic model fails for its own reasons, the others lose only this rank:
+   their result is CDDP_PEER_LOST. Then this returns r. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
+  bool own_reason = r == CDDP_OUT_OF_MEMORY || r == CDDP_SYSTEM || r == CDDP_CUDA;
   char text[CDDP__ERROR_MAX];
   if (!g->elastic && r == CDDP_OUT_OF_MEMORY && !cddp__is_broken(g) &&
-      strncmp(cddp__error_text, "rank ", 5) != 0)
+      strncmp(cddp__error_text, "rank ", 5) != 0 /* names no rank yet */)
     (void)cddp__fail_in(r, "rank %d: ", g->rank);
-  if (!g->elastic || (r != CDDP_OUT_OF_MEMORY && r != CDDP_SYSTEM && r != CDDP_CUDA))
-    return cddp__break_here(g, r, CDDP__NOTIFY_HOSTS);
+  if (!g->elastic || !own_reason) return cddp__break_here(g, r, CDDP__NOTIFY_HOSTS);
   memcpy(text, cddp__error_text, sizeof text);
   cddp__fail(CDDP_PEER_LOST, "rank %d of the group (pid %d on %s) has failed: %.320s", g->rank,
              (int)getpid(), g->host->name, text);
   (void)cddp__break_here(g, CDDP_PEER_LOST, CDDP__NOTIFY_HOSTS);
-  return cddp__fail(r, "%s", text);
+  return cddp__fail(r, "%s", text); /* this rank's own error again */
 }
 
 /* Marks this rank: several of its threads use cddp. If one waits, another can end the wait: peers
-   must not conclude that the rank is blocked. */
+   must not conclude that the rank is blocked (cddp__check_deadlock). */
 static void cddp__mark_multithreaded(const cddp__host *host) {
-  if (host->slots != NULL) cddp__store32(&host->slots[host->index].multithreaded, 1);
+  if (host->slots != NULL) /* NULL: this rank publishes no waits */
+    cddp__store32(&host->slots[host->index].multithreaded, 1);
 }
 
-/* Marks the rank if this thread is not the first that uses cddp. A thread is known by the address
-   of a variable that each thread has. */
+/* Marks the rank if this thread is not the first that uses cddp. The address of a thread-local
+   variable identifies the thread. */
 CDDP__INLINED void cddp__detect_second_thread(cddp__host *host) {
   uintptr_t self = (uintptr_t)&cddp__this_site;
   uintptr_t first = __atomic_load_n(&host->first_thread, __ATOMIC_RELAXED);
-  if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL /* an engine's */) return;
-  if (first != 0 || !__atomic_compare_exchange_n(&host->first_thread, &first, self, false,
-                                                 __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+  if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL /* cddp's thread */) return;
+  /* If there is no first thread yet, this one becomes it, unless another does so meanwhile. */
+  if (first != 0 ||
+      !__atomic_compare_exchange_n(&host->first_thread, &first, self, false /* weak */,
+                                   __ATOMIC_RELAXED, __ATOMIC_RELAXED))
     cddp__mark_multithreaded(host);
 }
 
@@ -8896,14 +8905,14 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 /* --- whether and how a peer has ended --- */
 
 #define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
-#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the same if other ranks can have seen how a rank ended */
+#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the time if ranks there can have seen how a rank ended */
 #define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
-#define CDDP__STATUS_S 0.5 /* for a dead rank's left neighbour to store how it ended */
+#define CDDP__STATUS_S 0.5 /* time for the rank before a dead one to store slot.ended: >>round */
 #define CDDP__STOPPED_S 5.0 /* a peer that uses this rank's memory for longer counts as stopped */
-#define CDDP__AWAITS_MS 500 /* an older slot.awaits is ignored */
+#define CDDP__AWAITS_MS 500 /* older entries of slot.awaits are ignored: that wait can have ended */
 
-/* Reads field `number` of /proc/PID/stat (proc(5)), and the letter of the process's state. Returns
-   false if there is no such process or no /proc. */
+/* Reads field `number` (from 4 on, an integer) of /proc/PID/stat, see proc(5), and field 3, the
+   letter of the process's state. Returns false if there is no such process or no /proc. */
 static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value) {
   char path[32], text[1024], *at;
   ssize_t n;
@@ -8912,66 +8921,69 @@ static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *
   if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return false;
   n = read(fd, text, sizeof text - 1);
   close(fd);
-  text[n > 0 ? n : 0] = 0;
+  text[n > 0 ? n : 0] = 0; /* an empty text fails below */
   at = strrchr(text, ')'); /* end of field 2, the name, which can contain anything */
   if (at == NULL || at[1] != ' ') return false;
-  *state = at[2];
+  *state = at[2]; /* field 3 */
   for (field = 2; field < number && at != NULL; field++) at = strchr(at + 1, ' ');
   if (at != NULL) *value = strtoull(at, NULL, 10);
   return at != NULL;
 }
 
-static uint64_t cddp__boot_ticks(void) { /* the time now, in the unit of starttime in proc(5) */
+/* The time now, in clock ticks since boot: the unit of a process's starttime in proc(5). */
+static uint64_t cddp__boot_ticks(void) {
   struct timespec t;
   clock_gettime(CLOCK_BOOTTIME, &t);
   return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
 }
 
-/* Whether the process number `at` of this host has ended. A living one holds a lock on its life
-   byte, unless the program has closed the descriptor (closefrom): then its pid shows it. */
+/* Whether process number `at` of this host has ended. A living one holds a lock on its life byte
+   (>>arena). If the program has closed the descriptor, for example by closefrom, the lock is lost:
+   then the state of its pid decides. */
 static bool cddp__process_gone(cddp__host *host, int at) {
   uint32_t pid;
   uint64_t start;
   char state;
-  struct iovec byte = {&state, 1};
+  struct iovec byte = {&state, 1}; /* here, and at the same address in the process */
   if (cddp__life_byte_is_locked(host, at)) return false;
   if ((pid = cddp__process_at(host, at).pid) == 0) return true; /* not known: the lock decides */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
-    return state == 'Z' || state == 'X' || /* a later start: another process has got its pid */
-           start > host->started_before;
+    return state == 'Z' /* zombie */ || state == 'X' /* dead */ ||
+           start > host->started_before; /* the system has given the pid to a new process */
   /* No /proc, or no descriptor to read it. A zombie accepts signals, but has no memory to read. */
-  return (kill((pid_t)pid, 0) != 0 ||
+  return (kill((pid_t)pid, 0 /* only checks */) != 0 ||
           syscall(SYS_process_vm_readv, (pid_t)pid, &byte, 1ul, &byte, 1ul, 0ul) < 0) &&
-         errno == ESRCH;
+         errno == ESRCH; /* no such process, or no memory; other errors: it lives */
 }
 
-/* Whether a rank takes part in no further call: it has left the group, or has ended. A rank of
-   another host ends with its connection, but counts as alive until a notice of the cause has
-   arrived or has had time to. An elastic model waits for that only after a BYE. The time is brief
-   if no notice follows: after a BYE (its last frames can still be unread), or if the rank was alone
-   on its host. */
+/* Whether and how a rank has ended: after that it makes no further call in the group.
+   A rank of another host ends with its connection. It counts as alive for a while longer, so that a
+   notice of the cause can arrive. Elastic models wait only after a BYE, since they need no cause.
+   The time is brief if no notice will follow: after a BYE (its last frames can still be unread), or
+   if the rank was alone on its host. */
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   bool gone, brief;
   if (g->host_index[rank] < 0) {
     const cddp__peer *peer = &g->hosts->peers[rank];
     enum cddp__end end;
-    if (cddp__load32(&peer->lost) == 0) return CDDP__IS_ALIVE;
+    if (cddp__load32(&peer->lost) == 0) return CDDP__IS_ALIVE; /* its connections live */
     end = cddp__end_from_error(peer->error);
     brief = end == CDDP__HAS_LEFT || g->hosts->group_hosts[peer->host].size == 1;
     if (peer->error != ENOMEM /* this rank's own failure: it sends the notice */ &&
         (!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause) &&
         cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
       return CDDP__IS_ALIVE;
-    return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED /* its connection has */ : end;
+    /* IS_ALIVE: the error does not show that the process has ended, but its connection has. */
+    return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED : end;
   }
   if (state == CDDP__SLOT_LEFT) return CDDP__HAS_LEFT;
   gone = state == CDDP__SLOT_DEAD;
-  if (!gone && g->host->one_process) /* the first group's slot is that of the whole thread */
+  if (!gone && g->host->one_process) /* ranks are threads: the first group's slot shows their end */
     gone = g->host->slots != NULL &&
            cddp__load32(&g->host->slots[g->host_index[rank]].state) == CDDP__SLOT_DEAD;
   else if (!gone)
-    gone = rank != g->rank /* own locks look free */ &&
+    gone = rank != g->rank /* a process's own lock looks free to it */ &&
            cddp__process_gone(g->host, g->host_index[rank]);
   return gone ? CDDP__HAS_ENDED : CDDP__IS_ALIVE;
 }
@@ -8980,9 +8992,11 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   return cddp__rank_end(g, rank) != CDDP__IS_ALIVE;
 }
 
-/* Reads the wait status of a process that has ended: a zombie's from /proc, that of a reaped one
-   from its pidfd (Linux 6.15). */
+/* Reads the wait status of a process that has ended. If its parent has not read it yet, it is in
+   /proc (a zombie); later only its pidfd has it (Linux 6.15). pidfd -1: none. Returns whether the
+   status is known. */
 static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
+  enum { PIDFD_EXIT = 8 }; /* the kernel's PIDFD_INFO_EXIT: asks for exit_code */
   struct cddp__pidfd_info { /* struct pidfd_info of the kernel, first version */
     uint64_t mask, cgroup;
     uint32_t ids[11];
@@ -8995,12 +9009,12 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
     return true;
   }
   memset(&info, 0, sizeof info);
-  info.mask = 8; /* PIDFD_INFO_EXIT */
+  info.mask = PIDFD_EXIT;
   if (pidfd < 0 || /* PIDFD_GET_INFO: */
       ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0)
     return false;
   *status = (int)info.exit_code;
-  return (info.mask & 8) != 0;
+  return (info.mask & PIDFD_EXIT) != 0; /* not set: the process lives, or the kernel is older */
 }
 
 /* Example: "was killed by signal 9 (Killed)". status: a wait status. */
@@ -9012,7 +9026,7 @@ static cddp__text cddp__describe_status(int status) {
 
 /* Example: "rank 1 (pid 7 on node2)" */
 static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
-  const cddp__net *net = g->hosts != NULL ? g->hosts->net : NULL;
+  const cddp__net *net = g->hosts != NULL ? g->hosts->net : NULL; /* NULL: g has one host */
   const cddp__rank_entry *entry = net != NULL ? &net->ranks[g->world[rank]] : NULL;
   if (g->host->one_process && net == NULL)
     return cddp__textf("rank %d (a thread of pid %d)", rank, (int)getpid());
@@ -9022,34 +9036,37 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
                      net != NULL ? net->hosts[entry->host].name : g->host->name);
 }
 
+/* How the connection to a rank of another host ended. Example: "closed its connection: ..." */
 static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
   const cddp__net *net = g->hosts->net;
   const cddp__rank_entry *entry = &net->ranks[g->world[rank]];
   cddp__address address = cddp__internet_address(&net->hosts[entry->host].address);
   int error = g->hosts->peers[rank].error; /* errno; 0: the rank has closed the connection */
-  cddp__text at;
+  cddp__text listens_at;
   cddp__address_set_port(&address, entry->port);
-  at = cddp__describe_address(&address);
+  listens_at = cddp__describe_address(&address);
   if (error == 0 || error == ECONNRESET || error == EPIPE)
     return cddp__textf("closed its connection: it died, or its group failed");
   if (error == ECONNREFUSED)
-    return cddp__textf("does not listen at %s: it has ended, or a firewall blocks this port", at.s);
+    return cddp__textf("does not listen at %s: it has ended, or a firewall blocks this port",
+                       listens_at.s);
   if (error == EPROTO)
     return cddp__textf("sent bytes that are not a cddp message, or a message out of order");
   if (error == ENOMEM)
     return cddp__textf("sent a message for which rank %d has no memory", g->rank);
-  return cddp__textf("lost its connection (it listens at %s): %s%s", at.s, strerror(error),
+  return cddp__textf("lost its connection (it listens at %s): %s%s", listens_at.s,
+                     strerror(error),
                      error != ETIMEDOUT ? ""
                                         : "; if only large calls fail, the network drops large "
                                           "packets: lower the MTU of the hosts' interfaces");
 }
 
-/* Example: "exited with code 1" */
+/* How a rank has ended, for error texts. Example: "exited with code 1" */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   cddp__host *host = g->host;
   int status, at = g->host_index[rank];
-  uint32_t ended = 0;
-  bool known;
+  uint32_t ended = 0; /* slot.ended */
+  bool known, has_neighbour; /* a rank that stores slot.ended */
   cddp__process process;
   cddp__wait w;
   CDDP_ASSERT(cddp__rank_gone(g, rank));
@@ -9060,19 +9077,21 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
     return cddp__textf(CDDP__EXITED);
   process = cddp__process_at(host, at);
-  /* The system releases the lock of a process a moment before its status exists. Its left neighbour
-     on the host soon stores the status in `ended`. A joined process has no neighbours. */
-  cddp__wait_begin(&w, host->slots != NULL && at < host->size ? CDDP__STATUS_S : 0.005 /* s */);
+  has_neighbour = host->slots != NULL && at < host->size /* not joined later */;
+  /* The system releases the lock of a process a moment before its status exists. The rank before it
+     on the host soon stores the status in `ended`: head of >>round, 4. */
+  cddp__wait_begin(&w, has_neighbour ? CDDP__STATUS_S : 0.005 /* s, for the status to exist */);
   do {
     known = cddp__exit_status(process.pidfd, process.pid, &status);
-    if (host->slots != NULL && at < host->size) ended = cddp__load32(&host->slots[at].ended);
+    if (has_neighbour) ended = cddp__load32(&host->slots[at].ended);
   } while (!known && ended == 0 && cddp__wait_pause(&w));
   if (known) return cddp__describe_status(status);
-  if (ended != 0) return cddp__describe_status((int)(ended & 0xffff)); /* bit 16: known */
+  if (ended != 0) return cddp__describe_status((int)(ended & 0xffff)); /* without bit 16 */
   return cddp__textf("died: its process has ended");
 }
 
-/* Example: "all_reduce(count 4, f32, sum) at train.c:120, call 17 of the group" */
+/* This rank's call of the current round. Example: "all_reduce(count 4, f32, sum) at train.c:120,
+   call 17 of the group" */
 static cddp__text cddp__describe_current_call(const cddp_group *g) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   const char *function = cddp__this_site.function;
@@ -9087,19 +9106,20 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
 /* Breaks the group over the loss of a rank.
      doing   the operation that this rank was in; NULL: the round in which it waited for that rank
    A rank that left, or that is on another host, can have ended because of a third rank: a notice is
-   preferred as the cause, and the text also names a process that has died. own: the link
-   ended as this rank lacked memory; an elastic model goes on without the peer. */
+   preferred as the cause, and the text also names a process that has died. If the link ended as
+   this rank lacked memory, the result says so, except in elastic models: they lose the peer. */
 static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
-  bool own = !g->elastic && g->host_index[rank] < 0 && g->hosts->peers[rank].error == ENOMEM;
-  cddp_result r = own ? CDDP_OUT_OF_MEMORY : CDDP_PEER_LOST;
-  bool left = g->host_index[rank] >= 0 && cddp__rank_end(g, rank) == CDDP__HAS_LEFT;
+  bool remote = g->host_index[rank] < 0;
+  bool lacked_memory = !g->elastic && remote && g->hosts->peers[rank].error == ENOMEM;
+  cddp_result r = lacked_memory ? CDDP_OUT_OF_MEMORY : CDDP_PEER_LOST;
+  bool left = !remote && cddp__rank_end(g, rank) == CDDP__HAS_LEFT;
   cddp__text loss;
   int p;
-  if ((left || g->host_index[rank] < 0) && cddp__has_cause(cause))
+  if ((left || remote) && cddp__has_cause(cause))
     return cddp__break(g, cddp__check_cause(cause));
   loss = cddp__textf("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
-  for (p = 0; left && p < g->size; p++) {
+  for (p = 0; left && p < g->size; p++) { /* appends the first rank that died */
     if (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED /* lives or left */) continue;
     cddp__append(loss.s, sizeof loss.s, " after %s %s", cddp__name_rank(g, p).s,
                  cddp__describe_end(g, p).s);
@@ -9111,8 +9131,9 @@ static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) 
   return cddp__break(g, r);
 }
 
-/* Whether this rank's round still needs rank p: until its header is here; if oversubscribed, until
-   the round's release; on several hosts, until all headers are here and all frames are through. */
+/* Whether this rank's round still needs rank p of this host: until its header is complete; if
+   oversubscribed, until the round's release. On several hosts also until this rank's posted frames
+   are through, and the other hosts' headers are here: the leader of this host writes them. */
 static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
@@ -9125,7 +9146,7 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
-      cddp__load32(&g->block->generation) != g->block_generation) /* freed: `broken` says nothing */
+      cddp__load32(&g->block->generation) != g->block_generation) /* freed: `broken` is another's */
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->host_index[p] < 0) continue;
