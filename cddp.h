@@ -16609,7 +16609,7 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
         : (rules & CDDP__RULE_TRAINED) != 0 && !cddp__dtype_trains(p->dtype)
             ? "must be f32, f64, f16 or bf16"
         : !cddp__dtype_ok(p->dtype)   ? "has a dtype that is no cddp_dtype"
-        : p->count > SIZE_MAX / 64    ? "has too many elements" /* multiples of its bytes fit */
+        : p->count > SIZE_MAX / 64    ? "has too many elements" /* so multiples of its bytes fit */
         : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0
             ? "has data NULL"
         : p->count > 0 && cddp__misaligned(p->data, cddp__dtype_size(p->dtype))
@@ -16641,12 +16641,13 @@ static cddp_result cddp__check_sparse(const cddp_param *params, int count, const
 typedef struct cddp__owned { /* memory of one parameter */
   uintptr_t begin, end;
   const char *what; /* "data", "grad" or "copy" */
-  int param;
+  int param; /* index */
 } cddp__owned;
 
 static int cddp__by_address(const void *x, const void *y) {
   const cddp__owned *a = (const cddp__owned *)x, *b = (const cddp__owned *)y;
-  return a->begin != b->begin ? (a->begin < b->begin ? -1 : 1) : a->param - b->param;
+  if (a->begin != b->begin) return a->begin < b->begin ? -1 : 1;
+  return a->param - b->param; /* for the same text everywhere: qsort is not stable */
 }
 
 /* Checks that parameters share no weights, gradients or copies: a fused step would update them
@@ -16665,7 +16666,7 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
     for (j = 0; j < 3; j++) {
       if (memory[j] == NULL || p->count == 0) continue;
       list[n].begin = (uintptr_t)memory[j];
-      list[n].end = list[n].begin + p->count * (j == 2 ? 2 : cddp__dtype_size(p->dtype));
+      list[n].end = list[n].begin + p->count * (j == 2 ? 2 /* copy */ : cddp__dtype_size(p->dtype));
       list[n].what = what[j];
       list[n++].param = i;
     }
@@ -16674,8 +16675,8 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
   for (k = 1; k < n && r == CDDP_OK; k++) {
     const cddp__owned *x = &list[k - 1], *y = &list[k];
     const cddp__owned *first = x->param <= y->param ? x : y, *second = first == x ? y : x;
-    bool tied = first->what == what[0] && second->what == what[0];
-    if (y->begin >= x->end) continue; /* neighbours overlap if any do */
+    bool tied = first->what == what[0] && second->what == what[0]; /* both are weights */
+    if (y->begin >= x->end) continue; /* sorted: if any two overlap, two neighbours do */
     r = cddp__fail(
         CDDP_INVALID_ARGUMENT, "%s of parameter \"%s\" and %s of \"%s\" %s; %s",
         first->what, cddp__param_name(params, first->param).s,
@@ -16690,11 +16691,12 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
 
 /* --- a step of all parameters --- */
 
-/* Empty, or unused in this step. */
+/* Whether parameter i is not stepped: it is empty, or no rank used it in this step. */
 static bool cddp__optim_skips(const cddp_optim *optim, int i) {
   return optim->params[i].count == 0 || (optim->used != NULL && !optim->used[i]);
 }
 
+/* Whether the caller keeps a copy of parameter i in half precision (desc.copies). */
 static bool cddp__has_copy(const cddp_optim *optim, int i) {
   return optim->desc.copies != NULL && optim->desc.copies[i] != NULL;
 }
@@ -16709,18 +16711,20 @@ static void cddp__optim_copy(const cddp_optim *optim, int i, size_t from, size_t
 static cddp_result cddp__cpu_copies(const cddp_optim *optim) {
   int i;
   for (i = 0; i < optim->count; i++)
-    if (optim->params[i].data != NULL) cddp__optim_copy(optim, i, 0, optim->params[i].count);
+    if (optim->params[i].data != NULL) /* the caller can set data later, before the first step */
+      cddp__optim_copy(optim, i, 0, optim->params[i].count);
   return CDDP_OK;
 }
 
-/* Steps a parameter with a dense gradient. Its copy is written while the cache has the weights. */
+/* Steps a parameter with a dense gradient: at once, or, if it has a copy, by blocks: each is copied
+   while the cache has its weights. */
 static void cddp__optim_dense(cddp_optim *optim, int i) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
-  size_t size = cddp__dtype_size(p->dtype), at, n;
+  size_t esize = cddp__dtype_size(p->dtype), at, n;
   for (at = 0; at < p->count; at += n) {
     n = cddp__has_copy(optim, i) ? cddp__min(p->count - at, CDDP__BLOCK_FLOATS) : p->count;
-    cddp__update_run(&u, at, (char *)p->data + at * size, (char *)p->grad + at * size, n);
+    cddp__update_run(&u, at, (char *)p->data + at * esize, (char *)p->grad + at * esize, n);
     cddp__optim_copy(optim, i, at, n);
   }
 }
@@ -16743,7 +16747,8 @@ static void cddp__step_sparse(cddp_optim *optim, int i, const cddp__sparse *spar
   }
 }
 
-/* Refuses weight decay (it would change rows without a gradient) and strict algorithms. */
+/* Refuses settings that do not support parameter i's sparse gradient: weight decay, which would
+   change rows without a gradient too, and strict algorithms. */
 static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
   if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->strict) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -16753,12 +16758,12 @@ static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
                     optim->algorithm->strict ? "use SGD" : "set weight_decay to 0");
 }
 
-static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NULL: it is dense */
+static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NULL: i is dense */
   return optim->sparse != NULL ? optim->sparse[i] : NULL;
 }
 
-/* Allocates parameter i's missing states, zeroed. Large ones are on huge pages: a step takes up to
-   a third less. */
+/* Allocates parameter i's missing states, zeroed, as many elements as this rank keeps. Large ones
+   are on huge pages: a step takes up to a third less. With malloc, since no group need exist. */
 static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
@@ -16766,7 +16771,7 @@ static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
     void **state = cddp__state_of(optim, k, i);
     if (*state != NULL || !cddp__has_state(optim, k, i)) continue;
     if (bytes < 4 * CDDP__HUGE_PAGE || posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0)
-      *state = cddp__malloc(NULL, bytes);
+      *state = cddp__malloc(NULL /* allocator */, bytes); /* sets the error text */
     else
       cddp__request_huge_pages((char *)*state, bytes);
     if (*state == NULL) return CDDP_OUT_OF_MEMORY;
@@ -16784,13 +16789,15 @@ static float cddp__most_steps(const cddp_optim *optim) {
   return most;
 }
 
-static void cddp__renew_masters(cddp_optim *optim) { /* the next step copies weights to them */
+/* Lets the next step copy the weights to the masters. */
+static void cddp__renew_masters(cddp_optim *optim) {
   memset(optim->init_master, true, (size_t)optim->count * sizeof *optim->init_master);
 }
 
+/* After a step of parameter i. */
 static void cddp__count_step(cddp_optim *optim, int i) {
   optim->steps[i]++;
-  optim->init_master[i] = false;
+  optim->init_master[i] = false; /* the step has set it */
 }
 
 static cddp_result cddp__cpu_step(cddp_optim *optim) {
@@ -16809,7 +16816,7 @@ static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes
   return CDDP_OK;
 }
 
-static void cddp__cpu_leave(cddp_optim *optim) {
+static void cddp__cpu_leave(cddp_optim *optim) { /* shared states are NULL here */
   int i;
   for (i = 0; i < optim->count * optim->state_count; i++) cddp__free(NULL, optim->state[i]);
 }
@@ -16817,11 +16824,12 @@ static void cddp__cpu_leave(cddp_optim *optim) {
 static const cddp__optim_backend cddp__cpu_optim = {
     false /* not on_device */, cddp__cpu_step, cddp__cpu_copies, cddp__cpu_zero, cddp__cpu_leave};
 
-/* Whether the parameters are those of the optimizer's creation, as its states are. */
+/* Refuses parameters (the caller's array) with other sizes or types than at the optimizer's
+   creation, which its states have. */
 static cddp_result cddp__check_sizes(const cddp_optim *optim) {
   const cddp_param *p = optim->params;
   int i;
-  for (i = 0; i < optim->count && !optim->partitioned; i++)
+  for (i = 0; i < optim->count && !optim->partitioned; i++) /* partitioned: parts are shorter */
     if (p[i].count != optim->parts[i].count || (int)p[i].dtype != optim->dtypes[i])
       return CDDP__REFUSE("parameter \"%s\" now has %zu elements of type %s, at cddp_optim's "
                           "creation %zu of type %s", cddp__param_name(p, i).s, p[i].count,
@@ -16830,7 +16838,7 @@ static cddp_result cddp__check_sizes(const cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* Checks and allocates before the step, so that a failed step changes nothing. */
+/* For cddp_optim_step: checks and allocates first, so that a failed step changes nothing. */
 static cddp_result cddp__optim_prepare(cddp_optim *optim) {
   cddp_result r = cddp__check_sizes(optim);
   int i;
@@ -16850,7 +16858,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
               "ddp in cddp_sgd_desc"
             : NULL;
     if (cddp__optim_skips(optim, i)) continue;
-    if (sparse) CDDP__TRY(cddp__check_rows(optim, i));
+    if (sparse) CDDP__TRY(cddp__check_rows(optim, i)); /* returns its failure */
     if (wrong != NULL)
       return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(optim->params, i).s, wrong);
     r = cddp__ensure_states(optim, i);
@@ -16861,7 +16869,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  /* Pairs it with an elastic model, if any, created after it. */
+  /* No model yet: an elastic one with these parameters can have been created after optim. */
   if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_set_optim(optim, CDDP__PAIR_STEPS));
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
@@ -16870,9 +16878,10 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* On a device the gradients allocated by a cddp_ddp are contiguous: one launch zeroes them all. */
+/* On a device the gradients allocated by a cddp_ddp are contiguous, in its arena: one launch zeroes
+   them all. */
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
-  const cddp_ddp *d;
+  const cddp_ddp *d; /* its arena is zeroed; NULL: each gradient is */
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   d = optim->backend->on_device ? optim->desc.ddp : NULL;
@@ -16880,7 +16889,8 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   for (i = 0; i < optim->count; i++) {
     cddp_param *p = &optim->params[i];
     size_t bytes = p->count * cddp__dtype_size(p->dtype);
-    bool separate = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__STORAGE_COPIED);
+    bool separate = /* not in the arena that has been zeroed */
+        p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__STORAGE_COPIED);
     if (separate) CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, CDDP__NO_WAIT));
     if (cddp__optim_sparse(optim, i) != NULL)
       optim->sparse[i]->added.n = optim->sparse[i]->mean.n = 0;
@@ -16890,9 +16900,11 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
 
 /* --- settings, creation and destruction --- */
 
-/* Not 0, which means no optimizer. Bit 0 is clear, for cddp__add_sharing. */
+/* Makes a hash that is not 0, which stands for no optimizer (bit 1 is set), and has bit 0 clear:
+   cddp__add_sharing puts a flag there. */
 #define CDDP__OPTIM_HASH(hash) (((hash) & ~(uint64_t)1) | 2)
 
+/* Keeps optim->check, which includes the rate, up to date. */
 static void cddp__set_lr(cddp_optim *optim, double lr) {
   optim->desc.lr = lr;
   optim->check = CDDP__OPTIM_HASH(cddp__hash64(optim->settings_hash, &lr, sizeof lr));
@@ -16901,8 +16913,9 @@ static void cddp__set_lr(cddp_optim *optim, double lr) {
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
-  /* Pairing gives a joining process the job's rate. This one replaces it. */
-  if (optim->model_link == NULL) /* with steps: from cddp_load */
+  /* Pairs with an elastic model first: in a joining process that sets the job's rate, which must
+     not replace this newer one later. Steps in a new optimizer are from cddp_load. */
+  if (optim->model_link == NULL)
     CDDP__TRY(cddp__elastic_set_optim(
         optim, cddp__most_steps(optim) > 0 ? CDDP__PAIR_STEPS : CDDP__PAIR_NEW));
   cddp__set_lr(optim, lr);
@@ -16915,25 +16928,27 @@ CDDPDEF double cddp_optim_lr(const cddp_optim *optim) {
 
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *optim) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  CDDP__TRY(cddp__check_sizes(optim)); /* copies have the sizes of its creation */
-  cddp__renew_masters(optim);
+  CDDP__TRY(cddp__check_sizes(optim)); /* the caller's copies have the sizes of the creation */
+  cddp__renew_masters(optim); /* the caller has changed the weights */
   return cddp__named(__func__, (optim->backend->copy)(optim));
 }
 
 CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
   if (optim == NULL) return;
-  if (optim->shared_by != NULL) optim->unshare(optim);
-  if (optim->model_link != NULL) *optim->model_link = NULL;
-  (optim->backend->leave)(optim);
+  if (optim->shared_by != NULL) optim->unshare(optim); /* leaves d->sharing; frees own_shared */
+  if (optim->model_link != NULL) *optim->model_link = NULL; /* the model has no optimizer now */
+  (optim->backend->leave)(optim); /* frees the states */
   cddp__free(NULL, optim);
 }
 
+/* below: 1, or INFINITY: any finite x. */
 static cddp_result cddp__check_number(const char *what, double x, double below) {
-  if (x >= 0 && x < below && x <= DBL_MAX) return CDDP_OK;
+  if (x >= 0 && x < below && x <= DBL_MAX) return CDDP_OK; /* NaN: false */
   return CDDP__REFUSE("%s is %g; it must be finite and at least 0%s", what, x,
                       below <= 1 ? ", and below 1" : "");
 }
 
+/* Refuses values out of range, and settings that do not fit each other or the parameters. */
 static cddp_result cddp__check_settings(const cddp_param *params, int count,
                                         const cddp__algorithm *algorithm,
                                         const cddp__optim_desc *d) {
@@ -16944,7 +16959,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   for (i = 0; r == CDDP_OK && i < 6; i++)
     r = cddp__check_number(names[i], numbers[i], i < 4 ? INFINITY : 1.0 /* betas */);
   if (r != CDDP_OK) return r;
-  if (!(fabs(d->dampening) <= DBL_MAX))
+  if (!(fabs(d->dampening) <= DBL_MAX)) /* infinite or NaN; as in PyTorch it can be negative */
     return CDDP__REFUSE("dampening is %g; it must be finite", d->dampening);
   if (d->nesterov != 0 && (!(d->momentum > 0) || d->dampening != 0))
     return CDDP__REFUSE("nesterov needs momentum > 0 and dampening 0; they are %g and %g",
@@ -16981,13 +16996,16 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   return r;
 }
 
-/* state_count: of the algorithm, without masters. */
+/* Creates an optimizer without states: steps allocate them. state_count: states of the algorithm
+   with these settings, without masters. One allocation also has the arrays, in the order of their
+   alignment. */
 static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm,
                                    int state_count, cddp_param *params, int count,
                                    const cddp__optim_desc *d) {
   cddp_result r = cddp__check_params(params, count, CDDP__RULE_TRAINED);
-  size_t n = (size_t)count, arrays = (size_t)state_count + (d->master_weights != 0);
-  size_t pointers = n * (arrays + (d->copies != NULL));
+  size_t n = (size_t)count;
+  size_t states = (size_t)state_count + (d->master_weights != 0); /* arrays per parameter */
+  size_t pointers = n * (states + (d->copies != NULL));
   cddp_optim *optim;
   double *scales, *decays;
   int i;
@@ -17002,8 +17020,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   optim->count = count;
   optim->algorithm = algorithm;
   optim->desc = *d;
-  optim->desc.algorithm = algorithm->number;
-  optim->state_count = (int)arrays;
+  optim->desc.algorithm = algorithm->number; /* as a double, to be compared like a setting */
+  optim->state_count = (int)states;
   optim->parts = (cddp_partition *)(void *)(optim + 1);
   scales = (double *)(void *)(optim->parts + n);
   decays = scales + n;
@@ -17014,9 +17032,9 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   cddp__renew_masters(optim);
   if (d->copies != NULL)
     optim->desc.copies =
-        (void **)memcpy(optim->state + n * arrays, d->copies, n * sizeof *d->copies);
+        (void **)memcpy(optim->state + n * states, d->copies, n * sizeof *d->copies);
   for (i = 0; i < count; i++) {
-    optim->parts[i].param = i; /* the rank keeps the states of whole parameters */
+    optim->parts[i].param = i; /* whole parameters, until cddp__partition_states */
     optim->parts[i].count = params[i].count;
     optim->dtypes[i] = (unsigned char)params[i].dtype;
     scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
@@ -17024,15 +17042,16 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   }
   optim->desc.lr_scales = scales;
   optim->desc.weight_decays = decays;
-  if (d->ddp != NULL) {
+  if (d->ddp != NULL) { /* the model's own arrays: cddp_optim_step reads their current values */
     optim->used = d->ddp->step.used;
     optim->sparse = d->ddp->rows.sparse;
   }
-  /* What must agree between ranks. lr, desc's first number, can change. */
+  /* The settings that ranks must agree on: all numbers from CDDP__SETTING_FIXED on (lr, the first
+     number, can change), lr_scales and weight_decays. */
   optim->settings_hash = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
                                  (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
   optim->settings_hash =
-      cddp__hash64(optim->settings_hash, scales, 2 /* and decays */ * n * sizeof *scales);
+      cddp__hash64(optim->settings_hash, scales, 2 * n /* decays follow */ * sizeof *scales);
   optim->settings_hash = CDDP__OPTIM_HASH(optim->settings_hash);
   cddp__set_lr(optim, d->lr);
   return CDDP_OK;
@@ -17064,28 +17083,30 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 /* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
   cddp_result (*select_device)(const cddp_ddp *d); /* makes the model's device this thread's */
-  /* The same, for a call of a step. CDDP_UNSUPPORTED: a graph's capture cannot contain it. */
+  /* select_device, for a call of a step. CDDP_UNSUPPORTED: a graph's capture cannot contain it. */
   cddp_result (*enter)(const cddp_ddp *d);
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
-  cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed */
-  void (*free)(cddp_ddp *d);         /* NULL: all is host memory */
+  cddp_result (*alloc)(cddp_ddp *d); /* sets d->arena, zeroed memory of layout.arena_bytes */
+  void (*free)(cddp_ddp *d);         /* the device's memory; NULL: all is host memory */
   cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* valid until the next call */
   /* Sets *met if ranks need no round before this wait or step, since NCCL's watchers compare
      `check`. NULL: they always need one. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
-  cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* starts reducing; lock held */
-  cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* in the engine */
-  /* out = n elements: the sum of nodes, in the compute type; divisor > 0: their mean, as dtype. */
+  cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* starts it; d->lock held */
+  cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* on d->comm's engine thread */
+  /* out = n elements: the sum of `count` nodes, in the compute type; divisor > 0: the sum divided
+     by it, as dtype. widths: see cddp__fold. */
   cddp_result (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
                      int count, int divisor, size_t n, void *stream);
-  /* The caller's stream waits for all buckets. part: it needs only this rank's part of the mean. */
+  /* The caller's stream (on a host: the caller) waits for all buckets of the step. part: it needs
+     only this rank's part of the mean. */
   cddp_result (*fence)(cddp_ddp *d, bool part);
   cddp_result (*await)(cddp_ddp *d); /* the host waits for the caller's stream */
-  cddp_result (*broadcast)(cddp_ddp *d, int n); /* the first n d->scratch.calls together */
+  cddp_result (*broadcast)(cddp_ddp *d, int n); /* starts the first n d->scratch.calls together */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
   cddp_result (*place_rows)(cddp_ddp *d); /* copies the rows' mean for kernels; NULL: no need */
-  cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
+  cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm); /* cddp_ddp_clip_grad_norm */
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->step.norm */
   /* Updates the weights. s NULL: takes the mean of this rank's part for the caller's optimizer.
      averaged, wrote: see cddp__reduce_gradients. */
@@ -17097,7 +17118,8 @@ struct cddp__ddp_memory {
    sends its part of the arrays. */
 enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 };
 
-/* Records the first failure, which this and all later calls return, with its text. */
+/* Makes r, with this thread's error text, the model's failure, if it has none yet. Returns the
+   model's failure and sets its text: all later calls return that too. */
 static cddp_result cddp__ddp_set_cause(cddp_ddp *d, cddp_result r) {
   pthread_mutex_lock(&d->lock);
   cddp__set_cause(&d->failure, r, cddp__error_text);
@@ -17106,7 +17128,8 @@ static cddp_result cddp__ddp_set_cause(cddp_ddp *d, cddp_result r) {
   return r;
 }
 
-/* Waits for the buckets in the engine. With NCCL there are none. */
+/* Waits for the buckets in d->comm's engine. With NCCL (comm is the caller's group) it has none. A
+   joining process has no comm yet. */
 static void cddp__drain_buckets(const cddp_ddp *d) {
   if (d->comm != NULL && d->comm != d->group) cddp__engine_drain(d->comm);
 }
@@ -17117,32 +17140,34 @@ static void cddp__drain_buckets(const cddp_ddp *d) {
 static cddp_result cddp__break_model(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[] = {d->control, d->comm, d->hook_group};
   int i;
-  if (d->elastic != NULL) cddp__elastic_close(d);
+  if (d->elastic != NULL) cddp__elastic_close(d); /* the other members count this rank as lost */
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
-    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* the other texts mostly name a rank */
+    r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* the excepted texts name ranks already */
   r = cddp__ddp_set_cause(d, r);
-  if (d->elastic != NULL) /* the other ranks count this rank as lost */
+  if (d->elastic != NULL) /* the text that the other ranks get from the broken groups */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
-  for (i = 0; i < 3; i++) /* NCCL: the caller's, which can have been left */
-    if (groups[i] != NULL && cddp__load32(&groups[i]->left) == 0) cddp__break(groups[i], r);
-  cddp__drain_buckets(d);
-  return cddp__check_cause(&d->failure);
+  for (i = 0; i < 3; i++) { /* with NCCL one is the caller's, which can have been destroyed */
+    bool in_use = groups[i] != NULL && cddp__load32(&groups[i]->left) == 0;
+    if (in_use) cddp__break(groups[i], r);
+  }
+  cddp__drain_buckets(d); /* soon: with their groups broken, the queued ones fail */
+  return cddp__check_cause(&d->failure); /* again: cddp__break has replaced the error text */
 }
 
 /* --- offsets, parts and addresses --- */
 
-/* Elements of parameter i's gradient; 0 if it is sparse: not in buckets. */
+/* Elements of parameter i's gradient in buckets; 0 if it is sparse: rows are merged apart. */
 static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
 }
 
-/* Each rank of the host, on GPUs of the group, updates one of equal parts of the model. No block
-   (cddp__count_norm_blocks) is in two parts. */
+/* The number of equal parts of the model: one for each rank of this host, with GPUs for each rank
+   of the group, which updates it. No norm block (cddp__count_norm_blocks) is in two parts. */
 static int cddp__part_count(const cddp_ddp *d) {
   return d->group->backend->on_device ? d->group->size : d->group->local_size;
 }
 
-/* rank: its index on this host; on GPUs in the group. */
+/* A rank's part, in bytes of the model. rank: its index on this host; with GPUs in the group. */
 static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *end) {
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, cddp__part_count(d), rank, begin, end);
 }
@@ -17164,7 +17189,8 @@ static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size
   return *begin < *end;
 }
 
-/* Whether cddp__gather_nodes takes the mean over shards: ranks cannot read each other's memory. */
+/* Whether cddp__gather_nodes takes the mean over shards, since ranks cannot read each other's
+   memory. Otherwise cddp__reduce_shards reads the nodes where they are. */
 static bool cddp__gathers_nodes(const cddp_ddp *d) {
   return d->shards.uses_slots &&
          (!d->group->carrier->shares_memory || d->group->backend->on_device);
@@ -17177,20 +17203,22 @@ static size_t cddp__gather_nodes_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
 
-/* Bytes of a range of the model with f32 for f16 and bf16, the last dtypes: twice theirs. */
+/* Bytes that the range [begin, end) of the model takes in the compute type: elements of f16 and
+   bf16, the last dtypes of the model, then take twice as many. */
 static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
-  size_t halves = cddp__max(begin, d->layout.starts[CDDP_F16]);
-  return end - begin + (end > halves ? end - halves : 0);
+  size_t halves_begin = cddp__max(begin, d->layout.starts[CDDP_F16]);
+  return end - begin + (end > halves_begin ? end - halves_begin : 0);
 }
 
-/* Sets d->layout (to) and the tensors' offsets, which depend on the model alone, since norms do. */
+/* Sets d->layout and the fields of the tensors, after cddp__map_params has found the gradients that
+   are IN_PLACE. Offsets depend on the model alone, since norms do. */
 static void cddp__set_layout(cddp_ddp *d) {
   cddp__layout *to = &d->layout;
-  size_t slack = cddp__gathers_nodes(d) ? cddp__gather_nodes_slack(d) : 0, pieces = 0;
-  int dtype, i, placed = 0; /* in layout.param_order */
+  size_t slack = cddp__gathers_nodes(d) ? cddp__gather_nodes_slack(d) : 0, norm_blocks = 0;
+  int dtype, i, ordered = 0; /* ordered: parameters already in param_order */
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
     to->starts[dtype] = to->dense_bytes;
-    for (i = d->count - 1; i >= 0; i--) {
+    for (i = d->count - 1; i >= 0; i--) { /* as in backward, the last parameter is the first */
       cddp__tensor *tensor = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
       tensor->offset = to->dense_bytes;
@@ -17198,11 +17226,13 @@ static void cddp__set_layout(cddp_ddp *d) {
       tensor->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
       tensor->padded_bytes = cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
       to->dense_bytes += tensor->padded_bytes;
-      if (tensor->storage == CDDP__STORAGE_IN_PLACE) tensor->padded_bytes = tensor->bytes;
-      else
+      if (tensor->storage == CDDP__STORAGE_IN_PLACE) {
+        tensor->padded_bytes = tensor->bytes; /* the caller's memory: it has no padding */
+      } else { /* in the arena */
         tensor->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
-      if (tensor->storage != CDDP__STORAGE_IN_PLACE) to->bytes += tensor->padded_bytes;
-      if (cddp__sparse_of(d, i) == NULL) to->param_order[placed++] = i;
+        to->bytes += tensor->padded_bytes;
+      }
+      if (cddp__sparse_of(d, i) == NULL) to->param_order[ordered++] = i;
     }
   }
   to->starts[CDDP__DTYPE_COUNT] = to->dense_bytes;
@@ -17215,29 +17245,30 @@ static void cddp__set_layout(cddp_ddp *d) {
     cddp__part_slice(d, i, cddp__part_count(d),
                      d->group->backend->on_device ? d->group->rank : d->group->local_rank,
                      &tensor->begin, &tensor->end);
-    tensor->first_norm_block = pieces;
-    pieces += cddp__count_norm_blocks(tensor->offset, tensor->offset + tensor->bytes);
+    tensor->first_norm_block = norm_blocks;
+    norm_blocks += cddp__count_norm_blocks(tensor->offset, tensor->offset + tensor->bytes);
     tensor->used = true; /* until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
     if (s == NULL) continue;
-    to->param_order[placed++] = i;
+    to->param_order[ordered++] = i; /* sparse ones are last */
     tensor->dense_offset = to->bytes; /* behind the dense gradients; for place_rows */
-    if (d->group->backend->on_device)
+    if (d->group->backend->on_device) /* kernels read the mean as a dense gradient */
       to->bytes += cddp__round_up(s->rows * s->row_bytes, CDDP__CACHE_LINE);
     if (!d->desc.elastic) continue;
-    tensor->offset = to->model_bytes;
+    tensor->offset = to->model_bytes; /* its states have a place behind the dense ones */
     tensor->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     to->model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
   }
   to->arena_bytes = to->bytes + (size_t)to->slots * to->slot_stride +
-                    pieces * sizeof(double) /* squares */ + 2 * slack /* of slots */;
+                    norm_blocks * sizeof(double) /* squares */ + 2 * slack /* read in slots */;
   to->state_stride = cddp__wide_bytes(d, 0, to->model_bytes);
   to->state_stride = cddp__round_up( /* to whole pages */
       to->state_stride, to->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
 
-/* Collective: a round of this kind in which every rank sends the reference of its p, shared memory.
-   out[i] receives the local address of the p of this host's i-th rank. */
+/* Collective: a round of this kind in which every rank sends the reference of its p, shared memory
+   of `bytes`, which ranks compare. out[i] receives this process's address of the p of this host's
+   i-th rank. A failure breaks the group. */
 static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, size_t bytes,
                                        char **out) {
   void *at = NULL;
@@ -17249,7 +17280,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   r = cddp__round(g, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; r == CDDP_OK && k < g->size; k++)
-    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE)
+    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* it is quarantined */
       r = cddp__fail(
           CDDP_ABORTED, "rank %d has revoked its shared memory after a failure: create the group "
           "and the model again", k);
@@ -17261,19 +17292,19 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-/* The gradient element at offset `at` of the model, of parameter i. rank: its index on this host,
-   here and below. */
+/* The address here of a rank's gradient element at offset `at` of the model, of parameter i. rank,
+   here and below: the rank's index on this host (elastic: in the epoch's groups). */
 static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
   return d->addresses.gradients[(size_t)rank * (size_t)d->count + (size_t)i] +
          (at - d->tensors[i].offset);
 }
 
-/* Mapped here; only if tensor.shared. */
+/* The address here of a rank's weights of parameter i; only if tensor.shared. */
 static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->addresses.weights[(size_t)rank * (size_t)d->count + (size_t)i];
 }
 
-/* arena: the rank's, as mapped here. */
+/* Sets the addresses of a rank's gradients that are in its arena. arena: its address here. */
 static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
@@ -17282,7 +17313,7 @@ static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
           arena + d->tensors[i].arena_offset;
 }
 
-/* Also those of the slots and squares behind the gradients. */
+/* Sets the addresses of all that is in a rank's arena: gradients, then slots, then squares. */
 static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
   cddp__set_gradient_addresses(d, rank, arena);
   d->addresses.slots[rank] = arena + d->layout.bytes;
@@ -17290,7 +17321,7 @@ static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
       d->addresses.slots[rank] + (size_t)d->layout.slots * d->layout.slot_stride);
 }
 
-#define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* between hosts smaller gradients are copied */
+#define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* between hosts smaller gradients are COPIED */
 
 /* The reference by which other ranks map parameter i's weights or gradient. Kind NONE if they
    cannot, or if the gradient is copied: a hook needs a contiguous bucket, an elastic rank's memory
@@ -17300,9 +17331,9 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
   size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-  bool exchanged = !g->carrier->shares_memory;
+  bool exchanged = !g->carrier->shares_memory; /* buckets go to other hosts */
   cddp__ref ref;
-  memset(&ref, 0, sizeof ref);
+  memset(&ref, 0, sizeof ref); /* kind NONE */
   if (p == NULL || (gradient && bytes == 0)) return ref;
   if (gradient &&
       (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->shards.uses_slots) ||
@@ -17318,26 +17349,26 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
    and the addresses of those on this host. */
 static cddp_result cddp__map_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  size_t n = 2 * (size_t)d->count, j; /* j: even for weights, odd for gradients */
+  size_t n = 2 * (size_t)d->count, j; /* j: 2 * i for parameter i's weights, + 1: its gradient */
   cddp__ref *mine = (cddp__ref *)cddp__malloc(
       &g->host->allocator, ((size_t)g->size + 1) * n * sizeof *mine);
-  cddp__ref *all;
+  cddp__ref *all; /* [ranks][n] */
   cddp_result r;
-  int k, local;
+  int k, local; /* a rank in the group; its index on this host */
   if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   all = mine + n;
   for (j = 0; j < n; j++) mine[j] = cddp__param_ref(d, (int)(j / 2), j % 2 != 0);
   r = cddp__all_gather(g, mine, all, n * sizeof *mine);
   for (j = 0; r == CDDP_OK && j < n; j++) {
     for (k = 0; k < g->size && all[(size_t)k * n + j].kind != CDDP__REF_NONE;) k++;
-    if (k < g->size) continue; /* rank k does not share it */
+    if (k < g->size) continue; /* rank k cannot share it, so no rank does */
     if (j % 2 == 0) d->tensors[j / 2].shared = true;
     else d->tensors[j / 2].storage = CDDP__STORAGE_IN_PLACE;
     local = 0;
     for (k = 0; r == CDDP_OK && k < g->size; k++) {
       char **table = j % 2 == 0 ? d->addresses.weights : d->addresses.gradients;
       void *at = NULL;
-      if (g->host_index[k] < 0) continue;
+      if (g->host_index[k] < 0) continue; /* on another host */
       r = cddp__map_ref(g->host, &all[(size_t)k * n + j], &at);
       table[(size_t)local++ * (size_t)d->count + j / 2] = (char *)at;
     }
@@ -17355,7 +17386,8 @@ typedef struct cddp__range {
 } cddp__range;
 
 /* The next range of used parameters of a dtype, from sorted[*i] on, that are adjacent on all ranks
-   and (if shards are summed) in slots. Returns false at the end. */
+   and (if shards are summed) in slots. Moves *i behind it. Returns false at the end. Parameters in
+   place are at unrelated addresses, so each is a range. */
 static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, int *i,
                              cddp__range *range) {
   const cddp__tensor *tensor, *next;
@@ -17366,13 +17398,13 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
   range->begin = tensor->offset;
   range->end = tensor->offset + tensor->padded_bytes;
   for (; *i < count; tensor = next, ++*i) {
+    bool in_arena, adjacent, same_dtype;
     next = &d->tensors[sorted[*i]];
-    if (!next->used || tensor->storage == CDDP__STORAGE_IN_PLACE ||
-        next->storage == CDDP__STORAGE_IN_PLACE ||
-        next->arena_offset != tensor->arena_offset + tensor->padded_bytes ||
-        (d->shards.uses_slots && next->offset != tensor->offset + tensor->padded_bytes) ||
-        d->params[sorted[*i]].dtype != d->params[range->first].dtype)
-      break;
+    in_arena = tensor->storage != CDDP__STORAGE_IN_PLACE && next->storage != CDDP__STORAGE_IN_PLACE;
+    adjacent = next->arena_offset == tensor->arena_offset + tensor->padded_bytes &&
+               (!d->shards.uses_slots || next->offset == tensor->offset + tensor->padded_bytes);
+    same_dtype = d->params[sorted[*i]].dtype == d->params[range->first].dtype;
+    if (!next->used || !in_arena || !adjacent || !same_dtype) break;
     range->end += next->padded_bytes;
   }
   return true;
@@ -17380,31 +17412,35 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
 
 /* --- collectives on the memory of a model --- */
 
-/* Runs a collective on the model's memory, which d->comm can reach if it is a device's. */
+/* Runs a collective on the model's memory. If that is on a device, on d->comm, which has the device
+   context; d->control has none. */
 static cddp_result cddp__run_model_collective(cddp_ddp *d, const cddp__call *c) {
   cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
   g->stream = d->group->stream; /* cddp_set_stream */
   return (g->backend->start)(g, c, NULL /* no handle */);
 }
 
-/* Of this host's ranks. */
+/* A round of this host's ranks: returns when all of them have reached `phase`. */
 static cddp_result cddp__local_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
   return cddp__local_round(d->control, kind, phase, 0);
 }
 
-/* Collective: sends arrays from root to all ranks. CDDP__ROOT_OWNERS: each rank of a host has its
-   part of arrays with the shape of the parameters; the first host's parts are sent. ALL_OWNERS, and
-   OWNERS on devices: each part is on one rank. */
+/* Collective: sends arrays from root to all ranks.
+     root >= 0           that rank sends them whole
+     CDDP__ROOT_OWNERS   arrays have the shape of the parameters. Each rank of a host has one part,
+                         so all hosts have all parts: the first host's ranks send them
+     ALL_OWNERS, and OWNERS on devices: each rank of the group has, and sends, one part */
 static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays, int count,
                                           int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
-  const cddp__hosts *hosts = by_host ? d->control->hosts : NULL;
-  int parts = hosts != NULL ? hosts->group_hosts[0].size : d->group->size, i, n = 0;
-  int part = owners ? 0 : root, last = owners ? parts - 1 : root; /* or root instead of parts */
+  const cddp__hosts *hosts = by_host ? d->control->hosts : NULL; /* NULL: also one host */
+  int parts = hosts != NULL ? hosts->group_hosts[0].size : d->group->size;
+  int part = owners ? 0 : root, last = owners ? parts - 1 : root; /* without owners: just root */
+  int i, n = 0; /* n: d->scratch.calls in use */
   cddp_result r = CDDP_OK;
   cddp__packet packet;
   cddp__call c;
-  if (d->group->backend->on_device) cddp__drain_buckets(d); /* they use d->scratch.calls too */
+  if (d->group->backend->on_device) cddp__drain_buckets(d); /* buckets use d->scratch.calls too */
   for (; r == CDDP_OK && part <= last; part++) {
     cddp__packet_begin(
         &packet, d->control, owners && hosts != NULL ? cddp__rank_on(hosts, 0, part) : part);
@@ -17412,7 +17448,8 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
       size_t begin = 0, end = arrays[i].count, esize;
       char *at = (char *)arrays[i].data;
       if (owners) {
-        esize = cddp__dtype_size(d->params[i].dtype); /* of gradients, as the offsets */
+        /* part_slice counts in bytes of the gradient; arrays[i] can have another dtype. */
+        esize = cddp__dtype_size(d->params[i].dtype);
         if (!cddp__part_slice(d, i, parts, part, &begin, &end)) continue;
         begin = (begin - d->tensors[i].offset) / esize;
         end = (end - d->tensors[i].offset) / esize;
@@ -17422,21 +17459,22 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
       c = cddp__broadcast_call(at, end - begin, arrays[i].dtype, part);
       if (!d->group->backend->on_device)
         r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
-      else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c;
-      else r = (d->comm->backend->start)(d->comm, &c, NULL); /* a buffer in host memory */
+      else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c; /* started below */
+      else r = (d->comm->backend->start)(d->comm, &c, NULL /* no handle */); /* host memory */
     }
-    if (r == CDDP_OK) r = cddp__packet_broadcast(&packet);
+    if (r == CDDP_OK) r = cddp__packet_broadcast(&packet); /* on a device: empty */
   }
   return r == CDDP_OK && n > 0 ? d->memory->broadcast(d, n) : r;
 }
 
-/* The factor that makes the mean over the ranks with data of what the reduction left in the arena:
-   a sum, a sum divided by the number of all ranks (by_all), or that mean. */
+/* The reduction left in the arena a sum (step.sums), a sum divided by the number of all ranks
+   (by_all), or the mean over the ranks with data (the active ones). Returns the factor that makes
+   it that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
-  bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign ||
-                d->group->backend->on_device;
+  bool by_all = /* hooks, MPI and NCCL do not know which ranks are absent */
+      d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
   if (d->desc.elastic) return 1; /* the arena has the mean of the shards */
-  if (d->step.sums && dtype != CDDP_F16) /* sums of f16 could exceed its range */
+  if (d->step.sums && dtype != CDDP_F16) /* f16 is averaged: its sums could exceed its range */
     return 1.0 / d->step.active_count;
   return by_all ? (double)d->group->size / d->step.active_count : 1;
 }
