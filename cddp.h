@@ -4778,51 +4778,55 @@ static bool cddp__has_spare_fd(int fd) {
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
 #endif
 
-/* Kinds of answers. The value is the number's size in bytes; before a STRING is its length. */
+/* Kinds of answers. The value of BYTE, WORD and NUMBER is their size in bytes. */
 enum cddp__answer {
-  CDDP__ANSWER_NONE,
+  CDDP__ANSWER_NONE, /* the command has no answer */
   CDDP__ANSWER_BYTE = 1,
   CDDP__ANSWER_WORD = 4,
   CDDP__ANSWER_NUMBER = 8,
-  CDDP__ANSWER_STRING
+  CDDP__ANSWER_STRING /* a length of 8 bytes, and the string */
 };
 
 #define CDDP__COMMANDS(X) \
   /* code, counted (0 or 1), strings of an item, tail bytes, answer */ \
-  X(VALIDATE, 0, 0, 4, NONE) \
-  X(SET, 0, 2, 0, NONE) \
-  X(COMPARE_SET, 0, 3, 0, STRING) \
-  X(GET, 0, 1, 0, STRING) \
-  X(ADD, 0, 1, 8, NUMBER) \
-  X(CHECK, 1, 1, 0, BYTE) \
-  X(WAIT, 1, 1, 0, BYTE) \
+  X(VALIDATE, 0, 0, 4, NONE)      /* tail: c10d's magic number */ \
+  X(SET, 0, 2, 0, NONE)           /* key, value */ \
+  X(COMPARE_SET, 0, 3, 0, STRING) /* key, expected, desired; answer: the key's value afterwards */ \
+  X(GET, 0, 1, 0, STRING)         /* answer: the value; empty if the key is missing */ \
+  X(ADD, 0, 1, 8, NUMBER)         /* tail: the amount; answer: the sum */ \
+  X(CHECK, 1, 1, 0, BYTE)         /* answer: 0 = all keys exist, 1 = one is missing */ \
+  X(WAIT, 1, 1, 0, BYTE)          /* answer: 0, as soon as all keys exist */ \
   X(GETNUMKEYS, 0, 0, 0, NUMBER) \
-  X(DELETE_KEY, 0, 1, 0, NUMBER) \
-  X(APPEND, 0, 2, 0, NONE) \
-  X(MULTI_GET, 1, 1, 0, STRING) \
-  X(MULTI_SET, 1, 2, 0, NONE) \
-  X(CANCEL_WAIT, 0, 0, 0, BYTE) \
-  X(PING, 0, 0, 4, WORD)
+  X(DELETE_KEY, 0, 1, 0, NUMBER)  /* answer: the number of deleted keys, 0 or 1 */ \
+  X(APPEND, 0, 2, 0, NONE)        /* key, bytes to append */ \
+  X(MULTI_GET, 1, 1, 0, STRING)   /* answer: a string for each key */ \
+  X(MULTI_SET, 1, 2, 0, NONE)     /* key, value */ \
+  X(CANCEL_WAIT, 0, 0, 0, BYTE)   /* ends the WAIT before it; answer: 1, instead of WAIT's 0 */ \
+  X(PING, 0, 0, 4, WORD)          /* answer: the tail */
 
 #define CDDP__X(code, counted, strings, tail, answer) CDDP__STORE_##code,
-enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__STORE_CODES };
+enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__STORE_CODES /* how many */ };
 #undef CDDP__X
 #define CDDP__X(code, counted, strings, tail, answer) \
   {counted, strings, tail, CDDP__ANSWER_##answer},
 static const struct cddp__command {
-  unsigned char counted, strings, tail, answer; /* as above */
+  unsigned char counted, strings, tail, answer; /* the columns of CDDP__COMMANDS */
 } cddp__commands[CDDP__STORE_CODES] = {CDDP__COMMANDS(CDDP__X)};
 #undef CDDP__X
 
-/* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. Its
-   key is a line of text, to which a web server answers. */
-#define CDDP__VALIDATE_SIZE 5
-static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c" /* c10d's magic number */
-                                     "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n"; /* CHECK 1 key */
+/* Bytes of a command before its items: the code and, in a counted command, the count. */
+static size_t cddp__command_head(const struct cddp__command *c) { return c->counted ? 9 : 1; }
+
+/* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. The
+   CHECK's key ends two lines, so that a web server answers instead of waiting for more. */
+#define CDDP__VALIDATE_SIZE 5 /* code and tail */
+static const char cddp__greeting[] =
+    "\0\xce\xf7\x85\x3c" /* VALIDATE, c10d's magic number */
+    "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n"; /* CHECK, 1 key, its length 4, the key */
 
 /* The string at *p in a complete command; moves *p behind it. */
 static cddp__span cddp__parse_string(const unsigned char **p) {
-  cddp__span s = cddp__span_of(*p + 8, (size_t)cddp__get64(*p));
+  cddp__span s = cddp__span_of(*p + 8 /* behind the length */, (size_t)cddp__get64(*p));
   *p = s.data + s.size;
   return s;
 }
@@ -4834,8 +4838,8 @@ static void cddp__buffer_add_string(cddp__buffer *buffer, cddp__span s) {
 
 /* The progress of the command at the head of a connection's input. */
 typedef struct cddp__parser {
-  size_t end;       /* bytes parsed so far; 0: code and count are not */
-  uint64_t strings; /* still to be parsed */
+  size_t end;       /* bytes parsed so far; 0: not even code and count */
+  uint64_t strings; /* how many are still to be parsed */
   unsigned code;    /* cddp__code */
   size_t missing;   /* WAIT: offset of the first missing key; 0 = not executed yet */
 } cddp__parser;
@@ -4853,17 +4857,17 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
   if (parser->code >= CDDP__STORE_CODES) return CDDP__PARSE_INVALID;
   c = &cddp__commands[parser->code];
   if (parser->end == 0) {
-    if (c->counted && n < 9 /* code and count */) return CDDP__PARSE_PARTIAL;
+    if (n < cddp__command_head(c)) return CDDP__PARSE_PARTIAL;
     if (c->counted) items = cddp__get64(p + 1);
     if (items > CDDP__KEYS_MAX) return CDDP__PARSE_INVALID;
     parser->strings = items * c->strings;
-    parser->end = c->counted ? 9 : 1;
+    parser->end = cddp__command_head(c);
   }
   for (; parser->strings > 0; parser->strings--) {
-    if (n - parser->end < 8 /* its size */) return CDDP__PARSE_PARTIAL;
+    bool is_key = parser->strings % c->strings == 0; /* the first string of its item */
+    if (n - parser->end < 8 /* the length */) return CDDP__PARSE_PARTIAL;
     size = cddp__get64(p + parser->end);
-    /* the first string of an item is its key */
-    if (size > (parser->strings % c->strings == 0 ? CDDP__KEY_MAX : CDDP__VALUE_MAX) ||
+    if (size > (is_key ? CDDP__KEY_MAX : CDDP__VALUE_MAX) ||
         parser->end + 8 + size > CDDP__COMMAND_MAX)
       return CDDP__PARSE_INVALID;
     if (n - parser->end - 8 < size) return CDDP__PARSE_PARTIAL;
@@ -4888,18 +4892,18 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   pthread_t thread;
   cddp_allocator allocator;
   const char *secret; /* NULL = none */
-  int epoll; /* of fds and clients */
+  int epoll; /* watches fds and the clients' connections */
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
-  int spare_fd; /* a copy of epoll, closed when no descriptor is left, to accept one more */
+  int spare_fd; /* a copy of epoll; closed when no descriptor is left, to accept one connection */
   cddp__atomic_u32 stop; /* 1: the thread must return; set by cddp__store_close */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map: entries by hash */
-  uint64_t seed; /* of its hash; secret: no client can choose keys of one chain */
+  uint64_t seed; /* of the map's hash; random: no client can choose keys that share a chain */
   size_t keys;   /* in the map */
   size_t stored; /* bytes of the map's entries */
   struct cddp__client *clients; /* newest first */
-  int waiting; /* clients in a WAIT */
-  bool unsettled;  /* a connection or a WAIT has ended since cddp__server_settle */
+  int waiting; /* how many clients are blocked in a WAIT */
+  bool unsettled;  /* a connection or a WAIT has ended since the last cddp__server_settle */
   double checked;  /* when deadlines were last checked */
   size_t buffered; /* bytes of all clients' buffers */
 } cddp__server;
@@ -4927,7 +4931,7 @@ static bool cddp__map_drop(cddp__server *server, cddp__entry **link) {
   *link = entry->next;
   server->keys--;
   server->stored -= sizeof *entry + entry->key_size;
-  cddp__buffer_clear(&entry->value, 0); /* frees it, and lowers server->stored */
+  cddp__buffer_clear(&entry->value, 0 /* keep */); /* frees the value, lowers server->stored */
   cddp__free(&server->allocator, entry);
   return true;
 }
@@ -4940,27 +4944,30 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
   cddp__entry **link = cddp__map_link(server, key), *e = *link;
   size_t old_size = e != NULL ? e->value.end : 0;
   size_t size = (how == CDDP__PUT_APPENDS ? old_size : 0) + value.size;
-  size_t owned = e != NULL ? e->value.capacity : 0; /* part of server->stored */
+  size_t capacity = e != NULL ? e->value.capacity : 0; /* already part of server->stored */
   bool fresh = e == NULL;
-  size_t overhead = fresh ? sizeof *e + key.size : 0;
-  /* value is outside e's buffer */
-  CDDP_ASSERT(owned == 0 || value.data < e->value.data || value.data >= e->value.data + owned);
+  size_t overhead = fresh ? sizeof *e + key.size : 0; /* bytes besides the value's buffer */
+  /* The value is not in e's buffer, which is overwritten or freed here. */
+  CDDP_ASSERT(capacity == 0 || value.data < e->value.data ||
+              value.data >= e->value.data + capacity);
   if (size > CDDP__VALUE_MAX) return false;
-  if (size > owned && server->stored - owned + size + overhead > CDDP__STORE_MEMORY) return false;
+  if (size > capacity && /* the buffer must grow: to `size` at least */
+      server->stored - capacity + size + overhead > CDDP__STORE_MEMORY)
+    return false;
   if (fresh) {
     e = (cddp__entry *)cddp__calloc(&server->allocator, 1, sizeof *e + key.size);
     if (e == NULL) return false;
     e->key_size = key.size;
     e->value.allocator = &server->allocator;
     e->value.total = &server->stored;
-    cddp__copy(e + 1, key.data, key.size); /* behind it */
+    cddp__copy(e + 1, key.data, key.size); /* the key follows the entry */
     *link = e;
     server->keys++;
     server->stored += overhead;
   }
   e->value.end = size - value.size; /* where the new bytes begin */
   if (cddp__buffer_reserve(&e->value, value.size)) {
-    cddp__buffer_add(&e->value, value.data, value.size);
+    cddp__buffer_add(&e->value, value.data, value.size); /* cannot fail: reserved */
     return true;
   }
   e->value.end = old_size; /* no memory: the key keeps its value, or remains absent */
@@ -4968,33 +4975,38 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
   return false;
 }
 
-/* Adds amount to the key's value, a decimal number that wraps around; a missing key counts as 0.
-   Returns false if it is not one. */
+/* Adds amount to the key's value, a decimal number, and sets *total to the sum, which wraps around.
+   A missing key counts as 0. Returns false if the value is no number, or memory is exhausted. */
 static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount, uint64_t *total) {
   cddp__span value;
   char text[24] = "0", *end;
-  size_t size = 1; /* of text */
+  size_t size = 1; /* of text, without its NUL */
   if (cddp__map_get(server, key, &value)) {
+    bool leading_space = value.size > 0 && value.data[0] <= ' '; /* strtoll would skip it */
+    if (value.size == 0 || value.size >= sizeof text || leading_space) return false;
     size = value.size;
-    if (size == 0 || size >= sizeof text || value.data[0] <= ' ') return false; /* leading space */
-    memcpy(text, value.data, size);
+    memcpy(text, value.data, size); /* zeros follow */
   }
   errno = 0;
   *total = (uint64_t)strtoll(text, &end, 10) + amount;
-  if (errno != 0 || end != text + size) return false;
+  if (errno != 0 /* overflow */ || end != text + size /* not only digits */) return false;
   snprintf(text, sizeof text, "%" PRId64, (int64_t)*total);
   return cddp__map_put(server, key, cddp__span_of(text, strlen(text)), CDDP__PUT_SETS);
 }
 
 enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMMAND_WAITS };
 
-/* Executes the command at head, and adds its answer to out. FAILED: memory is exhausted, or c10d
-   does not answer the command either; the caller closes the connection. */
+/* Executes the command at head, which parser has parsed, and adds its answer to out.
+     DONE     the answer, if the command has one, is in out
+     WAITS    a key of a WAIT is missing (parser->missing): it must be executed again
+     FAILED   memory is exhausted, or c10d's server does not answer such a command either (an ADD
+              to text). The caller closes the connection */
 static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
-  const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + parser->end - c->tail;
-  uint64_t number = 0; /* the answer, if it is no string. p .. end: the strings */
+  const unsigned char *p = head + cddp__command_head(c); /* the next string */
+  const unsigned char *end = head + parser->end - c->tail; /* of all strings */
+  uint64_t number = 0; /* the answer, unless it is a string */
   cddp__span key, value, expected, desired;
   bool ok = true, found, swap;
   switch (parser->code) {
@@ -5012,12 +5024,12 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     break;
   case CDDP__STORE_GET:
   case CDDP__STORE_MULTI_GET: /* a missing key's value is empty, as with PyTorch's libuv server */
-    while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) { /* else the caller closes */
+    while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) { /* above: the caller closes */
       cddp__map_get(server, cddp__parse_string(&p), &value);
       cddp__buffer_add_string(out, value);
     }
     break;
-  case CDDP__STORE_COMPARE_SET: /* a missing key equals an empty value; only the answer differs */
+  case CDDP__STORE_COMPARE_SET: /* a missing key counts as empty, but is answered by `expected` */
     key = cddp__parse_string(&p);
     expected = cddp__parse_string(&p);
     desired = cddp__parse_string(&p);
@@ -5028,12 +5040,12 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     break;
   case CDDP__STORE_ADD:
     key = cddp__parse_string(&p);
-    ok = cddp__map_add(server, key, cddp__get64(p), &number);
+    ok = cddp__map_add(server, key, cddp__get64(p /* the tail */), &number);
     break;
-  case CDDP__STORE_CHECK: /* answers 0: all exist, 1: one is missing */
+  case CDDP__STORE_CHECK:
     while (p < end && number == 0) number = !cddp__map_get(server, cddp__parse_string(&p), &value);
     break;
-  case CDDP__STORE_WAIT: /* continues at the key that was missing last time */
+  case CDDP__STORE_WAIT: /* continues at the key that was missing at the last execution */
     if (parser->missing > 0) p = head + parser->missing;
     while (p < end) {
       parser->missing = (size_t)(p - head);
@@ -5049,45 +5061,46 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   case CDDP__STORE_CANCEL_WAIT:
     number = 1;
     break;
-  default:
-    number = cddp__get32(p); /* PING returns its 4 bytes */
+  default: /* PING */
+    number = cddp__get32(p /* the tail */);
   }
   if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer /* size */);
   return ok && !out->failed ? CDDP__COMMAND_DONE : CDDP__COMMAND_FAILED;
 }
 
 /* --- the server ---
-   One thread with level-triggered epoll: poll(2) is slow with thousands of clients. A closed
-   connection and an ended WAIT are only marked: cddp__server_settle handles them. */
+   One thread with level-triggered epoll: poll(2) is slow with thousands of clients. No client is
+   freed while events or a list of clients are read: a closed connection, and an ended WAIT, only
+   sets `unsettled`, and cddp__server_settle handles it later. */
 #ifndef CDDP__GREETING_S
-#define CDDP__GREETING_S 5.0 /* seconds for a caller's proof and VALIDATE; >>rendezvous: its RANK */
+#define CDDP__GREETING_S 5.0 /* seconds for a caller's proof and VALIDATE; in >>rendezvous, RANK */
 #endif
 #ifndef CDDP__COMMAND_S
-#define CDDP__COMMAND_S 10.0 /* seconds to send a command, plus 1 s per 64 KiB; to read an answer */
+#define CDDP__COMMAND_S 10.0 /* seconds to send a command (1 s more per 64 KiB) or read an answer */
 #endif
 #define CDDP__SERVER_CHECK_MS 250 /* between checks of deadlines */
 
 typedef struct cddp__client { /* Owner: the server's thread */
   cddp__connection connection; /* fd -1: to be freed. deadline: CDDP__GREETING_S, _COMMAND_S */
-  struct cddp__client *next; /* older */
-  bool greeted;              /* its first command was a valid VALIDATE */
-  bool blocked;              /* the command at the head of c.in is a WAIT for a missing key */
-  uint32_t events;           /* EPOLL*: for which epoll waits */
-  cddp__parser parser;       /* of the command at the head of c.in */
+  struct cddp__client *next; /* an older client */
+  bool greeted;        /* the first command was a valid VALIDATE */
+  bool blocked;        /* the command at the head of connection.in is a WAIT for a missing key */
+  uint32_t events;     /* EPOLLIN or EPOLLOUT: what epoll watches */
+  cddp__parser parser; /* of the command at the head of connection.in */
 } cddp__client;
 
-/* Sets the events of fd that epoll watches. action: EPOLL_CTL_*. what: an index of server->fds, or
-   the address of a cddp__client. */
+/* Sets the events of fd that epoll watches. action: EPOLL_CTL_*. source: what epoll reports with an
+   event: the index of fd in server->fds, or the address of its cddp__client. */
 static bool cddp__server_watch(const cddp__server *server, int fd, int action, uint32_t events,
-                               uint64_t what) {
+                               uint64_t source) {
   struct epoll_event event;
   event.events = events;
-  event.data.u64 = what;
+  event.data.u64 = source;
   return epoll_ctl(server->epoll, action, fd, &event) == 0;
 }
 
 static void cddp__client_set_blocked(cddp__server *server, cddp__client *client, bool blocked) {
-  server->waiting += blocked - client->blocked; /* counts blocked clients */
+  server->waiting += blocked - client->blocked; /* by 1, 0 or -1 */
   client->blocked = blocked;
 }
 
@@ -5095,14 +5108,16 @@ static void cddp__client_set_blocked(cddp__server *server, cddp__client *client,
 static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
-  if (client->connection.fd >= 0) { /* a forked child's copy would stay connected after close */
-    cddp__server_watch(server, client->connection.fd, EPOLL_CTL_DEL, 0 /* events */, 0);
+  if (client->connection.fd >= 0) { /* a child that the program forked can have a copy of fd, */
+    /* which would keep both the place in epoll and the connection after close. */
+    cddp__server_watch(server, client->connection.fd, EPOLL_CTL_DEL, 0 /* events */,
+                       0 /* source */);
     shutdown(client->connection.fd, SHUT_RDWR);
   }
   cddp__connection_close(&client->connection);
 }
 
-/* Removes the command at the head of the input. */
+/* Removes the command at the head of the input, which is executed or canceled. */
 static void cddp__client_advance(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   client->connection.in.start += client->parser.end;
@@ -5112,20 +5127,20 @@ static void cddp__client_advance(cddp__server *server, cddp__client *client) {
 /* Executes the command at the head of the input, where a WAIT for a missing key stays. */
 static void cddp__client_execute(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->connection;
-  int ran = cddp__server_execute(server, &client->parser, c->in.data + c->in.start, &c->out);
-  if (ran == CDDP__COMMAND_FAILED || server->buffered > CDDP__SERVER_MEMORY ||
+  int result = cddp__server_execute(server, &client->parser, c->in.data + c->in.start, &c->out);
+  if (result == CDDP__COMMAND_FAILED || server->buffered > CDDP__SERVER_MEMORY ||
       cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
     cddp__client_close(server, client);
     return;
   }
-  client->greeted = true;
+  client->greeted = true; /* cddp__client_step accepts only VALIDATE as the first command */
   c->deadline = cddp__now() + CDDP__COMMAND_S; /* to read the answer */
-  if (ran == CDDP__COMMAND_WAITS) cddp__client_set_blocked(server, client, true);
+  if (result == CDDP__COMMAND_WAITS) cddp__client_set_blocked(server, client, true);
   else cddp__client_advance(server, client);
 }
 
-/* Handles the challenge, then one command. Returns false if more input is needed. During a WAIT
-   only CANCEL_WAIT is executed. */
+/* Handles the challenge, then one command. Returns false if more input is needed or the connection
+   is closed. During a WAIT only CANCEL_WAIT is executed. */
 static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->connection;
   size_t keys_before = server->keys;
@@ -5133,14 +5148,14 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__span in;
   int parsed;
   if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c); /* sets state */
-  if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
+  if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client); /* empties c->in */
   in = cddp__buffer_span(&c->in);
   if (in.size == 0 || c->state != CDDP__CONNECTION_UP) return false;
   if (client->blocked) {
     if (in.size == client->parser.end || /* no command follows the WAIT */
         in.data[client->parser.end] != CDDP__STORE_CANCEL_WAIT)
       return false;
-    cddp__client_advance(server, client);
+    cddp__client_advance(server, client); /* removes the WAIT; the next step answers CANCEL_WAIT */
     return true;
   }
   parsed = cddp__parser_scan(&client->parser, in.data, in.size);
@@ -5148,12 +5163,12 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client);
   else if (parsed == CDDP__PARSE_COMPLETE)
     cddp__client_execute(server, client);
-  /* Before `client` can delete the new key, all WAITs are executed again. */
+  /* If the command has created a key: before `client` can delete it, execute all WAITs again. */
   other = server->keys > keys_before && server->waiting > 0 ? server->clients : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
     cddp__client_execute(server, other);
-    server->unsettled = server->unsettled || !other->blocked;
+    server->unsettled = server->unsettled || !other->blocked; /* the answer is still to be sent */
   }
   return parsed == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
@@ -5165,17 +5180,17 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
   bool more = true;
   uint32_t events;
   while (more && c->fd >= 0) {
-    size_t left = cddp__buffer_size(&c->out);
-    if (left == 0) more = cddp__client_step(server, client);
-    left = cddp__buffer_size(&c->out);
-    if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c);
-    if (cddp__buffer_size(&c->out) < left && client->greeted) /* the client reads its answer */
+    size_t unsent;
+    if (cddp__buffer_size(&c->out) == 0) more = cddp__client_step(server, client);
+    unsent = cddp__buffer_size(&c->out);
+    if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c); /* sends the answer */
+    if (cddp__buffer_size(&c->out) < unsent && client->greeted) /* the client reads its answer */
       c->deadline = cddp__now() + CDDP__COMMAND_S;
     if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
-    more = more && cddp__buffer_size(&c->out) == 0;
+    more = more && cddp__buffer_size(&c->out) == 0; /* else EPOLLOUT continues */
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
-  /* no input until the answer is read */
+  /* No input until the client has read the answer. EPOLLIN equals POLLIN, EPOLLOUT POLLOUT. */
   events = cddp__buffer_size(&c->out) > 0 ? EPOLLOUT : (uint32_t)cddp__connection_events(c);
   if (c->fd < 0 || events == client->events) return;
   client->events = events;
@@ -5188,10 +5203,10 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
   cddp__connection *c = &client->connection;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
   int got = 0;
-  if (c->fd < 0) return; /* closed meanwhile */
+  if (c->fd < 0) return; /* closed since epoll_wait returned, and freed after the last event */
   if (events & EPOLLIN)
-    got = cddp__connection_fill(c, 256);
-  else if (events & (EPOLLHUP | EPOLLERR)) /* all input is read */
+    got = cddp__connection_fill(c, 256 /* bytes or more */);
+  else if (events & (EPOLLHUP | EPOLLERR)) /* without EPOLLIN: all input has been read */
     got = -1;
   if (got > 0 && idle && client->greeted) /* a command begins */
     c->deadline = cddp__now() + CDDP__COMMAND_S;
@@ -5205,19 +5220,21 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
 /* Closes clients past their deadline, continues those whose WAIT has ended, frees closed ones. */
 static void cddp__server_settle(cddp__server *server) {
   double now = cddp__now();
-  bool tick = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
+  bool check_deadlines = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
   cddp__client *client, **link;
-  if (tick) server->checked = now;
-  for (client = server->clients; client != NULL && tick; client = client->next) {
+  if (check_deadlines) server->checked = now;
+  for (client = server->clients; client != NULL && check_deadlines; client = client->next) {
     cddp__connection *c = &client->connection;
-    bool runs = client->greeted && cddp__buffer_size(&c->out) == 0; /* else it must greet or read */
-    double extra_s = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
-    /* Between commands (no input) and in a WAIT a client has no deadline. */
-    if (now < c->deadline + extra_s || (runs && (extra_s == 0 || client->blocked))) continue;
-    if (!client->greeted) cddp__client_event(server, client, EPOLLIN); /* reads its VALIDATE */
+    /* The client has greeted, and has read its last answer. */
+    bool may_send = client->greeted && cddp__buffer_size(&c->out) == 0;
+    double extra_s = may_send ? (double)cddp__buffer_size(&c->in) / 65536 : 0; /* see COMMAND_S */
+    bool unlimited = may_send && (extra_s == 0 /* between commands */ || client->blocked);
+    if (now < c->deadline + extra_s || unlimited) continue;
+    /* This thread can be late: VALIDATE can have arrived unread. */
+    if (!client->greeted) cddp__client_event(server, client, EPOLLIN); /* can move deadline */
     if (!client->greeted || now >= c->deadline) cddp__client_close(server, client);
   }
-  while (server->unsettled) { /* a client closed, or a WAIT ended: a run can do either again */
+  while (server->unsettled) { /* cddp__client_run can close clients and end WAITs again */
     server->unsettled = false;
     for (link = &server->clients; (client = *link) != NULL;) {
       if (client->connection.fd >= 0) cddp__client_run(server, client);
@@ -5231,9 +5248,10 @@ static void cddp__server_settle(cddp__server *server) {
   }
 }
 
-/* Creates a client with the connection fd. If too few descriptors remain for the program (not
-   `spare`), or too many clients are silent (have not sent VALIDATE), it replaces the oldest silent
-   one that has not passed the challenge. If there is none, the new client is refused. */
+/* Creates a client with the connection fd. `spare`: enough descriptors remain for the program. If
+   not, or if too many clients are silent (have not sent VALIDATE), the new client replaces the
+   oldest silent one that has not passed the challenge. Without such a client the new one is
+   refused. */
 static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D"; /* no descriptor is left */
   cddp__client *client, *oldest = NULL;
@@ -5242,7 +5260,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     if (client->connection.fd < 0 || client->greeted) continue;
     silent++;
     if (server->secret == NULL || client->connection.challenge.state != CDDP__CHALLENGE_PROVEN)
-      oldest = client; /* the list begins with the newest */
+      oldest = client; /* the last match: the list begins with the newest */
   }
   if (!spare || silent >= cddp__unproven_most(0 /* ranks: unknown */)) {
     if (oldest == NULL) {
@@ -5251,7 +5269,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
       return;
     }
     cddp__client_close(server, oldest);
-    if (!spare) fd = cddp__lower_fd(fd); /* `oldest` has freed one */
+    if (!spare) fd = cddp__lower_fd(fd); /* to the number that `oldest` has freed */
   }
   client = (cddp__client *)cddp__calloc(&server->allocator, 1, sizeof *client);
   if (client == NULL) {
@@ -5278,15 +5296,15 @@ static void cddp__server_accept(cddp__server *server, int listener) {
     bool exhausted;
     fd = cddp__accept(listener);
     exhausted = fd < 0 && (errno == EMFILE || errno == ENFILE) && server->spare_fd >= 0;
-    if (exhausted) {
+    if (exhausted) { /* frees a descriptor, and tries again */
       cddp__close_fd(&server->spare_fd);
       fd = cddp__accept(listener);
     }
     if (fd >= 0)
       cddp__server_add_client(server, fd, !exhausted && cddp__has_spare_fd(fd));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
-      cddp__sleep(0.01); /* epoll reports the same connection again soon */
-    if (server->spare_fd < 0)
+      cddp__sleep(0.01); /* no descriptor or memory: epoll reports this connection again */
+    if (server->spare_fd < 0) /* renews it, if a descriptor is free again */
       server->spare_fd = fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   }
 }
@@ -5298,22 +5316,22 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `st
     double start = cddp__now();
     int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines */;
     n = epoll_wait(server->epoll, events, 64, ms);
-    cddp__note_sleep(start, 1e-3 * ms);
+    cddp__note_sleep(start, 1e-3 * ms); /* a stop of this process moves the deadlines */
     if ((n < 0 && errno != EINTR) || cddp__load32(&server->stop) != 0) return NULL;
     for (i = 0; i < n; i++) {
-      uint64_t what = events[i].data.u64;
-      if (what >= CDDP__ADDRESSES_MAX) /* a client's address */
-        cddp__client_event(server, (cddp__client *)(uintptr_t)what, events[i].events);
+      uint64_t source = events[i].data.u64; /* see cddp__server_watch */
+      if (source >= CDDP__ADDRESSES_MAX) /* a client's address */
+        cddp__client_event(server, (cddp__client *)(uintptr_t)source, events[i].events);
       else
-        cddp__server_accept(server, server->fds[what]);
+        cddp__server_accept(server, server->fds[source]);
     }
     cddp__server_settle(server);
   }
 }
 
-/* Frees a server. Its thread has ended, or never ran. */
+/* Frees a server. Its thread has ended, or never ran: no lock is needed. */
 static void cddp__server_free(cddp__server *server) {
-  cddp_allocator a = server->allocator;
+  cddp_allocator a = server->allocator; /* a copy: it frees the struct that holds it */
   cddp__client *client;
   uint32_t i;
   for (client = server->clients; client != NULL; client = client->next)
@@ -5331,23 +5349,24 @@ static void cddp__server_free(cddp__server *server) {
 
 typedef struct cddp__store_options {
   cddp_store_desc desc; /* timeout_s: above 0 */
-  bool elect;           /* file://: the first process that opens it serves, not desc.is_server */
-  double deadline;      /* for opening; a time of cddp__now */
-  double closed_since;  /* in, out: store.closed_since, kept from one try to open to the next */
+  bool elect; /* file://: the first process that opens the file serves, not that with is_server */
+  double deadline;      /* of opening the store; a time of cddp__now */
+  double closed_since;  /* in, out: the field of cddp_store, kept between attempts to open one */
 } cddp__store_options;
 
 struct cddp_store {
-  pthread_mutex_t lock; /* held during an operation; guards all below */
+  pthread_mutex_t lock; /* held during an operation; guards connection and closed_since */
   cddp_allocator allocator;
-  double timeout_s; /* of operations without a deadline */
+  double timeout_s; /* of an operation for which the caller gives none */
   int scheme;       /* CDDP__URL_TCP ... */
   char *name;       /* for error texts: "host:port" or the path */
-  char *secret; /* both ends prove that they know it; file://: behind the file's key; NULL: none */
+  char *secret; /* both ends prove that they know it; file://: the file's key, ' ', the secret;
+                   NULL: none */
   cddp__connection connection; /* to the server; fd -1: closed */
 
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of the server, tried in order */
   int address_count;
-  double closed_since;  /* since when connections are closed without an answer; 0: not so */
+  double closed_since;  /* since when a server closes connections without an answer; 0: none */
   cddp__server *server; /* NULL = only a client */
   pid_t server_pid;     /* the server's process; a forked child has only a copy of the struct */
   int file;             /* of a server of file://, locked while it serves; -1 = none */
@@ -5356,14 +5375,15 @@ struct cddp_store {
 #define CDDP__CLOSED_S 4.0 /* seconds to retry if a server closes connections without an answer */
 #define CDDP__CONNECT_S 5.0 /* seconds to connect to one address; then the next one is tried */
 
-/* Fails because the program at the address has refused this process, or has not proved that it
-   knows the secret. CDDP_MISMATCH: it is neither cddp nor a store. */
+/* Writes the error text for a challenge that failed. The program at the address has refused this
+   process, or has not proved that it knows the secret, or (CDDP_MISMATCH) is another program. c:
+   the connection; `in` still has the bytes that the program sent. Letters: CHALLENGE in >>bytes. */
 static cddp_result cddp__fail_refused(const cddp__connection *c, const char *address) {
   const cddp__challenge *challenge = &c->challenge;
   bool rendezvous = challenge->purpose != NULL && strcmp(challenge->purpose, "rendezvous") == 0;
-  char line[81] = "", why = challenge->why; /* a letter that the texts explain; 0: none */
+  char line[81] = "", why = challenge->why; /* the letter of a refusal; 0: none was received */
   char refusal = challenge->state == CDDP__CHALLENGE_REFUSED ? why : 0;
-  size_t k;
+  size_t k; /* printable bytes in line */
   if (refusal == 'D')
     return cddp__fail(CDDP_SYSTEM,
                       "%s: the server's process has no file descriptor left for another rank; "
@@ -5381,13 +5401,13 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
   if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
     return cddp__fail(
         CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
-        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* none */)
+        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* has none */)
             ? "the server has a secret and this process has none"
         : why == 'W'
             ? rendezvous ? "rank 0 has another secret, or none" : "the server has another secret"
         : why == 'N' ? "this process has a secret and the server has none"
                      : "the program that answers does not know the secret");
-  /* the printable start, with the bytes that the challenge consumed */
+  /* The printable start of what the program sent. in.data begins with what the challenge read. */
   memcpy(line, c->in.data, cddp__min(c->in.end, sizeof line - 1));
   for (k = 0; line[k] >= 32 && line[k] < 127; k++) {}
   line[k] = 0;
@@ -5409,7 +5429,7 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
   cddp_result r = CDDP_OK;
   if (store->secret != NULL)
     r = cddp__connection_begin_proof(c, store->secret, "store", NULL /* no context */, 0);
-  cddp__buffer_add(&c->out, cddp__greeting, sizeof cddp__greeting - 1);
+  cddp__buffer_add(&c->out, cddp__greeting, sizeof cddp__greeting - 1 /* no NUL */);
   if (r == CDDP_OK) r = cddp__connection_exchange(c, 1 /* byte */, deadline);
   if (r == CDDP_OK) {
     in = cddp__buffer_span(&c->in);
@@ -5417,9 +5437,10 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
       c->in.start++;
       return CDDP_OK;
     }
-    if (in.size < 9 && in.data[0] == CDDP__AUTH_REFUSAL[0]) /* 8 bytes and the reason */
-      (void)cddp__connection_exchange(c, 9, cddp__earlier_deadline(1, deadline));
-    (void)cddp__connection_fill(c, 80); /* more of another program's text */
+    /* Without a secret here, a server that has one refuses: 8 bytes and a letter. */
+    if (in.size < 9 && in.data[0] == CDDP__AUTH_REFUSAL[0])
+      (void)cddp__connection_exchange(c, 9, cddp__earlier_deadline(1 /* s */, deadline));
+    (void)cddp__connection_fill(c, 80); /* bytes for the error text: what the program sends */
     in = cddp__buffer_span(&c->in);
     challenge->state = CDDP__CHALLENGE_NOT_CDDP;
     if (in.size >= 9 && memcmp(in.data, CDDP__AUTH_REFUSAL, 8) == 0) {
@@ -5427,14 +5448,14 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
       challenge->why = (char)in.data[8];
     }
   }
-  /* the states behind PROVEN are failures */
+  /* States after PROVEN are failures of the challenge. Else r and its text say what failed. */
   return challenge->state <= CDDP__CHALLENGE_PROVEN ? r : cddp__fail_refused(c, address);
 }
 
-/* Fails with the error of connect(2); 0 or ECONNRESET: the other side closed the connection without
-   an answer. CDDP_NETWORK: a retry can succeed. A server that exits, or a proxy before its server
-   starts, closes connections for a moment. A program that does so for CDDP__CLOSED_S, counted from
-   *closed_since, is not cddp. */
+/* Writes the error text for `error`, that of connect(2). 0 or ECONNRESET: the other side closed the
+   connection without an answer. Returns CDDP_NETWORK if a retry can succeed: a server that exits,
+   or a proxy before its server starts, closes connections for a moment. A program that does so for
+   CDDP__CLOSED_S, counted from *closed_since (0: from now on), is not cddp: CDDP_MISMATCH. */
 static cddp_result cddp__fail_connect(const cddp__address *address, int error,
                                       double *closed_since) {
   cddp__text text = cddp__describe_address(address);
@@ -5453,12 +5474,13 @@ static cddp_result cddp__fail_connect(const cddp__address *address, int error,
                     text.s);
 }
 
-/* Tries each address once. CDDP_NETWORK: a retry can succeed. Other errors are final. Resets
-   closed_since unless a connection was closed without an answer or timed out. */
+/* Connects to the first address that answers as a store; tries each once. CDDP_NETWORK: a retry can
+   succeed. Other errors are final. Resets closed_since unless a connection was closed without an
+   answer, or timed out (which says nothing about the program). */
 static cddp_result cddp__store_try(cddp_store *store, double deadline) {
-  bool closed = false;
+  bool closed = false; /* without an answer */
   cddp_result r = CDDP_NETWORK;
-  int i, error = 0, fd;
+  int i, error = 0 /* of the last connect */, fd;
   for (i = 0; i < store->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *address = &store->addresses[i];
     error = cddp__connect_address(address, cddp__earlier_deadline(CDDP__CONNECT_S, deadline), &fd);
@@ -5467,7 +5489,7 @@ static cddp_result cddp__store_try(cddp_store *store, double deadline) {
       r = cddp__store_greet(store, cddp__describe_address(address).s, deadline);
     }
     closed = closed || (error == 0 && r == CDDP_NETWORK) || error == ECONNRESET;
-    if (error != 0 || r == CDDP_NETWORK)
+    if (error != 0 || r == CDDP_NETWORK /* after error 0: closed without an answer */)
       r = cddp__fail_connect(address, error, &store->closed_since);
     if (error == 0 && r != CDDP_OK) cddp__connection_close(&store->connection);
   }
@@ -5476,17 +5498,17 @@ static cddp_result cddp__store_try(cddp_store *store, double deadline) {
 }
 
 typedef struct cddp__request { /* one command and its answer */
-  unsigned code;
+  unsigned code; /* cddp__code */
   const char *const *keys;
-  int count; /* keys */
+  int count; /* of keys */
   cddp__span values[2]; /* SET: the value; COMPARE_SET: expected, desired */
   uint64_t number; /* sent: the amount to ADD; received: a number or byte, or a string's size */
-  bool equal;      /* received: the string equals values[1] */
+  bool equal;      /* received: the string equals values[1], COMPARE_SET's desired value */
   void *out;       /* receives a string */
   size_t capacity, *size; /* bytes of `out`; receives the string's size, unless NULL */
 } cddp__request;
 
-/* Callers set the rest. */
+/* A request without values, number and `out`: callers set them if the command has them. */
 static cddp__request cddp__request_of(unsigned code, const char *const *keys, int count) {
   cddp__request q;
   memset(&q, 0, sizeof q);
@@ -5496,21 +5518,23 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Names the store in the error text. CDDP_MISMATCH, for its opening only, becomes CDDP_NETWORK. */
+/* Puts the store's name before the error text. CDDP_MISMATCH (another program has the server's
+   port) becomes CDDP_NETWORK: only the opening of a store returns it to the user. */
 static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
 
-/* Sends the request and receives the answer; a string is then at the start of connection.in. SET
-   has no answer: the GETNUMKEYS behind it has one. */
+/* Sends the request and receives the answer. A string is then at the start of connection.in, with
+   its length in request->number. SET has no answer, so a GETNUMKEYS follows it: its answer shows
+   that the server has executed the SET. */
 static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *request,
                                         double deadline) {
   const struct cddp__command *command = &cddp__commands[request->code];
   cddp__connection *c = &store->connection;
   cddp__buffer *out = &c->out;
-  /* 8: a number (for SET too), or a string's length */
+  /* 8: a number (after SET that of GETNUMKEYS), or a string's length */
   size_t answer_size = command->answer == CDDP__ANSWER_BYTE ? 1 : 8;
-  unsigned char number[8] = {0};
+  unsigned char number[8] = {0}; /* zeros: a BYTE is its lowest byte */
   cddp_result r;
   int i;
   cddp__buffer_add_number(out, request->code, 1);
@@ -5521,7 +5545,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
     cddp__buffer_add(out, "/", 1); /* before a client's keys, as in PyTorch */
     cddp__buffer_add(out, key.data, key.size);
   }
-  /* the strings behind the key */
+  /* the strings behind the key; this client never sends MULTI_SET, with several such items */
   for (i = 0; i + 1 < command->strings; i++) cddp__buffer_add_string(out, request->values[i]);
   cddp__buffer_add_number(out, request->number, command->tail); /* ADD: 8 bytes */
   if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1);
@@ -5534,7 +5558,8 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   if (command->answer == CDDP__ANSWER_STRING && request->number <= CDDP__COMMAND_MAX)
     return cddp__connection_exchange(c, (size_t)request->number, deadline);
   if (command->answer != CDDP__ANSWER_STRING && request->code != CDDP__STORE_WAIT) return CDDP_OK;
-  if (request->number == 0) return CDDP_OK; /* the WAIT has ended. Else: canceled, or too long */
+  /* Left are a WAIT, which 0 ends and 1 cancels, and a string that is too long. */
+  if (request->number == 0) return CDDP_OK;
   return cddp__fail(CDDP_NETWORK, "the answer %" PRIu64 " is not valid", request->number);
 }
 
@@ -5547,14 +5572,16 @@ static cddp_result cddp__store_lock(cddp_store *store, double deadline) {
                         "store at %s: timed out: another thread waits in an operation of this "
                         "store; create one store for each thread that waits for keys",
                         store->name);
-    /* Its clock can be set: short waits. Polling instead would starve behind a busy thread. */
-    t = cddp__timespec(1e-9 * (double)cddp__nanoseconds(CLOCK_REALTIME) + 0.02);
+    /* timedlock counts by CLOCK_REALTIME, which the administrator can set: so waits are short.
+       trylock in a loop would starve behind a thread with one operation after the other. */
+    t = cddp__timespec(1e-9 * (double)cddp__nanoseconds(CLOCK_REALTIME) + 0.02 /* s */);
   }
   return CDDP_OK;
 }
 
-/* Runs one operation; the caller holds the lock. After a failure the next operation connects again,
-   as the rest of the answer could still arrive. */
+/* Runs one operation, with the lock held by the caller, and stores its answer where the request
+   says. After a failure it closes the connection, as the rest of the answer could still arrive; the
+   next operation connects again. */
 static cddp_result cddp__store_run_locked(cddp_store *store, cddp__request *request,
                                           double deadline) {
   cddp__connection *c = &store->connection;
@@ -5564,7 +5591,8 @@ static cddp_result cddp__store_run_locked(cddp_store *store, cddp__request *requ
   if (c->fd < 0) r = cddp__store_try(store, deadline);
   if (r == CDDP_OK) {
     r = cddp__store_exchange(store, request, deadline);
-    if (r == CDDP_NETWORK && request->code == CDDP__STORE_ADD) /* closed by the server */
+    /* A server closes the connection instead of answering an ADD that it cannot execute. */
+    if (r == CDDP_NETWORK && request->code == CDDP__STORE_ADD)
       cddp__fail_in(r, "add to '%s' (is its value a decimal number?): ",
                     cddp__cut(request->keys[0], 64).s);
   }
@@ -5583,11 +5611,11 @@ static cddp_result cddp__store_run_locked(cddp_store *store, cddp__request *requ
           "the value of '%s' does not fit into the buffer: its size is %zu, the buffer's %zu",
           cddp__cut(request->keys[0], 64).s, reply.size, request->capacity);
   }
-  if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
+  if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP); /* frees it */
   return r;
 }
 
-/* Runs one operation within the store's timeout. */
+/* Runs one operation within the store's timeout. The caller does not hold the lock. */
 static cddp_result cddp__store_run(cddp_store *store, cddp__request *request) {
   double deadline = cddp__now() + store->timeout_s;
   cddp_result r = cddp__store_lock(store, deadline);
@@ -5597,8 +5625,8 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request) {
   return r;
 }
 
-/* Waits for the keys one by one. The text of CDDP_TIMEOUT names the missing key and says whether
-   the server still answers. */
+/* Waits for the keys one by one, so that the text of CDDP_TIMEOUT can name the missing one. The
+   text also says whether the server still answers. timeout_s 0: the store's. */
 static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, int count,
                                     double timeout_s) {
   double deadline = cddp__now() + (timeout_s > 0 ? timeout_s : store->timeout_s);
@@ -5611,12 +5639,14 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
     r = cddp__store_run_locked(store, &q, deadline);
   }
   if (r == CDDP_TIMEOUT) {
-    q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
+    q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1); /* on a new connection */
     deadline = cddp__earlier_deadline(store->timeout_s, cddp__now() + 5 /* s to ask */);
     r = cddp__store_run_locked(store, &q, deadline);
     r = cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
                    store->name, cddp__cut(keys[i - 1], 128).s, i, count,
-                   r == CDDP_OK ? "which no client has set" : "and the server no longer answers");
+                   r != CDDP_OK         ? "and the server no longer answers"
+                   : q.number == 0 /* all exist */ ? "which has been set since"
+                                                   : "which no client has set");
   }
   pthread_mutex_unlock(&store->lock);
   return r;
@@ -5624,21 +5654,23 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
 
 /* --- opening a store: where the server is --- */
 
-enum { CDDP__URL_NONE, CDDP__URL_TCP, CDDP__URL_UNIX, CDDP__URL_FILE };
+enum { CDDP__URL_NONE, CDDP__URL_TCP, CDDP__URL_UNIX, CDDP__URL_FILE }; /* NONE: not valid */
 
 /* A URL's scheme; *name is what follows: "host:port", a name or an absolute path. */
 static int cddp__url_scheme(const char *url, const char **name) {
   static const char *const prefixes[] = {"", "tcp://", "unix://", "file://"}; /* by scheme */
-  int scheme = CDDP__URL_FILE;
-  while (strncmp(url, prefixes[scheme], strlen(prefixes[scheme])) != 0) scheme--; /* "" fits */
+  int scheme = CDDP__URL_FILE; /* the last one */
+  while (strncmp(url, prefixes[scheme], strlen(prefixes[scheme])) != 0)
+    scheme--; /* ends at NONE: the prefix "" always fits */
   *name = url + strlen(prefixes[scheme]);
   if (scheme == CDDP__URL_UNIX && (*name)[0] == 0) return CDDP__URL_NONE;
   if (scheme == CDDP__URL_FILE && ((*name)[0] != '/' || (*name)[1] == 0)) return CDDP__URL_NONE;
   return scheme;
 }
 
-/* Listens at the addresses. But if listen_fd is the launcher's listening socket, not -1, duplicates
-   it and sets address[0]. */
+/* Listens at `count` addresses, and sets fds[fd_count], one listening socket for each. But if
+   listen_fd is the launcher's listening socket, not -1, duplicates that, and sets address[0]. After
+   a failure the caller closes the sockets in fds, if any. */
 static cddp_result cddp__listen_at(cddp__address *address, int count, int listen_fd, int *fds,
                                    int *fd_count) {
   cddp_result r;
@@ -5657,6 +5689,7 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
   return CDDP_OK;
 }
 
+/* Creates a server that listens at store->addresses, sets store->server and starts the thread. */
 static cddp_result cddp__server_start(cddp_store *store) {
   cddp__server *server = (cddp__server *)cddp__calloc(&store->allocator, 1, sizeof *server);
   cddp_result r = CDDP_OK;
@@ -5674,7 +5707,7 @@ static cddp_result cddp__server_start(cddp_store *store) {
   for (i = 0; i < server->fd_count && r == CDDP_OK; i++)
     if (!cddp__server_watch(server, server->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
       r = cddp__fail_errno("epoll");
-  if (r == CDDP_OK)
+  if (r == CDDP_OK) /* last: from here on the thread owns the server */
     r = cddp__thread_start(&server->thread, cddp__server_main, server, CDDP__THREAD_OF_CDDP);
   if (r != CDDP_OK) cddp__server_free(server);
   if (r == CDDP_OK) store->server = server;
@@ -5682,14 +5715,14 @@ static cddp_result cddp__server_start(cddp_store *store) {
   return r;
 }
 
-/* Whether the user chose one address, not a name that means several. */
+/* Whether the user chose one address, not a host's name, which can have several. */
 static bool cddp__is_exact_address(const char *host) {
-  return strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
-         host[strspn(host, "0123456789.")] == 0;
+  return strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL /* IPv6 */ ||
+         host[strspn(host, "0123456789.")] == 0 /* IPv4 */;
 }
 
-/* A host's own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). Adds the
-   addresses of all interfaces, which other hosts can reach. */
+/* A host's own name can resolve to loopback only (127.0.1.1 in Debian's /etc/hosts). Then this adds
+   the addresses of all interfaces, which other hosts can reach. host: as the user wrote it. */
 static void cddp__add_interface_addresses(cddp__address *address, int *count, const char *host) {
   int i;
   if (cddp__is_exact_address(host)) return;
@@ -5704,7 +5737,7 @@ static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options
   char host[256];
   int port;
   cddp_result r;
-  if (store->scheme == CDDP__URL_FILE) return CDDP_OK; /* they are in the file */
+  if (store->scheme == CDDP__URL_FILE) return CDDP_OK; /* the file holds the addresses */
   store->address_count = 1;
   if (store->scheme == CDDP__URL_UNIX) {
     cddp__unix_name(&store->addresses[0], store->name);
@@ -5720,7 +5753,7 @@ static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options
   return r;
 }
 
-/* Starts the server of tcp:// or unix://. */
+/* Starts the server of tcp:// or unix:// in this process. */
 static cddp_result cddp__store_serve(cddp_store *store) {
   bool any_port = store->scheme == CDDP__URL_TCP && cddp__address_port(&store->addresses[0]) == 0;
   cddp_result r = cddp__server_start(store);
@@ -5734,18 +5767,18 @@ static cddp_result cddp__store_serve(cddp_store *store) {
    The file holds the server's addresses and a random key. Clients prove that they know the key and
    the user's secret: only processes that can read the file are accepted, also from other hosts.
    The server locks the file and removes it at its end. A file without a lock is left over. */
-#define CDDP__FILE_MAGIC "cddp store 4"
+#define CDDP__FILE_MAGIC "cddp store 4" /* 4: the version of the format */
 #define CDDP__FILE_KEY 32 /* the key's hexadecimal digits */
 
-typedef struct cddp__store_file { /* all hosts of a job have the same byte order */
+typedef struct cddp__store_file { /* the file's bytes; all hosts of a job have one byte order */
   char magic[sizeof CDDP__FILE_MAGIC];
   char key[CDDP__FILE_KEY + 1];
-  uint32_t count;
+  uint32_t count; /* of addresses; 0 in memory: the file is incomplete */
   cddp__address addresses[CDDP__ADDRESSES_MAX];
 } cddp__store_file;
 
-/* Reads the file; record->count is 0 if it is incomplete. A file that others own or can write to
-   could direct this job to any address. */
+/* Reads the file; record->count is 0 if it is incomplete. Refuses a file that other users own or
+   can write to: it could direct this job to any address. */
 static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   struct stat st;
   const char *why;
@@ -5760,7 +5793,9 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   if (why != NULL)
     return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
   n = cddp__min((size_t)st.st_size, sizeof *record);
-  if (cddp__file_io(fd, CDDP__FILE_READ, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* retry */
+  if (cddp__file_io(fd, CDDP__FILE_READ, record, n, 0 /* offset */) != CDDP_OK)
+    return CDDP_NETWORK; /* retry: the file can have been truncated since fstat */
+  /* a file that is shorter than the magic is being written, or was left empty */
   if (memcmp(record->magic, CDDP__FILE_MAGIC, cddp__min(n, sizeof record->magic)) != 0)
     return cddp__fail(CDDP_IO,
                       "the file exists and is not a store of this version of cddp; it was not "
@@ -5773,13 +5808,13 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
    left memory. */
 static void cddp__store_set_key(cddp_store *store, const char *key) {
   snprintf(store->secret, CDDP__FILE_KEY + 1, "%*.*s", CDDP__FILE_KEY, CDDP__FILE_KEY, key);
-  store->secret[CDDP__FILE_KEY] = ' ';
+  store->secret[CDDP__FILE_KEY] = ' '; /* instead of snprintf's NUL: the user's secret follows */
 }
 
 /* Begins a server's record: its key, and where it must listen: at a Unix socket for this host; if
    `reachable` for other hosts, also at a port that the system chooses. */
 static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachable) {
-  uint64_t word[4];
+  uint64_t word[4]; /* random: two for the key, two for the socket's name */
   cddp_result r = cddp__random(word, sizeof word);
   memset(record, 0, sizeof *record);
   memcpy(record->magic, CDDP__FILE_MAGIC, sizeof CDDP__FILE_MAGIC);
@@ -5788,11 +5823,12 @@ static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachabl
                   cddp__textf("cddp-file-%016" PRIx64 "%016" PRIx64, word[2], word[3]).s);
   record->count = 1;
   if (reachable)
-    record->count += (uint32_t)cddp__interface_addresses(NULL /* all */, record->addresses + 1, 8);
+    record->count += (uint32_t)cddp__interface_addresses(NULL /* all interfaces */,
+                                                         record->addresses + 1, 8 /* at most */);
   return r;
 }
 
-/* Writes the record to the locked file: clients can connect. */
+/* Writes the record to the file, which this process has locked: clients can connect. */
 static cddp_result cddp__file_record_write(int file, cddp__store_file *record) {
   if (ftruncate(file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
   return cddp__file_io(file, CDDP__FILE_WRITE, record, sizeof *record, 0);
@@ -5807,16 +5843,20 @@ static cddp_result cddp__file_store_serve(cddp_store *store) {
   cddp__store_set_key(store, record.key);
   if (r == CDDP_OK) r = cddp__server_start(store);
   if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* a retry would be useless */
-  memcpy(record.addresses, store->addresses, sizeof store->addresses); /* with their ports */
+  memcpy(record.addresses, store->addresses, sizeof store->addresses); /* with the chosen ports */
   return cddp__file_record_write(store->file, &record);
 }
 
-/* Opens the file once. Locks it in store->file if this process must serve it. Else sets *record to
-   a running server's, and *fd, which the caller closes. After CDDP_NETWORK a retry can succeed. */
+/* Opens the file once, and creates it if it is missing.
+     CDDP_OK, *fd -1    this process must serve: store->file is the file, locked
+     CDDP_OK, *fd >= 0  *record is that of a running server. The caller closes *fd
+     CDDP_NETWORK       a retry can succeed: the server has not started, or is ending */
 static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_options *options,
                                          cddp__store_file *record, int *fd) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
-  bool may_serve = options->desc.is_server || options->elect, got_lock, named;
+  bool may_serve = options->desc.is_server || options->elect;
+  bool got_lock; /* no server runs; exclusive if this process can serve */
+  bool named; /* the path still names this file */
   uint32_t i;
   cddp_result r = CDDP_OK;
   *fd = cddp__disconnect_in_forks(cddp__above_stdio(open(store->name, flags, 0600)));
@@ -5829,9 +5869,9 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
   if (!got_lock && errno != EWOULDBLOCK && errno != EINTR)
     r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that supports locks",
                    strerror(errno));
-  named = cddp__file_has_name(*fd, store->name); /* else another process removed it */
+  named = cddp__file_has_name(*fd, store->name); /* a server that ended since open removed it */
   if (r == CDDP_OK) r = cddp__file_store_read(*fd, record);
-  if (r == CDDP_OK && got_lock && may_serve && named) { /* this store removes it at its end */
+  if (r == CDDP_OK && got_lock && may_serve && named) { /* cddp__store_close removes the file */
     store->file = *fd;
     *fd = -1;
     return CDDP_OK;
@@ -5841,7 +5881,7 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
   else if (r == CDDP_OK && (got_lock || !named || record->count == 0))
     r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
                                  "has not started or is suspended");
-  for (i = 0; r == CDDP_OK && i < record->count; i++) /* it can be damaged */
+  for (i = 0; r == CDDP_OK && i < record->count; i++) /* the file can be damaged: no long reads */
     record->addresses[i].size =
         (socklen_t)cddp__min(record->addresses[i].size, sizeof record->addresses[i].sa);
   if (r != CDDP_OK) cddp__close_fd(fd);
@@ -5859,7 +5899,7 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
   r = cddp__store_try(store, options->deadline);
   if (r != CDDP_OK && (!cddp__file_has_name(fd, store->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
-    r = CDDP_NETWORK; /* its server has ended, and another program can have its port */
+    r = CDDP_NETWORK; /* retry: the file's server has ended; another program can have its port */
   cddp__close_fd(&fd);
   return r;
 }
@@ -5885,7 +5925,8 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
                         cddp__cut(desc->init_method, 128).s);
   if (secret == NULL) secret = "";
   if (secret[0] != 0 || store->scheme == CDDP__URL_FILE) {
-    size_t prefix = store->scheme == CDDP__URL_FILE ? CDDP__FILE_KEY + 1 : 0; /* for _set_key */
+    /* bytes before the user's secret, which cddp__store_set_key fills */
+    size_t prefix = store->scheme == CDDP__URL_FILE ? CDDP__FILE_KEY + 1 : 0;
     store->secret = (char *)cddp__malloc(&desc->allocator, prefix + strlen(secret) + 1);
     if (store->secret == NULL) return CDDP_OUT_OF_MEMORY;
     memcpy(store->secret + prefix, secret, strlen(secret) + 1);
@@ -5894,9 +5935,9 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
   return store->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* Frees a store without a server. */
+/* Frees a store that has no server, or no longer; closes the connection and the file. */
 static void cddp__store_free(cddp_store *store) {
-  cddp_allocator a = store->allocator;
+  cddp_allocator a = store->allocator; /* a copy: it frees the struct that holds it */
   cddp__connection_close(&store->connection);
   cddp__close_fd(&store->file);
   pthread_mutex_destroy(&store->lock);
@@ -5905,31 +5946,32 @@ static void cddp__store_free(cddp_store *store) {
   cddp__free(&a, store);
 }
 
-/* Stops the server too, except in a forked child, which lacks its thread. Removes the file first: a
-   process that opens the path now starts a new store. */
+/* Frees a store and stops its server, except in a forked child: there the server's thread does not
+   exist. Removes the file first: a process that then opens the path starts a new store. */
 static void cddp__store_close(cddp_store *store) {
   int i;
   if (store == NULL) return;
   if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) unlink(store->name);
   if (store->server != NULL && store->server_pid == getpid()) {
     cddp__store32(&store->server->stop, 1);
-    for (i = 0; i < store->server->fd_count; i++) /* wakes the thread */
+    for (i = 0; i < store->server->fd_count; i++) /* wakes the thread: epoll reports a hang-up */
       shutdown(store->server->fds[i], SHUT_RDWR);
-    pthread_join(store->server->thread, NULL);
+    pthread_join(store->server->thread, NULL /* no result */);
     cddp__server_free(store->server);
   }
   cddp__store_free(store);
 }
 
-/* Retries until the deadline: ranks can start long before the server. */
+/* Connects to the server; retries until the deadline, as ranks can start long before the server.
+   file://: CDDP_OK with store->file >= 0 says that this process must serve instead. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
-  double pause = 0.001, begin = cddp__now();
+  double pause = 0.001 /* s, doubled up to 0.25 */, begin = cddp__now();
   uint64_t number = cddp__hash64((uint64_t)getpid(), &begin, sizeof begin) % 1024;
-  double jitter = 0.5 + (double)number / 1024; /* up to 1.5: ranks retry at different times */
+  double jitter = 0.5 + (double)number / 1024; /* below 1.5: ranks retry at different times */
   cddp_result r;
   for (;;) {
     if (store->scheme == CDDP__URL_FILE && store->file < 0)
-      r = cddp__file_store_try(store, options); /* the file tells where the server is */
+      r = cddp__file_store_try(store, options); /* reads in the file where the server is */
     else
       r = cddp__store_try(store, options->deadline);
     if (r != CDDP_NETWORK || cddp__now() >= options->deadline) break;
@@ -5942,7 +5984,7 @@ static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_opti
                       "program (neither cddp nor a TCPStore server, or PyTorch's before 2.2), or "
                       "rank 0, the server, has not yet called cddp_init or is suspended",
                       store->name);
-  if (r != CDDP_NETWORK)
+  if (r != CDDP_NETWORK) /* the text of CDDP_MISMATCH has the address */
     return r == CDDP_OK || r == CDDP_MISMATCH ? r : cddp__store_error(store, r);
   return cddp__fail_in(CDDP_TIMEOUT,
                        "no connection to the store at %s within %g s: rank 0 (the server) has not "
@@ -5960,7 +6002,7 @@ static cddp_result cddp__store_open_client(cddp_store **out, cddp__store_options
   if (r == CDDP_OK) r = cddp__store_connect(*out, options);
   if (*out != NULL) options->closed_since = (*out)->closed_since;
   if (r == CDDP_OK || *out == NULL) return r;
-  cddp__store_free(*out);
+  cddp__store_free(*out); /* no server: _close is not needed */
   *out = NULL;
   return r;
 }
@@ -5975,7 +6017,8 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
   if (r == CDDP_OK) r = cddp__store_connect(store, options);
   if (r == CDDP_OK && store->file >= 0) { /* locked: this process is the server */
     r = cddp__file_store_serve(store);
-    r = r == CDDP_OK ? cddp__store_connect(store, options) : cddp__store_error(store, r);
+    r = r == CDDP_OK ? cddp__store_connect(store, options) /* to itself, as a client */
+                     : cddp__store_error(store, r);
   }
   if (store != NULL) options->closed_since = store->closed_since;
   if (r == CDDP_OK) return CDDP_OK;
@@ -5998,24 +6041,26 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
 
 enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE }; /* index in variables[] */
 
-typedef struct cddp__launcher {
-  const char *name;         /* for error texts */
-  const char *variables[4]; /* by CDDP__VAR_*; [3]: another name of the local size; or NULL */
-  const char *cure;         /* options for its command, if the address of rank 0 is unknown */
+typedef struct cddp__launcher { /* names of environment variables; NULL: there is none */
+  const char *name;         /* of the launcher, for error texts */
+  const char *variables[4]; /* by CDDP__VAR_*; [3]: another name of the local size */
+  const char *cure; /* for error texts: options of its command that give rank 0's address */
   const char *job[5]; /* variables that identify a job; [3] and [4] differ between its nodes */
 } cddp__launcher;
 
 typedef struct cddp__config {
   int rank, world_size;
   int local_world_size;   /* -1: unknown */
-  int joins;              /* CDDP_JOIN; 1: joins a running job; rank can be >= world_size */
+  int joins;              /* CDDP_JOIN; 1: joins a running job; rank can be >= world_size.
+                             An int, not a bool, as cddp__env_int writes it */
   bool launched;          /* a launcher has set rank and world_size */
   int launcher;           /* its index in cddp__launchers; not launched: 0 */
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "": one rank */
   char host[256];         /* of "tcp://host:port" */
   int port;               /* of "tcp://host:port"; 0: another scheme */
-  const char *host_origin, *port_origin; /* the variables that gave them; NULL: none */
-  bool client_only;                  /* torchrun's agent serves the store, so rank 0 must not */
+  const char *host_origin, *port_origin; /* for error texts: which variables gave host and port;
+                                            NULL: the caller gave init_method */
+  bool client_only;     /* torchrun's agent serves the store, so rank 0 must not */
   int listen_fd;        /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
   bool listen_fd_lost;  /* CDDP_LISTEN_FD is set, but is no such socket any more */
   char run[128];        /* prefix of this job's keys in a launcher's store */
@@ -6025,7 +6070,8 @@ typedef struct cddp__config {
   double timeout_s;     /* of every wait */
 } cddp__config;
 
-static const char *cddp__env(const char *name) { /* NULL if unset or empty, or if name is NULL */
+/* The value of an environment variable; NULL if it is unset or empty, or if name is NULL. */
+static const char *cddp__env(const char *name) {
   const char *v = name != NULL ? getenv(name) : NULL;
   return v != NULL && v[0] != 0 ? v : NULL;
 }
@@ -6034,16 +6080,16 @@ static const char *cddp__backend_name(const cddp_group_desc *desc) { /* NULL: th
   return desc->backend != NULL ? desc->backend : cddp__env("CDDP_BACKEND");
 }
 
-/* Sets *out to a variable, if it is set: a whole number in plain digits. strtol alone would accept
-   " 1", "+1" and "01". */
+/* Sets *out to the value of a variable, a whole number from low to high in plain digits. If it is
+   unset, *out is unchanged. strtol alone would accept " 1", "+1" and "01". */
 static cddp_result cddp__env_int(const char *name, long low, long high, int *out) {
   const char *text = cddp__env(name), *digits = text;
   size_t n;
   long v;
   if (text == NULL) return CDDP_OK;
-  digits += *text == '-';
+  digits += *text == '-'; /* skips a sign */
   n = strspn(digits, "0123456789");
-  if (n == 0 || digits[n] != 0 || (digits[0] == '0' && strcmp(text, "0") != 0))
+  if (n == 0 || digits[n] != 0 || (digits[0] == '0' && strcmp(text, "0") != 0)) /* "-0", "01" */
     return CDDP__REFUSE("%s is \"%s\", which is not a whole number in plain digits", name, text);
   v = strtol(text, NULL, 10); /* LONG_MAX or LONG_MIN if out of range */
   if (v < low || v > high)
@@ -6101,19 +6147,20 @@ CDDP__STATIC_ASSERT(sizeof cddp__launchers / sizeof *cddp__launchers == CDDP__LA
 static bool cddp__in_slurm_shell(void) {
   const char *task = cddp__env("SLURM_TASK_PID");
   int fd, session = 0, terminal = 0; /* the task's: fields 6, 7 of its stat; 0: none */
-  char path[64], stat[512] = "";
+  char path[64], stat[512] = ""; /* of /proc: see proc(5) */
   FILE *file = NULL;
   if (cddp__env("SLURM_PTY_PORT") == NULL) return false;
   snprintf(path, sizeof path, "/proc/%.20s/stat", task != NULL ? task : "");
   if (task != NULL) file = fopen(path, "re");
+  /* Fields 3 and later: field 2, "(name)", can contain spaces and parentheses. */
   if (file != NULL && fgets(stat, sizeof stat, file) != NULL && strrchr(stat, ')') != NULL)
     (void)sscanf(strrchr(stat, ')'), ") %*c %*d %*d %d %d", &session, &terminal);
   if (file != NULL) fclose(file);
   if (terminal != 0 && session != (int)getsid(0)) return true;
   fd = open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC);
-  if (fd < 0) return false;
+  if (fd < 0) return false; /* no terminal: a task */
   close(fd);
-  return getpgrp() != getsid(0);
+  return getpgrp() != getsid(0); /* job control gave this command a process group */
 }
 
 /* Whether this process is a task of an srun. A batch script and an salloc shell have the variables
@@ -6125,21 +6172,22 @@ static bool cddp__in_slurm_step(void) {
          strtoul(step, NULL, 10) < 0xfffffff0ul;
 }
 
-/* Whether srun --mpi=... has set this rank variable of another launcher: by PMIx's
-   namespace, or as it equals Slurm's rank. */
+/* Whether srun --mpi=... has set this rank variable of another launcher. Slurm is recognized by
+   PMIx's namespace, or else because the variable, which is set, equals Slurm's rank. */
 static bool cddp__is_set_by_slurm(const char *name) {
-  const char *space = strcmp(name, "PMIX_RANK") == 0 ? cddp__env("PMIX_NAMESPACE") : NULL;
-  if (space != NULL) return strncmp(space, "slurm.pmix.", 11) == 0;
+  const char *pmix = strcmp(name, "PMIX_RANK") == 0 ? cddp__env("PMIX_NAMESPACE") : NULL;
+  if (pmix != NULL) return strncmp(pmix, "slurm.pmix.", 11 /* characters */) == 0;
   return cddp__in_slurm_step() && strcmp(cddp__env(name), cddp__env("SLURM_PROCID")) == 0;
 }
 
-/* Whether launcher i has set the rank of this process. False if another launcher has set the
-   variable (PMI_RANK, PALS_RANKID), and has others that tell more. */
+/* Whether launcher i has set the rank of this process. False if another launcher has set launcher
+   i's variable too (PMI_RANK, PALS_RANKID): then its own variables count. */
 static bool cddp__is_launched_by(int i) {
   const char *name = cddp__launchers[i].variables[CDDP__VAR_RANK];
   if (cddp__env(name) == NULL) return false;
   if (i == CDDP__LAUNCHER_SLURM) return cddp__in_slurm_step() && !cddp__in_slurm_shell();
-  if (i == CDDP__LAUNCHER_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL) /* can be another's */
+  /* Slurm, Flux and PALS set Hydra's PMI_RANK too, but not MPI_LOCALNRANKS. */
+  if (i == CDDP__LAUNCHER_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL)
     return !cddp__is_set_by_slurm(name) && cddp__env("FLUX_TASK_RANK") == NULL &&
            cddp__env("PALS_RANKID") == NULL;
   return i != CDDP__LAUNCHER_PALS || !cddp__is_set_by_slurm(name);
@@ -6151,6 +6199,7 @@ static bool cddp__is_launched_by(int i) {
 static cddp_result cddp__check_rank_variables(bool launched) {
   static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
   int i;
+  /* A RANK without a launcher lacks WORLD_SIZE: the next loop refuses it. */
   for (i = 0; i < 4 && (launched || cddp__env("RANK") == NULL); i++)
     if (cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
       return CDDP__REFUSE("%s is %.20s, but its launcher does not tell the number of ranks. Export "
@@ -6164,7 +6213,8 @@ static cddp_result cddp__check_rank_variables(bool launched) {
     bool lacks_rank = cddp__env(rank) == NULL && cddp__env(size) != NULL && !pals &&
                       i != CDDP__LAUNCHER_SLURM; /* salloc sets Slurm's size */
     const char *set = lacks_rank ? size : rank, *unset = lacks_rank ? rank : size;
-    if (!lacks_rank && (pals || !cddp__is_launched_by(i))) continue; /* else it lacks the size */
+    /* Not launched: no launcher has set both. So launcher i, if it set the rank, lacks the size. */
+    if (!lacks_rank && (pals || !cddp__is_launched_by(i))) continue;
     if (i != CDDP__LAUNCHER_SCRIPT)
       return CDDP__REFUSE("%s is set but %s is not; %s sets both: unset it for a single process",
                           set, unset, cddp__launchers[i].name);
@@ -6179,7 +6229,7 @@ static cddp_result cddp__check_rank_variables(bool launched) {
    another launcher has started as one of several: each would train alone. With LOCAL_RANK they are
    torchrun's or cddprun's, and count even under mpirun. */
 static cddp_result cddp__check_alone(const cddp__config *config) {
-  int i, size = 1;
+  int i, size = 1; /* according to launcher i */
   if (!config->launched || config->launcher != CDDP__LAUNCHER_SCRIPT || config->world_size != 1 ||
       cddp__env("LOCAL_RANK") != NULL)
     return CDDP_OK;
@@ -6194,11 +6244,12 @@ static cddp_result cddp__check_alone(const cddp__config *config) {
   return CDDP_OK;
 }
 
-/* Sets rank, size and launcher. RANK or WORLD_SIZE must not contradict another launcher. */
+/* Sets rank, world_size, launched and launcher from the environment; one process if it has nothing.
+   RANK or WORLD_SIZE must not contradict another launcher. */
 static cddp_result cddp__env_ranks(cddp__config *config) {
-  const cddp__launcher *script = cddp__launchers, *end = script + CDDP__LAUNCHER_COUNT,
-                       *launcher = script;
-  int numbers[2] = {0, 1}, k; /* rank, size: of one process, until set; k: the index */
+  const cddp__launcher *script = cddp__launchers /* its first entry, CDDP__LAUNCHER_SCRIPT */,
+                       *end = script + CDDP__LAUNCHER_COUNT, *launcher = script;
+  int numbers[2] = {0, 1}, k; /* by k, CDDP__VAR_RANK or _SIZE: those of one process, until set */
   cddp_result r = CDDP_OK;
   while (launcher < end && (!cddp__is_launched_by((int)(launcher - script)) ||
                             cddp__env(launcher->variables[CDDP__VAR_SIZE]) == NULL))
@@ -6208,16 +6259,18 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   if (!config->launched || config->launcher == CDDP__LAUNCHER_SLURM)
     r = cddp__check_rank_variables(config->launched);
   for (k = CDDP__VAR_SIZE; k >= CDDP__VAR_RANK && config->launched && r == CDDP_OK; k--) {
-    const char *name = launcher->variables[k], *plain = script->variables[k];
-    bool size = k == CDDP__VAR_SIZE;
-    int of_script;
-    r = cddp__env_int(name, size ? 1 : INT_MIN, size ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
-    of_script = numbers[k]; /* if `plain` is unset, or no number */
-    if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &of_script);
-    if (r == CDDP_OK && of_script != numbers[k])
+    const char *name = launcher->variables[k], *plain = script->variables[k]; /* RANK, ... */
+    bool is_size = k == CDDP__VAR_SIZE;
+    int plain_value;
+    /* Any rank is read here, to be named by the error below. */
+    r = cddp__env_int(name, is_size ? 1 : INT_MIN, is_size ? CDDP__MAX_RANKS : INT_MAX,
+                      &numbers[k]);
+    plain_value = numbers[k]; /* no contradiction if `plain` is unset, or no number */
+    if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &plain_value);
+    if (r == CDDP_OK && plain_value != numbers[k])
       r = CDDP__REFUSE(
           "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both", plain,
-          of_script, name, numbers[k], launcher->name, plain);
+          plain_value, name, numbers[k], launcher->name, plain);
   }
   config->rank = numbers[CDDP__VAR_RANK];
   config->world_size = numbers[CDDP__VAR_SIZE];
@@ -6230,10 +6283,10 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
                       config->world_size - 1);
 }
 
-/* The first host of a Slurm node list: "n[03-07,9]x[1-2],m" gives n03x1. Returns false if the text
-   is not a node list. */
+/* Writes the first host of a Slurm node list to out[capacity]: "n[03-07,9]x[1-2],m" gives n03x1.
+   Returns false if the text is not a node list, or the name is too long. */
 static bool cddp__first_host(const char *list, char *out, size_t capacity) {
-  size_t n = 0, length;
+  size_t n = 0 /* characters in out */, length /* of the next part of the name */;
   while (*list != 0 && *list != ',') {
     bool bracket = *list == '[';
     list += bracket;
@@ -6243,38 +6296,39 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
     n += length;
     list += length;
     if (!bracket) continue;
-    list += strspn(list, "0123456789-,");
+    list += strspn(list, "0123456789-,"); /* skips the bracket's other numbers */
     if (*list++ != ']') return false;
   }
   out[n] = 0;
   return n > 0;
 }
 
-/* Whether all ranks are on this host, according to the launcher. */
+/* Whether all ranks are on this host, according to the launcher. False if it does not tell. */
 static bool cddp__one_host(const cddp__config *config) {
   static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
                                       "SLURM_NNODES"};
   const char *nodes = config->launcher == CDDP__LAUNCHER_FLUX ? cddp__env("FLUX_JOB_NNODES") : NULL;
-  int i;
+  int i; /* nodes: how many the job has, in digits */
   if (config->launcher != CDDP__LAUNCHER_SLURM && nodes == NULL)
     return config->local_world_size == config->world_size;
   for (i = 0; i < 3 && nodes == NULL; i++) nodes = cddp__env(names[i]);
   return nodes != NULL && strcmp(nodes, "1") == 0;
 }
 
-/* Hashes the variables that identify the launcher's job; 0 if it sets none. here: all ranks are on
-   this host, so variables that differ between hosts count too. Hydra sets none, but its PMI_FD is
-   one end of a socket pair, and the kernel knows the process that created it: the proxy that
-   started the ranks of this host. */
+/* Hashes the variables that identify the launcher's job; all its ranks get the same key. 0 if the
+   launcher sets none. here: all ranks are on this host, so variables that differ between hosts
+   count too. Hydra can set none, but its PMI_FD is one end of a socket pair, and the kernel knows
+   the process that created it: the proxy that started the ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
   const char *fd = launcher == CDDP__LAUNCHER_HYDRA && here ? cddp__env("PMI_FD") : NULL;
   uint32_t creator[3]; /* pid, uid, gid */
   uint64_t key = 0;
   int i;
-  for (i = 0; i < (here ? 5 : 3); i++) {
+  for (i = 0; i < (here ? 5 : 3 /* see cddp__launcher.job */); i++) {
     const char *value = cddp__env(cddp__launchers[launcher].job[i]);
-    if (value != NULL) key = cddp__hash64(key, value, strlen(value) + 1);
+    if (value != NULL) key = cddp__hash64(key, value, strlen(value) + 1 /* its NUL separates */);
   }
+  /* pid 0: the proxy is in another container, of which this process knows no number */
   if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), creator) && creator[0] != 0)
     key = cddp__hash64(key + 1, creator, sizeof creator);
   return key;
@@ -6282,8 +6336,9 @@ static uint64_t cddp__job_key(int launcher, bool here) {
 
 static cddp__atomic_u32 cddp__listen_fd_user; /* pid of the process that used CDDP_LISTEN_FD */
 
-/* Sets listen_fd, the socket that the launcher bound for rank 0. A process uses it once, and only
-   if the descriptor is still a socket that listens on this port; else listen_fd_lost. */
+/* Sets listen_fd, the socket that the launcher bound for rank 0 (else -1). A process uses it once,
+   and only if the descriptor is still a socket that listens on this port; else it sets
+   listen_fd_lost, and rank 0 must listen itself. */
 static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   cddp__address bound;
   socklen_t size = sizeof(int);
@@ -6306,16 +6361,17 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                       "SLURM_NODELIST"};
   const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME"),
-             *list = NULL, *how = NULL;
+             *list = NULL /* the variable with the list */,
+             *unordered = NULL /* why rank 0 can be on another node than the list's first */;
   int i;
   if (layout != NULL && strcmp(layout, "arbitrary") == 0)
-    how = "srun -m arbitrary (SLURM_DISTRIBUTION)";
-  if (cddp__env("SLURM_HET_SIZE") != NULL) how = "heterogeneous job (SLURM_HET_SIZE)";
-  if (cddp__env("SLURM_PACK_SIZE") != NULL) how = "heterogeneous job (SLURM_PACK_SIZE)";
-  if (how != NULL)
+    unordered = "srun -m arbitrary (SLURM_DISTRIBUTION)";
+  if (cddp__env("SLURM_HET_SIZE") != NULL) unordered = "heterogeneous job (SLURM_HET_SIZE)";
+  if (cddp__env("SLURM_PACK_SIZE") != NULL) unordered = "heterogeneous job (SLURM_PACK_SIZE)";
+  if (unordered != NULL)
     return CDDP__REFUSE("Slurm's %s does not tell the ranks on which node rank 0 is; add "
                         "--export=ALL,MASTER_ADDR=HOST to srun's command, HOST being rank 0's",
-                        how);
+                        unordered);
   for (i = 0; i < 3 && list == NULL; i++)
     if (cddp__env(lists[i]) != NULL) list = lists[i];
   if (list == NULL) return CDDP_OK;
@@ -6340,11 +6396,11 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   const cddp__launcher *launcher = &cddp__launchers[config->launcher];
   const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE"),
              *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
-             *space = cddp__env("PMIX_NAMESPACE");
+             *pmix = cddp__env("PMIX_NAMESPACE"); /* identifies a job of Open MPI's mpirun */
   bool script = config->launcher == CDDP__LAUNCHER_SCRIPT,
        slurm = config->launcher == CDDP__LAUNCHER_SLURM;
-  char node[256] = "";
-  int port = 0;
+  char node[256] = ""; /* Slurm's first; "": unknown */
+  int port = 0; /* 0: not known */
   cddp_result r = cddp__env_int("MASTER_PORT", 1, 65535, &port);
   if (r != CDDP_OK) return r;
   config->host_origin = "MASTER_ADDR";
@@ -6355,6 +6411,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
              (unsigned)geteuid(), key);
     return CDDP_OK;
   }
+  /* Otherwise the address needs both a host and a port. */
   if (host == NULL && slurm) {
     if ((r = cddp__slurm_host(config, node, sizeof node)) != CDDP_OK) return r;
     host = node[0] != 0 ? node : NULL;
@@ -6362,9 +6419,9 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   if (port == 0 && slurm && job != NULL && step != NULL) {
     config->port_origin = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
     port = 20000 + (int)((strtoull(job, NULL, 10) % 9973 * 101 + strtoull(step, NULL, 10)) % 9973);
-  } else if (port == 0 && config->launcher == CDDP__LAUNCHER_OPENMPI && space != NULL) {
+  } else if (port == 0 && config->launcher == CDDP__LAUNCHER_OPENMPI && pmix != NULL) {
     config->port_origin = "derived from PMIX_NAMESPACE";
-    port = 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 9973);
+    port = 20000 + (int)(cddp__hash64(0 /* seed */, pmix, strlen(pmix)) % 9973);
   }
   if ((host == NULL || port == 0) && script)
     return CDDP__REFUSE("%s set but %s is not: set MASTER_ADDR to rank 0's host and MASTER_PORT "
@@ -6377,27 +6434,29 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
         "command (HOST is rank 0's host), or unset %s to run without %s",
         host == NULL ? "MASTER_ADDR" : "MASTER_PORT", launcher->name, config->world_size,
         launcher->cure, launcher->variables[CDDP__VAR_RANK], launcher->name);
-  /* a port behind "[::1]" or a name */
+  /* A port behind "[::1]", or behind a name: one colon. More colons are an IPv6 address. */
   if (host[0] == '[' ? host[strlen(host) - 1] != ']'
                      : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':'))
     return CDDP__REFUSE("the host name '%.200s' does not resolve: MASTER_ADDR must be a name or an "
                         "address without a port; set the port in MASTER_PORT", host);
   snprintf(config->init_method, sizeof config->init_method,
-           strchr(host, ':') && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
-  config->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
+           strchr(host, ':') /* IPv6 */ && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host,
+           port);
+  config->client_only = script && agent != NULL && strcmp(agent, "True") == 0 /* by torchrun */;
   return script && !config->client_only ? cddp__env_listen_fd(config, port) : CDDP_OK;
 }
 
-/* *out: `given`; if that is 0, CDDP_TIMEOUT_S ("600" or "2.5", in every locale); else 600. */
+/* *out: `given`; if that is 0, CDDP_TIMEOUT_S; else 600. CDDP_TIMEOUT_S is "600" or "2.5" in every
+   locale, but strtod expects "2,5" in some. */
 static cddp_result cddp__discover_timeout(double given, double *out) {
   const char *text = cddp__env("CDDP_TIMEOUT_S"), *c = text;
-  double value = 0, unit = 1;
+  double value = 0, unit = 1 /* of the last digit: 1, 0.1, 0.01 ... */;
   *out = given > 0 ? given : CDDP__TIMEOUT_S;
   if (given > 0 || text == NULL) return CDDP_OK;
   for (; *c >= '0' && *c <= '9'; c++) value = 10 * value + (*c - '0');
   if (*c == '.')
     for (c++; *c >= '0' && *c <= '9'; c++) value += (unit /= 10) * (*c - '0');
-  *out = value;
+  *out = value; /* refused if more text follows */
   if (*c == 0 && value > 0 && value <= 1e9) return CDDP_OK;
   return CDDP__REFUSE(
       "CDDP_TIMEOUT_S is \"%s\"; it must be seconds above 0, such as 600 or 2.5, and at most 1e9",
@@ -6405,12 +6464,13 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
 }
 
 /* Sets the prefix of the job's keys: two jobs that use one store by mistake (the same port) must
-   not mix up their ranks. Jobs started by hand, and Hydra's on several hosts, share a prefix. */
+   not mix up their ranks. key: cddp__job_key. Without one (jobs started by hand, Hydra's on several
+   hosts) jobs share a prefix, unless torchrun gives them different run ids. */
 static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
   const char *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
   if (cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL)
-    restart = NULL; /* each agent of torchrun has its own count */
+    restart = NULL; /* each agent of torchrun counts its own restarts: hosts could differ */
   if (key != 0)
     snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/0", key);
   else
@@ -6423,9 +6483,10 @@ static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
    user has set no secret. */
 static void cddp__discover_secret(cddp__config *config, const char *given) {
   const char *of_launcher = cddp__env("CDDP_JOB_SECRET"), *port = cddp__env("MASTER_PORT");
-  size_t digits = port != NULL ? strlen(port) : 0;
+  size_t digits = port != NULL ? strlen(port) : 0; /* characters of port */
   config->secret = given != NULL ? given : cddp__env("CDDP_SECRET");
-  /* Not for an init_method of the caller, nor for torchrun's store, which cannot prove a secret. */
+  /* Not for an init_method of the caller (port_origin NULL): its port can be another one. Not for
+     torchrun's store, which cannot prove a secret. */
   config->launcher_secret = config->secret == NULL && of_launcher != NULL && digits > 0 &&
                             config->port_origin != NULL && !config->client_only &&
                             strncmp(of_launcher, port, digits) == 0 && of_launcher[digits] == ':' &&
@@ -6434,15 +6495,16 @@ static void cddp__discover_secret(cddp__config *config, const char *given) {
   if (config->secret == NULL) config->secret = "";
 }
 
-/* Fills `config` from desc, else from the environment. */
+/* Fills `config` from desc, else from the environment. The strings of desc and of the environment
+   that it points to (secret, origins) must outlive it. */
 static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
   const char *method = desc->init_method ? desc->init_method : "env://", *name;
   const char *backend = cddp__backend_name(desc);
   bool given = desc->world_size > 0; /* by the caller; else by the environment */
   bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0;
-  uint64_t key;
-  const char *size;
-  int k = 3, first, last;
+  uint64_t key; /* cddp__job_key */
+  const char *size; /* the launcher's world size, as text */
+  int k = 3 /* index of a variable of the local size */, first, last;
   cddp_result r;
   memset(config, 0, sizeof *config);
   config->listen_fd = config->local_world_size = -1;
@@ -6453,7 +6515,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
            : cuda          ? "nccl"
                            : "cpu");
   r = cddp__discover_timeout(desc->timeout_s, &config->timeout_s);
-  if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* only checks CDDP_PORTS */
+  if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* checks CDDP_PORTS before any use */
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &config->joins);
   if (r == CDDP_OK && given &&
       (desc->rank < 0 || (desc->rank >= desc->world_size && !config->joins)))
@@ -6474,8 +6536,9 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
                         name, name);
   }
   size = cddp__env(cddp__launchers[config->launcher].variables[CDDP__VAR_SIZE]);
-  if (given && (size == NULL || atoi(size) != desc->world_size)) k = 0; /* size: another job's */
-  for (; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* 3: that size's other name */
+  /* If the caller's world size is not the launcher's, the launcher's local size means nothing. */
+  if (given && (size == NULL || atoi(size) != desc->world_size)) k = 0;
+  for (; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* VAR_LOCAL_SIZE, if set, overrides [3] */
     r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
                       &config->local_world_size);
   if (r != CDDP_OK) return r;
@@ -6496,8 +6559,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
       r = CDDP__REFUSE("init_method \"tcp://%.80s\" has port 0: choose a free port of rank 0's "
                        "host, the same for all ranks", name);
   }
-  cddp__discover_secret(config, desc->secret);
-  return config->world_size > 1 || config->joins ? r : CDDP_OK; /* one rank needs no address */
+  cddp__discover_secret(config, desc->secret); /* reads what cddp__env_master has set */
+  return config->world_size > 1 || config->joins ? r : CDDP_OK; /* one rank: an address or none */
 }
 /* >>arena -----------------------------------------------------------------------------------------
    Job: allocates memory that the ranks of a host share, and maps that of other ranks.
@@ -6538,17 +6601,18 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 #define MADV_COLLAPSE 25
 #endif
 #define CDDP__WINDOW_BITS 40 /* a window has 1 TiB, or less with a file size limit (ulimit -f) */
-#define CDDP__WINDOW_BITS_MIN 12 /* with such a limit */
+#define CDDP__WINDOW_BITS_MIN 12 /* with a file size limit: one page */
 #define CDDP__FILE_BITS 62     /* size of the memfd without a limit: 4 million windows */
-#define CDDP__JOIN_MEMORY_S 20 /* seconds that a joining process retries to lock a life byte */
+#define CDDP__JOIN_MEMORY_S 20 /* seconds that a joining process retries to lock its life byte */
 #define CDDP__USE_BYTES 0x40000000 /* use byte of window i: at offset USE_BYTES + i of the memfd */
 
 enum cddp__extent_use {
   CDDP__EXTENT_FREE,
-  CDDP__EXTENT_OPEN,       /* peers can write to it: cddp_alloc, gradients, scratch; quarantined */
+  CDDP__EXTENT_OPEN,       /* cddp_alloc, gradients, scratch; peers can write to it, so it can be
+                              quarantined: cddp__arena_quarantine */
   CDDP__EXTENT_BUFFER,     /* cddp's buffers that peers only read */
   CDDP__EXTENT_BLOCK,      /* a group's control block; freed after all its ranks have left */
-  CDDP__EXTENT_BLOCK_LAZY, /* as BLOCK, of elastic models. From here on: not in core dumps */
+  CDDP__EXTENT_BLOCK_LAZY, /* as BLOCK, of elastic models. This and later uses: not in core dumps */
   CDDP__EXTENT_LAZY        /* as OPEN: means of gradients, an optimizer's states */
 };
 
@@ -6556,7 +6620,7 @@ typedef struct cddp__extent {
   struct cddp__segment *segment;
   enum cddp__extent_use use;
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
-  uint32_t block_generation; /* of freed_after; it changes when that block is freed */
+  uint32_t block_generation; /* of freed_after. The block's own one differs once it is freed */
   const cddp__control_block *freed_after; /* freed once all ranks have left this block, which can
                                              be this extent; NULL: freed by a call */
   struct cddp__extent *next, *previous; /* in the ring arena.pending; free: next in lists[].free */
@@ -6564,30 +6628,31 @@ typedef struct cddp__extent {
 
 /* A range of a rank's window, mapped in this process; private memory if ranks are threads. */
 typedef struct cddp__segment {
-  uint64_t base, size; /* in the memfd */
+  uint64_t base, size; /* offset in the memfd, bytes */
   char *address;       /* in this process */
   cddp__extent *extents; /* [size / extent_size] of an own segment; NULL: a peer's segment */
-  size_t extent_size;    /* bytes */
+  size_t extent_size;    /* bytes; only of an own segment */
 } cddp__segment;
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
 /* Maps size bytes at an address that allows huge pages: of the memfd from base, or (fd -1) private
-   memory. */
+   memory. Returns NULL with errno set. */
 static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   size_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
-  size_t span = (size_t)size + align; /* unaligned; its ends are unmapped */
-  int access = fd >= 0 ? PROT_NONE /* replaced below */ : PROT_READ | PROT_WRITE;
+  size_t span = (size_t)size + align; /* of `area`, which contains `size` aligned bytes */
+  /* With a memfd `area` is only a range of addresses: the memfd is mapped over it. */
+  int access = fd >= 0 ? PROT_NONE : PROT_READ | PROT_WRITE;
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | (fd >= 0 ? MAP_NORESERVE : 0);
-  char *area = (char *)mmap(NULL, span, access, flags, -1, 0), *at;
+  char *area = (char *)mmap(NULL, span, access, flags, -1 /* no file */, 0), *at;
   if (area == (char *)MAP_FAILED) return NULL;
-  at = area + (align - (uintptr_t)area % align) % align; /* aligned */
+  at = area + (align - (uintptr_t)area % align) % align; /* the first aligned address */
   if (fd >= 0 && mmap(at, (size_t)size, PROT_READ | PROT_WRITE,
                       MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, (off_t)base) == MAP_FAILED) {
     munmap(area, span);
     return NULL;
   }
-  if (at > area) munmap(area, (size_t)(at - area));
+  if (at > area) munmap(area, (size_t)(at - area)); /* the ends, before and behind the memory */
   if (at + size < area + span) munmap(at + size, (size_t)(area + span - (at + size)));
   if (fd >= 0) madvise(at, (size_t)size, MADV_DONTFORK); /* a forked child has no groups */
   return at;
@@ -6600,14 +6665,14 @@ static bool cddp__memfd_is_open(const cddp__host *host) {
          s.st_ino == host->arena.memory.st_ino;
 }
 
-/* NULL: errno tells why. */
+/* Maps a range of the memfd; private memory if the host has none. NULL: errno tells why. */
 static char *cddp__map_segment(const cddp__host *host, uint64_t base, uint64_t size) {
   errno = EBADF; /* if the memfd is closed */
   if (host->arena.fd >= 0 && !cddp__memfd_is_open(host)) return NULL;
   return cddp__map_memory(host->arena.fd, base, size);
 }
 
-/* errno: why cddp__map_segment has failed. */
+/* Writes the error text after cddp__map_segment has failed and set errno. what: the memory. */
 static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
   const char *cure = "";
   if (errno == EBADF) cure = ": the program has closed descriptors of cddp (closefrom)";
@@ -6617,7 +6682,8 @@ static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
                     strerror(errno), cure);
 }
 
-/* Frees the memory of a range of the memfd, which then reads as zero. */
+/* Frees the memory of a range of the memfd, which then reads as zero. Returns false if the system
+   cannot, or the program has closed the memfd. */
 static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t size) {
   return cddp__memfd_is_open(host) &&
          syscall(SYS_fallocate, host->arena.fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
@@ -6625,7 +6691,7 @@ static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t si
 }
 
 /* Locks n life or use bytes from offset `at` (type: F_RDLCK, F_WRLCK), or unlocks them (F_UNLCK).
-   Returns false with errno set. */
+   Does not wait: returns false with errno set (EAGAIN or EACCES: another process has a lock). */
 static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
@@ -6635,7 +6701,8 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   return fcntl(host->arena.fd, F_SETLK, &lock) == 0;
 }
 
-/* Whether the other process with this window holds its lock: it lives. */
+/* Whether the process with this window, which is another one, holds the lock of its life byte: it
+   lives. (F_GETLK ignores the caller's own locks.) */
 static bool cddp__life_byte_is_locked(const cddp__host *host, int window) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
@@ -6650,24 +6717,25 @@ static int cddp__window_of(const cddp__host *host, uint64_t base) { /* that cont
 }
 
 /* Allocates the pages of a range of the memfd. Returns false with errno set if memory is short: a
-   write would end the process by SIGBUS. In pieces, as in older kernels a signal undoes the whole
-   call that it interrupts; in ever smaller ones, as a profiler's timer can interrupt each. */
+   write would end the process by SIGBUS. It allocates in pieces, as in older kernels a signal
+   undoes the whole call that it interrupts. After each such signal the pieces are smaller, as a
+   profiler's timer can interrupt every call. */
 static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t size) {
   const uint64_t end = base + size;
-  uint64_t piece = (uint64_t)16 << 20, n;
-  if (!cddp__memfd_is_open(host)) return true; /* fd can now be a file of the program */
+  uint64_t piece = (uint64_t)16 << 20, n; /* most bytes of a call; bytes of this call */
+  if (!cddp__memfd_is_open(host)) return true; /* fd can be a file of the program now */
   for (; base < end; base += n) {
     n = cddp__min(piece, end - base);
     if (syscall(SYS_fallocate, host->arena.fd, 0, (off_t)base, (off_t)n) == 0) continue;
     if (errno == ENOMEM || errno == ENOSPC) return false;
     if (errno != EINTR) return true; /* not supported: the first access allocates */
     if (piece > (uint64_t)64 << 10) piece /= 2;
-    n = 0;
+    n = 0; /* interrupted: again from `base` */
   }
   return true;
 }
 
-/* errno: why cddp__arena_commit has failed. */
+/* Writes the error text after cddp__arena_commit has failed and set errno. what: the memory. */
 static cddp_result cddp__fail_commit(const char *what, uint64_t bytes) {
   return cddp__fail(CDDP_OUT_OF_MEMORY,
                     "%s: %" PRIu64 " bytes of shared memory: %s: free memory, or raise the limit "
@@ -6676,8 +6744,9 @@ static cddp_result cddp__fail_commit(const char *what, uint64_t bytes) {
 }
 
 /* The last segment that begins at or before key: an address in arena.own, a base in arena.peers.
-   *at: index at which a segment with this key would be inserted.
-   The caller of this function and of the following ones holds host.lock. */
+   NULL: there is none. *at: index at which a segment with this key would be inserted.
+   LOCK. From here to cddp__arena_alloc, the callers of functions that read or change arena.own,
+   .peers, .lists or .pending hold host.lock. */
 static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uint64_t key,
                                          size_t *at) {
   size_t low = 0, high = table->count;
@@ -6693,8 +6762,8 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
   return low > 0 ? table->list[low - 1] : NULL;
 }
 
-/* Adds a mapped segment: an own one with n extents, or a peer's (n 0). NULL: out of memory, and the
-   segment is unmapped. */
+/* Adds a mapped segment to its table: an own one with n extents, or a peer's (n 0). The caller sets
+   an own one's extents. NULL: out of memory, and the segment is unmapped. */
 static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_t size,
                                         char *address, size_t n) {
   struct cddp__segments *table = n > 0 ? &host->arena.own : &host->arena.peers;
@@ -6707,40 +6776,42 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
     table->list = list;
     segment = (cddp__segment *)cddp__calloc(&host->allocator, 1,
                                             sizeof *segment + n * sizeof *segment->extents);
-  }
+  } /* if that fails, the longer list remains for the next segment */
   if (segment == NULL) {
     munmap(address, (size_t)size);
     return NULL;
   }
   key = n > 0 ? (uintptr_t)address : base;
-  (void)cddp__segment_find(table, key, &at); /* the table is sorted */
+  (void)cddp__segment_find(table, key, &at); /* sets `at`, which keeps the table sorted */
   memmove(list + at + 1, list + at, (table->count - at) * sizeof *list);
   list[at] = segment;
   table->count++;
   segment->base = base;
   segment->size = size;
   segment->address = address;
-  if (n > 0) segment->extents = (cddp__extent *)(void *)(segment + 1);
+  if (n > 0) segment->extents = (cddp__extent *)(void *)(segment + 1); /* allocated with it */
   return segment;
 }
 
-/* Sets whether core dumps contain this shared memory. A dump fills holes, and until it is
-   written the process counts as alive. So dumps lack peers' memory, and own extents of huge pages
-   unless in use. */
+/* Sets whether core dumps contain this shared memory; private memory always is in them. A dump
+   fills holes, and until it is written the process counts as alive. So dumps lack peers' memory,
+   and own extents of huge pages unless in use. */
 static void cddp__set_dumped(const cddp__host *host, char *address, uint64_t size, bool dumped) {
   if (host->arena.fd >= 0) madvise(address, (size_t)size, dumped ? MADV_DODUMP : MADV_DONTDUMP);
 }
 
-/* The index of a size in arena.lists: four per power of two. */
+/* The index of a size, of 4 bytes or more, in arena.lists: four per power of two. */
 static int cddp__size_class(uint64_t size) {
   int top_bit = 63 - __builtin_clzll(size);
   return 4 * top_bit + (int)(size >> (top_bit - 2) & 3); /* the two bits below the top bit */
 }
 
 /* Creates a segment of extents of `size` bytes; if that fails, of one extent of `size`, then of one
-   of `bytes`. Returns their size class, or -1 with the error set. */
+   of `bytes`, the whole pages that are needed. Its extents are free. Returns their size class, or
+   -1 with the error set. */
 static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes) {
   uint64_t window_end = (uint64_t)(host->arena.window + 2) << host->arena.window_bits, base;
+  /* how many extents: point 3 of the room's head */
   size_t n = cddp__max(1, host->arena.lists[cddp__size_class(size)].count / 2);
   struct cddp__extents *list;
   cddp__segment *segment;
@@ -6767,7 +6838,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
     (void)cddp__fail_mapping("cddp_alloc", size);
   segment = address != NULL ? cddp__segment_add(host, base, n * size, address, n) : NULL;
   if (segment == NULL) return -1;
-  if (size >= CDDP__HUGE_PAGE) cddp__set_dumped(host, address, n * size, false);
+  if (size >= CDDP__HUGE_PAGE) cddp__set_dumped(host, address, n * size, false); /* not in use */
   list = &host->arena.lists[cddp__size_class(size)];
   segment->extent_size = (size_t)size;
   host->arena.used_end = base + n * size;
@@ -6777,6 +6848,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
     segment->extents[n].next = list->free;
     list->free = &segment->extents[n];
   }
+  /* Written under host.lock, so .v can be read; atomic, as cddp__ref_of reads without the lock. */
   if (host->arena.highest.v == 0 /* the first */ || (uintptr_t)address < host->arena.lowest.v)
     cddp__store64(&host->arena.lowest, (uintptr_t)address);
   if ((uintptr_t)address + segment->size > host->arena.highest.v)
@@ -6786,25 +6858,25 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
 
 /* The own extent that contains p, or NULL. */
 static cddp__extent *cddp__extent_of(const cddp__host *host, const void *p) {
-  size_t at; /* in the table, then in the segment */
-  cddp__segment *segment = cddp__segment_find(&host->arena.own, (uintptr_t)p, &at);
-  at = segment != NULL ? (size_t)((const char *)p - segment->address) : 0;
-  return segment != NULL && at < segment->size ? segment->extents + at / segment->extent_size
-                                               : NULL;
+  size_t index /* not needed */, offset;
+  cddp__segment *segment = cddp__segment_find(&host->arena.own, (uintptr_t)p, &index);
+  if (segment == NULL) return NULL;
+  offset = (size_t)((const char *)p - segment->address);
+  return offset < segment->size ? segment->extents + offset / segment->extent_size : NULL;
 }
 
-static char *cddp__extent_address(const cddp__extent *extent) {
+static char *cddp__extent_address(const cddp__extent *extent) { /* in this process */
   const cddp__segment *segment = extent->segment;
   return segment->address + (size_t)(extent - segment->extents) * segment->extent_size;
 }
 
-static uint64_t cddp__extent_base(const cddp__extent *extent) {
+static uint64_t cddp__extent_base(const cddp__extent *extent) { /* its offset in the memfd */
   const cddp__segment *segment = extent->segment;
   return segment->base + (uint64_t)(extent - segment->extents) * segment->extent_size;
 }
 
-/* Returns this rank's next extent in use after `extent` (NULL: the first, *at is 0); NULL: none.
-   *at: index of its segment. */
+/* Returns this rank's next extent in use after `extent` (NULL: the first in segment *at); NULL: no
+   more. *at: in and out, the index of its segment in arena.own; 0 before the first call. */
 static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
   for (; *at < host->arena.own.count; ++*at, extent = NULL) {
     const cddp__segment *segment = host->arena.own.list[*at];
@@ -6815,7 +6887,8 @@ static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *ext
   return NULL;
 }
 
-/* Puts an extent into arena.pending: it is freed once all ranks of the host have left `block`. */
+/* Puts an extent into arena.pending: cddp__arena_free_left_blocks frees it once all ranks of the
+   host have left `block`. If the ring has it already, `block` replaces its earlier one. */
 static void cddp__pending_add(cddp__host *host, cddp__extent *extent,
                               const cddp__control_block *block) {
   if (extent->freed_after == NULL) { /* not yet in the ring: becomes its last */
@@ -6829,13 +6902,13 @@ static void cddp__pending_add(cddp__host *host, cddp__extent *extent,
   extent->block_generation = cddp__load32(&block->generation);
 }
 
-/* From now on only a call frees the extent. */
+/* Takes an extent out of arena.pending, if it is in it: from now on only a call frees it. */
 static void cddp__pending_remove(cddp__host *host, cddp__extent *extent) {
   if (extent->freed_after == NULL) return;
   extent->previous->next = extent->next;
   extent->next->previous = extent->previous;
   if (host->arena.pending == extent)
-    host->arena.pending = extent->next != extent ? extent->next : NULL;
+    host->arena.pending = extent->next != extent ? extent->next : NULL /* it was alone */;
   extent->freed_after = NULL;
 }
 
@@ -6849,7 +6922,7 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   if (host->arena.fd >= 0
           ? !cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
           : madvise(address, segment->extent_size, MADV_DONTNEED) != 0)
-    memset(address, 0, segment->extent_size); /* allocations begin as zeros */
+    memset(address, 0, segment->extent_size); /* the memory stays: the next user expects zeros */
   if (segment->extent_size >= CDDP__HUGE_PAGE) /* for smaller ones: too many mappings */
     cddp__set_dumped(host, address, segment->extent_size, false);
   if (extent->quarantined) return;
@@ -6858,7 +6931,7 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   list->free = extent;
 }
 
-/* Lets the first access create huge pages. */
+/* Lets the first access to each huge page of the range create it as one, if the system can. */
 static void cddp__request_huge_pages(char *address, uint64_t size) {
   uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE; /* whole pages */
   if (huge > 0) madvise(address, (size_t)huge, MADV_HUGEPAGE);
@@ -6868,13 +6941,13 @@ static void cddp__request_huge_pages(char *address, uint64_t size) {
    MADV_COLLAPSE makes them even if the system's setting for shared memory is "never", but only
    where a page exists. It writes nothing: other processes can use the memory meanwhile. */
 static bool cddp__populate(const cddp__host *host, char *address, uint64_t base, uint64_t size) {
-  uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
+  uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at; /* bytes in whole huge pages */
   if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0;
   cddp__request_huge_pages(address, huge);
-  for (at = 0; at < huge; at += CDDP__HUGE_PAGE) /* one page of each, for COLLAPSE */
-    if (!cddp__arena_commit(host, base + at, 1)) return false;
+  for (at = 0; at < huge; at += CDDP__HUGE_PAGE) /* the first small page of each, for COLLAPSE */
+    if (!cddp__arena_commit(host, base + at, 1 /* byte */)) return false;
   if (huge > 0) madvise(address, (size_t)huge, MADV_COLLAPSE);
-  return cddp__arena_commit(host, base, size);
+  return cddp__arena_commit(host, base, size); /* the pages that do not exist yet */
 }
 
 static bool cddp__segment_has(const cddp__segment *segment, const void *p) {
@@ -6886,7 +6959,7 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
   const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
   size_t i, k;
   for (k = 0; k < 2; k++)
-    for (i = 0; i < tables[k]->count; i++) {
+    for (i = 0; i < tables[k]->count; i++) { /* no search: peers are not sorted by address */
       const cddp__segment *segment = tables[k]->list[i];
       if (cddp__segment_has(segment, p))
         return segment->base + (uint64_t)((const char *)p - segment->address);
@@ -6901,12 +6974,13 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
 static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *extent) {
   const cddp__control_block *block = extent->freed_after;
   bool is_block = cddp__extent_address(extent) == (const void *)block; /* own, so not freed yet */
-  struct {
+  struct { /* the block's fields of these names */
     uint32_t left, generation, size;
-  } now; /* the block's fields of these names */
+  } now;
   CDDP__STATIC_ASSERT(offsetof(cddp__control_block, size) ==
                           offsetof(cddp__control_block, left) + sizeof now - sizeof now.size,
                       "they follow each other");
+  /* Loads only if the block cannot be a hole, or if pread fails. */
   if (is_block || host->arena.fd < 0 || !cddp__memfd_is_open(host) ||
       pread(host->arena.fd, &now, sizeof now, (off_t)cddp__offset_of(host, &block->left)) !=
           (ssize_t)sizeof now) {
@@ -6914,11 +6988,13 @@ static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *ext
     now.generation = cddp__load32(&block->generation);
     now.size = cddp__load32(&block->size);
   }
-  return now.generation != extent->block_generation || (now.size != 0 && now.left == now.size);
+  return now.generation != extent->block_generation /* freed */ ||
+         (now.size != 0 /* set: the group exists */ && now.left == now.size);
 }
 
-/* Frees control blocks that all ranks of this host have left, and what is freed with them. Checks
-   16 of the ring: each allocation, which calls this, adds at most one. */
+/* Frees control blocks that all ranks of this host have left, and extents that are freed with them.
+   Checks 16 extents of the ring, to be quick. As each allocation calls this and adds at most one
+   extent, all are checked often enough. */
 static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
   for (i = 0; i < 16 && host->arena.pending != NULL; i++) {
@@ -6935,16 +7011,18 @@ static size_t cddp__committed_bytes(enum cddp__extent_use use, size_t bytes, siz
   return use == CDDP__EXTENT_BLOCK && bytes < CDDP__HUGE_PAGE ? cddp__page_size() : whole;
 }
 
-/* Allocates zeroed memory that peers can map. NULL: error set. */
+/* Allocates zeroed memory that peers can map: an extent. A control block is freed when all ranks of
+   the host have left it, other memory by cddp__arena_free or _free_with. NULL: error set. */
 static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent_use use) {
   size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
-  size_t whole, step, committed, size; /* whole: bytes of whole pages; size: of the extent */
+  size_t whole /* bytes in whole pages */, committed /* of these */, size /* of the extent */;
+  size_t step; /* between size classes */
   cddp__extent *extent;
   cddp__control_block *block;
   char *address = NULL;
-  bool lazy = use >= CDDP__EXTENT_BLOCK_LAZY; /* not in dumps */
-  int list;
-  if (bytes > SIZE_MAX / 4) {
+  bool dumped = use < CDDP__EXTENT_BLOCK_LAZY; /* core dumps contain it */
+  int list; /* a size class */
+  if (bytes > SIZE_MAX / 4) { /* it could not be rounded up */
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
     return NULL;
   }
@@ -6965,9 +7043,9 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
     extent->use = use;
-    if (!lazy && extent->segment->extent_size >= CDDP__HUGE_PAGE)
+    if (dumped && extent->segment->extent_size >= CDDP__HUGE_PAGE) /* else never excluded */
       cddp__set_dumped(host, address, whole, true);
-    if (host->arena.fd < 0) {
+    if (host->arena.fd < 0) { /* private memory: accesses allocate it */
       if (use != CDDP__EXTENT_BLOCK_LAZY) /* of which few pages are used */
         cddp__request_huge_pages(address, whole);
     } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
@@ -6979,7 +7057,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     if (address != NULL && (use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY)) {
       block = (cddp__control_block *)(void *)address;
       cddp__store32(&block->generation, ++host->arena.generation);
-      cddp__pending_add(host, extent, block);
+      cddp__pending_add(host, extent, block); /* the block is freed after itself */
     }
   }
   pthread_mutex_unlock(&host->lock);
@@ -6992,13 +7070,14 @@ static void cddp__arena_quarantine(cddp__host *host) {
   cddp__extent *extent = NULL;
   size_t at = 0;
   pthread_mutex_lock(&host->lock);
+  /* Without a memfd no peer is another process, so none can be stopped alone. */
   while (host->arena.fd >= 0 && (extent = cddp__next_extent(host, extent, &at)) != NULL)
     if (extent->use == CDDP__EXTENT_OPEN || extent->use == CDDP__EXTENT_LAZY)
       extent->quarantined = true;
   pthread_mutex_unlock(&host->lock);
 }
 
-/* Frees p. Returns false if p is not an allocation of this rank. */
+/* Frees p, or does nothing if p is NULL. Returns false if p is not an allocation of this rank. */
 static bool cddp__arena_free(cddp__host *host, void *p) {
   cddp__extent *extent;
   bool own;
@@ -7012,19 +7091,20 @@ static bool cddp__arena_free(cddp__host *host, void *p) {
   return own;
 }
 
-/* Frees an own control block that a lost rank cannot leave, unless it has been freed: a later one
-   there has another generation. */
+/* Frees an own control block that a lost rank cannot leave, unless it has been freed already: a
+   later block at this address has another generation. */
 static void cddp__arena_free_lost_block(cddp__host *host, const void *block, uint32_t generation) {
   cddp__extent *extent;
   pthread_mutex_lock(&host->lock);
   extent = cddp__extent_of(host, block);
+  /* freed_after is the extent itself only while it is a control block */
   if (extent != NULL && extent->freed_after == block && extent->block_generation == generation)
     cddp__extent_release(host, extent);
   pthread_mutex_unlock(&host->lock);
 }
 
-/* Frees p once all ranks of this host have left the group of `block`. If that is the first group's,
-   which is no extent (generation and size are 0), p lives as long as the host. */
+/* Frees p once all ranks of this host have left the group of `block`. The first group's block is no
+   extent (its generation and size are 0): then p lives as long as the host. */
 static void cddp__arena_free_with(cddp__host *host, const void *p,
                                   const cddp__control_block *block) {
   cddp__extent *extent;
@@ -7035,7 +7115,8 @@ static void cddp__arena_free_with(cddp__host *host, const void *p,
   pthread_mutex_unlock(&host->lock);
 }
 
-/* The reference to `bytes` bytes at p, for peers. Its kind is NONE if p is not shared memory. */
+/* The reference to `bytes` bytes at p, for peers. Its kind is NONE if p is not shared memory, or
+   the bytes exceed its extent. */
 static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   cddp__ref ref;
   const cddp__extent *extent;
@@ -7045,7 +7126,7 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
     ref.base = (uintptr_t)p;
     return ref;
   }
-  /* Most private memory is outside these bounds, so a lock is not needed. */
+  /* The common case without the lock: most private memory is outside all own segments. */
   if ((uintptr_t)p < cddp__load64(&host->arena.lowest) ||
       (uintptr_t)p >= cddp__load64(&host->arena.highest))
     return ref;
@@ -7063,24 +7144,25 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   return ref;
 }
 
-/* *out: this process's address of the buffer, whose segment is mapped if necessary. */
+/* *out: this process's address of the buffer, whose segment is mapped if necessary. NULL on
+   failure. ref: of kind EXTENT or POINTER. */
 static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **out) {
   cddp__segment *segment;
   char *address;
   size_t at, i;
   *out = (void *)(uintptr_t)ref->base;
-  if (ref->kind == CDDP__REF_POINTER) return CDDP_OK;
+  if (ref->kind == CDDP__REF_POINTER) return CDDP_OK; /* base is the address itself */
   pthread_mutex_lock(&host->lock);
   segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
   if (segment != NULL && segment->base != ref->base) segment = NULL; /* it begins earlier */
-  for (i = 0; segment == NULL && i < host->arena.own.count; i++) /* a buffer of this rank */
+  for (i = 0; segment == NULL && i < host->arena.own.count; i++) /* or a buffer of this rank */
     if (host->arena.own.list[i]->base == ref->base) segment = host->arena.own.list[i];
   if (segment == NULL) {
     address = cddp__map_segment(host, ref->base, ref->size);
     if (address == NULL)
       (void)cddp__fail_mapping("a peer's memory", ref->size);
     else
-      segment = cddp__segment_add(host, ref->base, ref->size, address, 0);
+      segment = cddp__segment_add(host, ref->base, ref->size, address, 0 /* a peer's */);
     if (segment != NULL) cddp__set_dumped(host, address, ref->size, false);
   }
   *out = segment != NULL ? segment->address + ref->offset : NULL;
@@ -7088,13 +7170,14 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   return segment != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* Commits LAZY memory, own or a peer's, before this rank writes to it. */
+/* Commits LAZY memory, own or a peer's, before this rank writes to it. Committed pages stay as they
+   are. */
 static cddp_result cddp__commit_lazy(cddp__host *host, char *p, size_t bytes) {
   uint64_t base;
   size_t page = cddp__page_size();
-  bytes += (uintptr_t)p % page; /* whole pages */
+  bytes += (uintptr_t)p % page; /* begins at the start of a page */
   p -= (uintptr_t)p % page;
-  if (host->arena.fd < 0 || bytes == 0) return CDDP_OK;
+  if (host->arena.fd < 0 /* private: accesses allocate it */ || bytes == 0) return CDDP_OK;
   pthread_mutex_lock(&host->lock);
   base = cddp__offset_of(host, p);
   pthread_mutex_unlock(&host->lock);
@@ -7113,11 +7196,11 @@ static int cddp__container_cores(void) {
   for (i = 0; i < 3; i++) {
     snprintf(path, sizeof path, "/sys/fs/cgroup/%s", files[i]);
     if ((file = fopen(path, "re")) == NULL) continue;
-    if (fscanf(file, "%lld %lld", &n[i][0], &n[i][1]) < 1) n[i][0] = 0; /* "max" */
+    if (fscanf(file, "%lld %lld", &n[i][0], &n[i][1]) < 1) n[i][0] = 0; /* "max": no limit */
     fclose(file);
   }
-  quota = n[0][0] > 0 ? n[0][0] : n[1][0]; /* cpu.max (cgroup v2) has both */
-  period = n[0][0] > 0 ? n[0][1] : n[2][0];
+  quota = n[0][0] > 0 ? n[0][0] : n[1][0]; /* microseconds of processor time in each period */
+  period = n[0][0] > 0 ? n[0][1] : n[2][0]; /* cpu.max (cgroup v2) has both, v1 a file for each */
   return quota > 0 && period > 0 && quota / period < INT_MAX ? (int)((quota - 1) / period) + 1
                                                              : INT_MAX;
 }
@@ -7126,15 +7209,15 @@ static int cddp__container_cores(void) {
    number: a launcher can bind each rank to other processors. At most container_cores of
    them count. */
 static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
-  uint64_t mine[CDDP__PROCESSORS / 64], bits, old;
-  int allowed = host->container_cores, n = 0, i;
+  uint64_t mine[CDDP__PROCESSORS / 64], bits, old; /* old: 64 bits of `all` */
+  int allowed = host->container_cores, n = 0, i; /* n: processors in `all` */
   memset(mine, 0, sizeof mine);
   (void)syscall(SYS_sched_getaffinity, 0, sizeof mine, mine);
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
     for (bits = mine[i]; bits != 0; bits &= bits - 1) /* keeps the lowest `allowed` bits */
       if (--allowed < 0) mine[i] &= ~(bits & -bits);
     old = cddp__load64(&all[i]);
-    while ((mine[i] & ~old) != 0) {
+    while ((mine[i] & ~old) != 0) { /* until this rank's are in it: other ranks add theirs */
       (void)cddp__compare_swap64(&all[i], old, old | mine[i]);
       old = cddp__load64(&all[i]);
     }
@@ -7144,11 +7227,12 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   host->cores = n > 0 ? n : 1;
 }
 
-/* The process after p (NULL: the first): host->ranks, then host->others. Only for the thread that
-   trains, which changes the list. */
+/* The process after p (NULL: the first one), of host->ranks, then of host->others; NULL: no more.
+   Without a lock, so only for the thread that trains, which alone changes the list. */
 static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *p) {
   if (p == NULL) return host->ranks;
   if (p >= host->ranks && p + 1 < host->ranks + host->size) return p + 1;
+  /* p is the last of the ranks, or one of the others */
   return p >= host->ranks && p < host->ranks + host->size ? host->others : p->next;
 }
 
@@ -7157,7 +7241,7 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
   cddp__process copy, *p;
   memset(&copy, 0, sizeof copy);
   copy.pidfd = -1;
-  if (window < host->size) {
+  if (window < host->size) { /* no lock: this array lives as long as the host */
     copy.pid = host->ranks[window].pid;
     copy.pidfd = host->ranks[window].pidfd;
   } else {
@@ -7170,7 +7254,8 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
   return copy;
 }
 
-/* Stores a process's pid; adds it to host->others if it is in no list. NULL: out of memory. */
+/* Stores a process's pid. Adds the process to host->others unless that or host->ranks has it. Only
+   for the thread that trains. Returns the process. NULL: out of memory. */
 static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
   for (p = host->others; p != NULL && p->window != window; p = p->next) {}
@@ -7180,7 +7265,7 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
     if (p == NULL) return NULL;
     p->window = window;
     p->pidfd = -1;
-    pthread_mutex_lock(&host->lock);
+    pthread_mutex_lock(&host->lock); /* for cddp__process_at on other threads */
     p->next = host->others;
     host->others = p;
     pthread_mutex_unlock(&host->lock);
@@ -7191,32 +7276,34 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
   return p;
 }
 
-/* Adds all processes that have joined, and marks them as lost until they are members: the memory of
-   those that end before must be freed too. After a failure the next step tries again. */
+/* Adds all processes that have joined to host->others. Marks new ones as lost until they are
+   members of the model: so the memory of those that end before is freed too. After a failure the
+   next step tries again. */
 static void cddp__find_processes(cddp__host *host) {
-  uint32_t joins; /* how many have joined: in the block at offset 0 */
+  uint32_t joins; /* how many have joined: a field of the first group's block, at offset 0 */
   cddp__process *p;
   int window;
   if (!cddp__memfd_is_open(host) ||
       pread(host->arena.fd, &joins, sizeof joins, offsetof(cddp__control_block, joins)) !=
           (ssize_t)sizeof joins)
     return;
-  /* At a joined process's first call: the ranks that were lost before it joined. */
+  /* The first call in a process that joined: marks the ranks that were lost before it joined. */
   for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
     if (!host->ranks[window].member) host->ranks[window].lost_in_step = 1; /* 1 + step 0 */
   for (; host->joins_seen < joins; host->joins_seen++) {
-    window = host->size + (int)host->joins_seen; /* numbered as they join */
+    window = host->size + (int)host->joins_seen; /* windows are numbered in the order of joins */
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
     if ((p = cddp__add_process(host, window, 0 /* no pid yet */)) == NULL) return;
-    p->lost_in_step = 1;
+    p->lost_in_step = 1; /* not a member */
   }
 }
 
-/* Makes p a member of this rank's model: from now on no process frees p's memory. */
+/* Makes p a member of this rank's model: from now on no process frees p's memory, as this one holds
+   a shared lock on p's use byte. */
 static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   p->member = true;
   p->lost_in_step = 0;
-  if (host->arena.fd < 0 || p->window == host->arena.window) return CDDP_OK;
+  if (host->arena.fd < 0 || p->window == host->arena.window /* itself */) return CDDP_OK;
   if (cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES + p->window, 1)) {
     p->use_locked = true;
     return CDDP_OK;
@@ -7227,19 +7314,20 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   return cddp__fail_errno("lock on the shared memory");
 }
 
-/* Unmaps a process's memory, except segments where a living group's control block is mapped. The
-   caller knows that no other pointer to that memory will be used. */
+/* Unmaps a process's memory, except segments with the control block of a group that this rank still
+   has, and unlocks the use byte. The caller knows that no other pointer to that memory will be
+   used. */
 static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   struct cddp__segments *peers = &host->arena.peers;
   cddp__extent *extent = NULL;
   const cddp_group *g;
-  size_t at = 0, kept = 0, i;
+  size_t at = 0 /* for cddp__next_extent */, kept = 0 /* segments that stay in the table */, i;
   pthread_mutex_lock(&host->lock);
   for (i = 0; i < peers->count; i++, at = 0) {
     cddp__segment *segment = peers->list[i];
     bool unmap = cddp__window_of(host, segment->base) == p->window;
     while (unmap && (extent = cddp__next_extent(host, extent, &at)) != NULL)
-      if (cddp__segment_has(segment, extent->freed_after)) /* a block that will not be readable */
+      if (cddp__segment_has(segment, extent->freed_after)) /* a block that becomes unreadable */
         cddp__pending_remove(host, extent);
     for (g = host->groups; g != NULL && unmap; g = g->next)
       unmap = !cddp__segment_has(segment, g->block);
@@ -7256,18 +7344,19 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   p->use_locked = false;
 }
 
-/* Frees the memory of a process that has ended, unless another process reads it: that one frees it
-   later. Then removes p from host->others, if it is there. */
+/* Frees the memory of a process that has ended. If another process still reads it (has locked the
+   use byte), does nothing: that process frees it later. Then removes p from host->others, if that
+   has it, and frees p. */
 static void cddp__free_window(cddp__host *host, cddp__process *p) {
   cddp__process **link = &host->others;
   int use = CDDP__USE_BYTES + p->window, bits = host->arena.window_bits;
   CDDP_ASSERT(!p->use_locked && p->window != host->arena.window);
-  if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return;
+  if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return; /* another process reads it */
   (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
   (void)cddp__arena_lock(host, F_UNLCK, use, 1);
   p->lost_in_step = 0;
   cddp__close_fd(&p->pidfd);
-  if (p->window < host->size) return;
+  if (p->window < host->size) return; /* p is in host->ranks, not in the list */
   pthread_mutex_lock(&host->lock);
   while (*link != p) link = &(*link)->next;
   *link = p->next;
@@ -7282,9 +7371,11 @@ static void cddp__set_window(cddp__host *host, int window, int bits) {
   host->arena.used_end = (uint64_t)(window + 1) << bits;
 }
 
+/* Frees a host that no group uses any more. Unmaps the memory of all ranks, and closes the memfd,
+   which ends its locks, and the listeners. */
 static void cddp__host_free(cddp__host *host) {
   const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
-  cddp_allocator allocator = host->allocator;
+  cddp_allocator allocator = host->allocator; /* a copy: it frees the struct that holds it */
   cddp__process *p;
   size_t j;
   int i;
@@ -7301,11 +7392,11 @@ static void cddp__host_free(cddp__host *host) {
     cddp__close_fd(&p->pidfd);
     cddp__free(&allocator, p);
   }
-  if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd);
+  if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd); /* else the program's file */
   cddp__join_close(host);
   pthread_mutex_destroy(&host->joins.lock);
   if (host->record != NULL) {
-    host->record->left = 1; /* no crash */
+    host->record->left = 1; /* for cddptrace: the rank has not crashed */
     munmap(host->record, CDDP__RECORD_BYTES);
   }
   pthread_mutex_destroy(&host->lock);
@@ -7313,12 +7404,13 @@ static void cddp__host_free(cddp__host *host) {
   cddp__free(&allocator, host);
 }
 
-/* A host alone. size, index: the job's; the rendezvous sets this host's. NULL: out of memory. */
+/* Creates the host object of one rank, without peers and memfd. NULL: out of memory. size, index:
+   the job's world size and rank. The rendezvous replaces them by this host's. */
 static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp_logger *logger,
                                      int size, int index) {
   cddp__host *host = (cddp__host *)cddp__calloc(allocator, 1, sizeof *host);
   const char *host_id = cddp__env("CDDP_HOST_ID");
-  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* of this rank only */
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* of this rank alone; not used later */
   int i;
   if (host == NULL) return NULL;
   if (allocator != NULL) host->allocator = *allocator;
@@ -7333,8 +7425,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   host->container_cores = cddp__container_cores();
   cddp__count_cores(host, processors);
   host->refs = 1; /* the caller's */
-  host->lead = host;
-  gethostname(host->name, sizeof host->name - 1);
+  host->lead = host; /* of itself */
+  gethostname(host->name, sizeof host->name - 1); /* the NUL remains from calloc */
   if (host_id != NULL) cddp__append(host->name, sizeof host->name, "/%.20s", host_id);
   host->ranks = (cddp__process *)cddp__calloc(allocator, (size_t)size, sizeof *host->ranks);
   for (i = 0; i < size && host->ranks != NULL; i++) {
@@ -7346,9 +7438,12 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   return NULL;
 }
 
-/* Takes ownership of the memfd of `size` ranks. Its file size tells the size of a window. */
+/* Takes ownership of the memfd of `size` ranks, which this process or another one has created. Its
+   file size tells the size of a window. */
 static void cddp__take_memfd(cddp__host *host, int fd, int size) {
-  uint64_t windows = (uint64_t)size + 1; /* a file with more has windows of CDDP__WINDOW_BITS */
+  /* + 1: space for the first group's block, as large as a window. With more windows (for joining
+     processes) the file is so large that the loop ends at CDDP__WINDOW_BITS, their size. */
+  uint64_t windows = (uint64_t)size + 1;
   int bits = CDDP__WINDOW_BITS_MIN;
   host->arena.fd = fd;
   (void)fstat(fd, &host->arena.memory); /* for cddp__memfd_is_open */
@@ -7359,12 +7454,12 @@ static void cddp__take_memfd(cddp__host *host, int fd, int size) {
 /* Creates the memfd: space for the first group's control block, a window for each rank, and windows
    for joining processes if no limit of file sizes is set. window_min: a window's least bytes. */
 static cddp_result cddp__create_memfd(cddp__host *host, uint64_t window_min) {
-  uint64_t windows = (uint64_t)host->size + 1;
+  uint64_t windows = (uint64_t)host->size + 1; /* + 1: as in cddp__take_memfd */
   int bits = CDDP__WINDOW_BITS, fd;
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) limit.rlim_cur = RLIM_INFINITY;
   if (limit.rlim_cur == RLIM_INFINITY)
-    windows = (uint64_t)1 << (CDDP__FILE_BITS - bits);
+    windows = (uint64_t)1 << (CDDP__FILE_BITS - bits); /* for joining processes; costs nothing */
   else
     while (bits > CDDP__WINDOW_BITS_MIN && windows << bits > (uint64_t)limit.rlim_cur) bits--;
   if ((uint64_t)1 << bits < window_min)
@@ -7392,12 +7487,13 @@ static cddp_result cddp__create_memfd(cddp__host *host, uint64_t window_min) {
   return CDDP_OK;
 }
 
-/* As cddp__take_memfd, in a process that joins a job of local_size ranks here. Takes a window:
-   locks its life byte before others can know its number. */
+/* As cddp__take_memfd, in a process that joins a job that has begun with local_size ranks here.
+   Also takes the next window: locks its life byte before others can know its number, and only then
+   counts the join. So others never take it for a process that has ended. */
 static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   size_t page = cddp__page_size();
-  uint32_t joins;
-  cddp__control_block *block; /* of the job's first group: its first page */
+  uint32_t joins; /* processes that have joined before */
+  cddp__control_block *block; /* of the job's first group: its first page, mapped for this call */
   cddp_result r = CDDP_OK;
   bool taken = false;
   double deadline = cddp__now() + CDDP__JOIN_MEMORY_S;
@@ -7407,16 +7503,16 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   while (r == CDDP_OK && !taken) {
     joins = cddp__load32(&block->joins);
     cddp__set_window(host, local_size + (int)joins, host->arena.window_bits);
-    if ((uint64_t)host->arena.window + 2 > /* none is spare: ulimit -f */
+    if ((uint64_t)host->arena.window + 2 > /* the window would end behind the file */
         (uint64_t)host->arena.memory.st_size >> host->arena.window_bits)
       r = cddp__fail(CDDP_UNSUPPORTED, "CDDP_JOIN: no process can join a job that runs with a file "
                                        "size limit; start it with ulimit -f unlimited");
     else if (!cddp__arena_lock(host, F_WRLCK, host->arena.window, 1))
       r = (errno == EAGAIN || errno == EACCES) && cddp__now() < deadline
-              ? CDDP_OK /* another joining process takes this window */
+              ? CDDP_OK /* retry: another joining process is taking this window */
               : cddp__fail_errno("lock on the shared memory");
     else if (!(taken = cddp__compare_swap32(&block->joins, joins, joins + 1)))
-      (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1);
+      (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1); /* retry: taken meanwhile */
     if (!taken) cddp__sleep(0.001);
   }
   if (r == CDDP_OK) cddp__count_cores(host, block->processors);
@@ -7424,12 +7520,13 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   return r;
 }
 
-/* Shares the memory of a job's only rank, so that processes can join. */
+/* Creates the memfd of a job's only rank, so that processes can join. If that fails, the rank keeps
+   private memory and logs a warning. Called before its first allocation. */
 static void cddp__share_for_joins(cddp__host *host) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY)
-    return; /* no window for them */
-  host->one_process = cddp__create_memfd(host, 0) != CDDP_OK;
+    return; /* with a limit a job has no windows for joining processes */
+  host->one_process = cddp__create_memfd(host, 0 /* any size of window */) != CDDP_OK;
   if (host->one_process)
     cddp__log(&host->logger, CDDP__LOG_WARNING, "no process can join this rank: %s", cddp_error());
 }
