@@ -9256,30 +9256,31 @@ static cddp_result cddp__check_peers(cddp_group *g) {
 
 /* --- access to peers' memory --- */
 
-/* Before copies from or to peers' memory. With full fences on both sides a failing rank sees this
-   rank's `inside`, or this rank sees the failure. */
+/* Called before copies from or to peers' memory. With full fences here and in cddp__publish_failure
+   a failing rank sees this rank's `inside`, or this rank sees the failure. */
 static cddp_result cddp__begin_access(cddp_group *g) {
-  cddp__exchange32(&cddp__slot_of(g, g->rank)->inside, 1);
+  cddp__exchange32(&cddp__slot_of(g, g->rank)->inside, 1); /* a full fence */
   CDDP__POINT("inside");
   return cddp__check_group(g);
 }
 
-/* Returns r. After a failure, which ends the peers' waits and copies, it first waits until no peer
-   is inside: only then can the caller reuse its buffers. If a peer is stopped and stays inside,
-   this rank quarantines its shared memory. */
+/* Ends what cddp__begin_access began, with result r, which it returns. After a failure, which ends
+   the peers' waits and copies, it first waits until no peer is inside: only then can the caller
+   reuse its buffers. If a peer is stopped and stays inside, this rank quarantines its shared
+   memory. */
 static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   cddp__atomic_u32 *inside = &cddp__slot_of(g, g->rank)->inside;
   cddp__wait w;
   int p;
   CDDP__POINT("exit");
   cddp__store32(inside, 0);
-  if (CDDP__LIKELY(r == CDDP_OK)) return r;
+  if (CDDP__LIKELY(r == CDDP_OK)) return r; /* the caller's rounds order the accesses */
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   for (p = 0; p < g->size; p++) {
     inside = &cddp__slot_of(g, p)->inside;
     while (cddp__load32(inside) != 0 && !cddp__rank_gone(g, p)) {
       if (cddp__wait_pause(&w)) continue;
-      cddp__arena_quarantine(g->host);
+      cddp__arena_quarantine(g->host); /* the wait's limit has passed: the peer is stopped */
       return r;
     }
   }
@@ -9288,14 +9289,16 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
 
 /* --- where ranks wait, published for the ranks of the same host --- */
 
-/* Where a rank publishes its waits; NULL: nowhere (on another host, joined, or no slots). */
+/* The slot in which a rank publishes its waits: that of the job's first group. NULL: none, as the
+   rank is on another host, has joined later, or the first group is freed. */
 static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) {
   const cddp__host *host = g->host;
   int at = g->host_index[rank];
   return host->slots != NULL && at >= 0 && at < host->size ? &host->slots[at] : NULL;
 }
 
-/* Copies a text of n bytes that another process can change meanwhile; zeros follow its NUL. */
+/* Copies a text of at most n bytes, from or to memory that another process uses at the same time.
+   Always ends it with a NUL, and fills the rest of the n bytes with zeros. */
 static void cddp__copy_text(char *to, const char *from, size_t n) {
   bool ended = false;
   size_t i;
@@ -9306,30 +9309,32 @@ static void cddp__copy_text(char *to, const char *from, size_t n) {
   }
 }
 
-static int cddp__job_rank(const cddp_group *g, int rank) { /* one host: its index there */
+/* A rank's number in the job. In a job on one host that is its index there. */
+static int cddp__job_rank(const cddp_group *g, int rank) {
   return g->world != NULL ? g->world[rank] : g->host_index[rank];
 }
 
-/* Example: "; rank 1 waits in cddp_ddp_step at train.c:71" */
+/* Where a late rank waits instead: an addition to a time-out's text, or "" if that is not known.
+   Example: "; rank 1 waits in cddp_ddp_step at train.c:71" */
 static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__slot *slot = cddp__wait_slot(g, rank);
   char where[CDDP__WHERE_MAX];
-  bool waits, threads; /* threads: the rank has several */
+  bool waits, multithreaded;
   cddp__text none = {""};
   if (slot == NULL) return none;
   waits = cddp__load64(&slot->wait) != 0;
   cddp__copy_text(where, slot->where, sizeof where);
-  threads = cddp__load32(&slot->multithreaded) != 0;
+  multithreaded = cddp__load32(&slot->multithreaded) != 0;
   if (waits || cddp__load32(&slot->wait_failed) != 0)
     return cddp__textf("; rank %d %s in %s%s", rank, waits ? "waits" : "has failed", where,
-                       threads ? " (one of its threads)" : "");
+                       multithreaded ? " (one of its threads)" : "");
   /* The rank can wait for another host, or in a thread that publishes no wait. */
-  if (g->host->net != NULL || threads) return none;
+  if (g->host->net != NULL || multithreaded) return none;
   return cddp__textf("; rank %d waits in no collective, send or recv", rank);
 }
 
-/* Whether slot->works counts all operations of this rank in flight. It does not count one that a
-   group holds outside its queue (CDDP__OWN_HELD), until the engine's thread soon queues it. */
+/* Whether the groups' slot.works count all operations of this rank in flight. They do not count one
+   that a group holds outside its queue (CDDP__OWN_HELD). Its engine's thread soon queues it. */
 static bool cddp__works_visible(cddp__host *host) {
   const cddp_group *g;
   bool all = true;
@@ -9340,9 +9345,11 @@ static bool cddp__works_visible(cddp__host *host) {
   return all;
 }
 
-/* Publishes that this thread waits in g, for a message (`where`); NULL: in the group's round.
-   Returns false if another thread's wait is published, or if this rank can continue in another
-   thread. An engine's thread publishes only while its caller waits for the engine. */
+/* Publishes that this thread waits in g.
+     where   the operation and call site of a wait for a message; NULL: it waits in g's round
+   Returns false, and publishes nothing, if another thread's wait is published, or if this rank can
+   continue in another thread. An engine's thread publishes only while the program's thread waits
+   for its operations (engine.awaited). */
 static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__engine *engine = cddp__own_engine;
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
@@ -9350,9 +9357,10 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__text call;
   if (slot == NULL) return false;
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
-  if (!cddp__works_visible(g->host) || !cddp__compare_swap32(&g->host->wait_shown, 0, 1))
+  if (!cddp__works_visible(g->host) || /* wait_shown is this thread's if it was 0 */
+      !cddp__compare_swap32(&g->host->wait_shown, 0, 1))
     return false;
-  if (where == NULL) { /* not for a message: the engine's thread could change g->round */
+  if (where == NULL) { /* then g->round is this thread's; else another can change it */
     const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
     call = cddp__describe_call(header->call, header->count, header->root);
     if (cddp__this_site.function != NULL) call = cddp__textf("%s", cddp__this_site.function);
@@ -9362,72 +9370,79 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   }
   cddp__copy_text(slot->where, where, CDDP__WHERE_MAX);
   cddp__store32(&slot->wait_failed, 0);
-  cddp__store64(&slot->wait, wait);
+  cddp__store64(&slot->wait, wait); /* last: peers read `where` after it */
   return true;
 }
 
-/* Ends a wait that cddp__publish_wait published. failed: how it ended, for error texts. */
+/* Ends a wait that this thread has published. `where` remains: a peer's text names it if the wait
+   has failed. */
 static void cddp__clear_wait(cddp_group *g, bool failed) {
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
   if (slot == NULL) return;
-  cddp__store32(&slot->wait_failed, failed);
+  cddp__store32(&slot->wait_failed, failed); /* before `wait` is 0: peers read them in that order */
   cddp__store64(&slot->wait, 0);
-  cddp__store32(&g->host->wait_shown, 0);
+  cddp__store32(&g->host->wait_shown, 0); /* another thread can publish */
 }
 
 /* --- ranks that wait for each other in different groups --- */
 
-/* Breaks g and `in`: this rank waits for p in g, and p waits for this rank in `in`. */
-static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
-  bool swap = cddp__job_rank(g, p) < cddp__job_rank(g, g->rank); /* lower first: one text */
-  int low = swap ? p : g->rank, high = swap ? g->rank : p;
-  char here[CDDP__WHERE_MAX], there[CDDP__WHERE_MAX];
+/* Breaks both groups: this rank waits for p in g, and p waits for this rank in `other`. If both
+   ranks find the deadlock, they write the same text: it names the lower rank of the job first. */
+static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *other, int p) {
+  bool p_first = cddp__job_rank(g, p) < cddp__job_rank(g, g->rank);
+  int low = p_first ? p : g->rank, high = p_first ? g->rank : p; /* ranks of g */
+  char low_where[CDDP__WHERE_MAX], high_where[CDDP__WHERE_MAX];
   cddp_result r;
-  bool first;
-  cddp__copy_text(here, cddp__wait_slot(g, low)->where, sizeof here);
-  cddp__copy_text(there, cddp__wait_slot(g, high)->where, sizeof there);
+  bool broke_other; /* false: it was broken already */
+  cddp__copy_text(low_where, cddp__wait_slot(g, low)->where, sizeof low_where);
+  cddp__copy_text(high_where, cddp__wait_slot(g, high)->where, sizeof high_where);
   r = cddp__fail(CDDP_MISMATCH,
                  "ranks disagree: rank %d of the job waits in %s, rank %d of the job in %s, each "
                  "for the other; make the same calls in the same order on all ranks",
-                 cddp__job_rank(g, low), here, cddp__job_rank(g, high), there);
+                 cddp__job_rank(g, low), low_where, cddp__job_rank(g, high), high_where);
   /* Both groups are broken before any rank wakes: a rank that wakes can leave the other group. */
-  first = cddp__publish_failure(in, r);
+  broke_other = cddp__publish_failure(other, r);
   if (cddp__publish_failure(g, r)) {
     cddp__log(&g->host->logger, CDDP__LOG_ERROR, "%s", cddp__failure_text(g));
     cddp__announce_failure(g, CDDP__NOTIFY_HOSTS);
   }
-  if (first) cddp__announce_failure(in, CDDP__NOTIFY_HOSTS);
+  if (broke_other) cddp__announce_failure(other, CDDP__NOTIFY_HOSTS);
   return cddp__check_failure(g);
 }
 
 /* Called at intervals during a published wait. Breaks both groups if neither rank can continue:
-     - a rank p that this rank waits for waits for a round of another group, `in`,
+     - a rank p that this rank waits for waits for a round of another group, `other`,
      - this rank has not announced that round, and
-     - both ranks have one thread, and no operation in their engines.
-   The wait of p is read first, so it still holds when the other conditions are checked. */
+     - both ranks have one thread, and no operation in their engines: nothing else can go forward.
+   The wait of p is read first. It still holds when the other conditions are checked: it ends only
+   when this rank announces that round, or by a failure. */
 static cddp_result cddp__check_deadlock(cddp_group *g) {
   int p;
   for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->multithreaded) == 0; p++) {
     const cddp__slot *slot = cddp__wait_slot(g, p);
     uint64_t wait = p != g->rank && slot != NULL ? cddp__load64(&slot->wait) : 0;
     uint32_t id = (uint32_t)(wait >> 32), round = (uint32_t)wait; /* see slot.wait */
-    cddp_group *in;
-    if (wait == 0 || cddp__load32(&slot->multithreaded) != 0 || cddp__has_announced(g, p) ||
+    cddp_group *other;
+    if (wait == 0 || cddp__load32(&slot->multithreaded) != 0 ||
+        cddp__has_announced(g, p) /* this rank does not wait for p */ ||
         cddp__load32(&cddp__slot_of(g, p)->works) != 0)
       continue;
     pthread_mutex_lock(&g->host->lock);
-    for (in = g->host->groups; in != NULL && (uint32_t)in->id != id; in = in->next) {}
-    pthread_mutex_unlock(&g->host->lock);
-    if (in != NULL && in != g && cddp__load32(&cddp__slot_of(in, in->rank)->works) == 0 &&
-        cddp__load32(&cddp__op_header_of(in, in->rank, round)->seq) != round)
-      return cddp__break_deadlock(g, in, p);
+    for (other = g->host->groups; other != NULL && (uint32_t)other->id != id;)
+      other = other->next;
+    pthread_mutex_unlock(&g->host->lock); /* not freed meanwhile: the program's thread waits */
+    if (other != NULL && other != g &&
+        cddp__load32(&cddp__slot_of(other, other->rank)->works) == 0 &&
+        cddp__load32(&cddp__op_header_of(other, other->rank, round)->seq) != round)
+      return cddp__break_deadlock(g, other, p);
   }
   return CDDP_OK;
 }
 
 /* --- ranks that are late --- */
 
-/* For time-out texts: late ranks may have waited in another group, which has failed. */
+/* An addition to a time-out's text: the failure of another group of this rank, in which the late
+   ranks can have waited. "" if no other group has failed. */
 static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   cddp__text t = {""};
   const cddp_group *other;
@@ -9439,15 +9454,16 @@ static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   return t;
 }
 
-/* Lists the ranks of a set in at most n bytes: "3-7, 12", then "..." if there are more. */
+/* Lists the ranks of a set, set[0 .. size), in at most n bytes: "3-7, 12", then "..." if more ranks
+   do not fit. */
 static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
   cddp__text t = {""};
   int p, end;
   for (p = 0; p < size; p = end) {
-    for (end = p + 1; set[p] && end < size && set[end]; end++) {}
+    for (end = p + 1; set[p] && end < size && set[end]; end++) {} /* a run: p .. end - 1 */
     if (!set[p]) continue;
     if (t.s[0] != 0) cddp__append(t.s, n, ", ");
-    if (strlen(t.s) + 24 /* a range, "..." */ > n) {
+    if (strlen(t.s) + 24 /* bytes of a range, "..." and NUL */ > n) {
       cddp__append(t.s, n, "...");
       return t;
     }
@@ -9457,9 +9473,9 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
   return t;
 }
 
-/* Finds the ranks that are late for this rank's round, and returns their number. If a late rank of
-   this host awaits one of another host, the awaited one counts instead. A rank of another host also
-   counts unless its host has reported its arrival. */
+/* Sets set[p] for each rank p that is late for this rank's round, and returns their number. If a
+   late rank of this host awaits one of another host, the awaited one counts instead. A rank of
+   another host also counts unless its host has reported its arrival (cddp__record_arrivals). */
 static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
   bool all_hosts = g->hosts != NULL && !g->hosts->local_only;
@@ -9469,7 +9485,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
     uint64_t awaits = cddp__load64(&cddp__slot_of(g, p)->awaits);
     uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + its rank */
     if (cddp__has_announced(g, p)) continue;
-    if (g->host_index[p] < 0)
+    if (g->host_index[p] < 0) /* set already: a rank of this host awaits it */
       set[p] = set[p] || (all_hosts && cddp__load32(cddp__remote_arrival_of(g, p)) != g->round);
     else if (awaited != 0 && now_ms - at_ms < CDDP__AWAITS_MS)
       set[awaited - 1] = true;
@@ -9480,36 +9496,36 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   return n;
 }
 
-/* After the deadline: breaks the group with the names of all late ranks, unless the missing headers
-   arrive meanwhile.
-     late   a remote rank to or from which a frame is missing; -1: none */
-static cddp_result cddp__break_late(cddp_group *g, int late) {
-  bool set[CDDP__MAX_RANKS], far = false; /* far: one of them is on another host */
+/* After the deadline: breaks the group, with a text that names the late ranks. Returns CDDP_OK if
+   the missing headers arrive meanwhile.
+     awaited   a remote rank to or from which a frame is missing; -1: none */
+static cddp_result cddp__break_late(cddp_group *g, int awaited) {
+  bool late[CDDP__MAX_RANKS], remote = false; /* remote: a late rank is on another host */
   char names[320] = "", where[CDDP__ERROR_MAX] = "";
-  int p, named = 0, n;
+  int p, named = 0, n; /* n: late ranks; the first `named` get their names, the rest a list */
   cddp_result r;
   if (g->hosts != NULL && !g->hosts->local_only && !cddp__has_remote_headers(g)) {
     cddp__hosts_query_arrivals(g);
     r = cddp__check_failure(g);
     if (r != CDDP_OK || cddp__has_remote_headers(g)) return r;
   }
-  n = cddp__find_late(g, set);
-  if (n == 0 && late >= 0) set[late] = true; /* it does not finish a round that all announced */
-  if (n == 0 && late < 0) cddp__append(names, sizeof names, "a rank"); /* that arrived meanwhile */
+  n = cddp__find_late(g, late);
+  if (n == 0 && awaited >= 0) late[awaited] = true; /* all have announced, but it does not finish */
+  if (n == 0 && awaited < 0) cddp__append(names, sizeof names, "a rank"); /* it arrived meanwhile */
   for (p = 0; p < g->size && named < 3; p++) {
-    if (!set[p]) continue;
-    far = far || g->host_index[p] < 0;
+    if (!late[p]) continue;
+    remote = remote || g->host_index[p] < 0;
     cddp__append(names, sizeof names, "%s%s", named++ > 0 ? ", " : "", cddp__name_rank(g, p).s);
     cddp__append(where, sizeof where, "%s", cddp__describe_wait(g, p).s);
-    set[p] = false;
+    late[p] = false; /* not again in the list */
   }
   if (n > named)
     cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "",
-                 cddp__list_ranks(set, g->size, 160).s);
-  for (; p < g->size; p++)
-    far = far || (set[p] && g->host_index[p] < 0); /* of those without names */
+                 cddp__list_ranks(late, g->size, 160).s);
+  for (; p < g->size; p++) /* the ranks of the list */
+    remote = remote || (late[p] && g->host_index[p] < 0);
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not reach %s%s%s", g->timeout_s, names,
-             cddp__describe_current_call(g).s, far ? ", or their hosts cannot be reached" : "",
+             cddp__describe_current_call(g).s, remote ? ", or their hosts cannot be reached" : "",
              where[0] != 0 ? where : cddp__describe_other_failure(g).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
@@ -9519,12 +9535,14 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
    Owns: in the control block the headers, arrivals, release and sleepers; in the group round,
    oversubscribed and spin (which >>work changes). Calls other hosts, and serves receives, through
    >>hooks. Locks: cddp__served_lock; p2p.lock by trylock.
-   Entry points: rounds: cddp__round, _round_of, _local_round and _run_round; waits:
-   cddp__wait_word, _wait_tick, _wait_sleep, _notify, _spin_of, _set_wait_policy; groups served by
-   waiting threads: cddp__serve_in_waits, _stop_serving; cddp__nothing_to_split, _nothing_to_leave.
+   Entry points:
+     rounds        cddp__round, _round_of, _local_round, _run_round
+     waits         cddp__wait_word, _wait_tick, _wait_sleep, _notify, _spin_of, _set_wait_policy
+     served groups cddp__serve_in_waits, _stop_serving
+     carriers      cddp__nothing_to_split, _nothing_to_leave
    How it works:
      1. A rank writes its header (the call, its count, up to 40 bytes of payload), and then the
-        round's number into the header's seq.
+        round's number into the header's seq. Larger payloads are in its staging buffer.
      2. The round is complete when all headers have its number. Each rank compares all headers, so
         ranks that made different calls all find out.
      3. There are two sets of headers and staging buffers, used alternately. A rank writes those of
@@ -9538,7 +9556,8 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
      2. With more ranks than cores (oversubscribed), ranks add 1 to `arrivals` and sleep on
         `release`. The last rank to arrive sets it, and wakes all others with one call. */
 
-/* Up to this many bytes per share one round is faster than two rounds around direct copies. */
+/* Up to this many bytes per share one round is faster than two rounds around direct copies. Rounds
+   take longer if ranks share cores. */
 #define CDDP__ROUND_MAX ((size_t)4 << 10)
 #define CDDP__ROUND_MAX_OVERSUBSCRIBED ((size_t)8 << 10)
 #define CDDP__SPIN 2000 /* polls, tens of microseconds, before a rank yields: cddp__spin_of */
@@ -9546,22 +9565,24 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
 
 /* --- groups with work for every waiting thread --- */
 
-/* The groups of this process that have posted a receive, or that span hosts: every waiting thread
-   serves them all. A thread that holds served_lock takes p2p.lock by trylock, since another thread
-   can hold the two in the opposite order. */
+/* The groups of this process that have posted a receive, or that span hosts, by next_served. Every
+   waiting thread serves them all. A thread that holds served_lock takes p2p.lock by trylock, since
+   cddp__serve_in_waits is called with p2p.lock held. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp_group *cddp__served;
+static cddp_group *cddp__served; /* cddp__served_lock; read without it: is it NULL? */
 
-static void cddp__reset_served(void) { /* in a forked child: list and lock are the parent's */
+/* Runs in a forked child, which can have copied a locked lock. The groups are the parent's. */
+static void cddp__reset_served(void) {
   pthread_mutex_init(&cddp__served_lock, NULL);
   __atomic_store_n(&cddp__served, NULL, __ATOMIC_RELEASE);
 }
 
 static void cddp__register_fork_handler(void) {
-  (void)pthread_atfork(NULL, NULL, cddp__reset_served /* in the child */);
+  (void)pthread_atfork(NULL /* before */, NULL /* in the parent */, cddp__reset_served);
 }
 
-/* Adds g to the served groups, once. The caller holds p2p.lock, or g is still private. */
+/* Adds g to the served groups, once. The caller holds g's p2p.lock, or g is not yet known to other
+   threads. */
 static void cddp__serve_in_waits(cddp_group *g) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   if (g->p2p.is_served) return;
@@ -9573,11 +9594,11 @@ static void cddp__serve_in_waits(cddp_group *g) {
   pthread_mutex_unlock(&cddp__served_lock);
 }
 
-/* Removes g from the list, before it is freed. Afterwards no other thread serves g. */
+/* Removes g from the served groups, before it is freed. Afterwards no other thread serves g. */
 static void cddp__stop_serving(cddp_group *g) {
-  cddp_group **at = &cddp__served;
+  cddp_group **at = &cddp__served; /* the pointer to g */
   if (!g->p2p.is_served) return;
-  pthread_mutex_lock(&cddp__served_lock);
+  pthread_mutex_lock(&cddp__served_lock); /* waits for a thread that serves g now */
   while (*at != g) at = &(*at)->p2p.next_served;
   __atomic_store_n(at, g->p2p.next_served, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&cddp__served_lock);
@@ -9585,17 +9606,18 @@ static void cddp__stop_serving(cddp_group *g) {
 
 /* --- waits for ranks --- */
 
-/* The work of every wait between two sleeps. Returns the group's failure. If it sets w->due, the
-   caller checks whether the awaited rank has ended; if w->late, the caller fails with its text. */
+/* The work of every wait between two sleeps. Returns the group's failure, if it has one. If this
+   sets w->due, the caller checks whether the awaited rank has ended. If it sets w->late, the caller
+   fails with a text about its wait. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__host *host = g->host;
-  int next = (host->index + 1) % host->size, status; /* next: in the ring */
+  int next = (host->index + 1) % host->size, status; /* next: process in the ring (head, 4) */
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__wait_read_clock(w);
   if (cddp__serve_all_recvs(g)) w->since = w->now; /* short sleeps: more messages are likely */
   if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
-  cddp__join_serve(g->host, CDDP__JOIN_POLL);
+  cddp__join_serve(g->host, CDDP__JOIN_POLL); /* answers joining processes */
   if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->ranks[next].pidfd, host->ranks[next].pid, &status))
@@ -9603,22 +9625,24 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   return CDDP_OK;
 }
 
-/* Sleeps while *word == value and the group is healthy, at most for as long as the wait has lasted.
-   A rank that changes the word or breaks the group wakes the sleepers if *sleepers is not 0. */
+/* Sleeps while *word == value and the group is healthy, at most for as long as the wait has lasted:
+   a short wait is checked often, a long one costs little.
+     word       a rank that changes it wakes the sleepers if *sleepers is not 0
+     sleepers   block.sleepers, or a slot's event_sleepers: cddp__wake_all reads both */
 static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sleepers,
                              cddp__atomic_u32 *word, uint32_t value) {
-  double left = w->deadline - cddp__now(), sleep = w->now - w->since;
+  double left = w->deadline - cddp__now(), sleep = w->now - w->since; /* seconds */
   if (sleep < CDDP__SLEEP_MIN_S) sleep = CDDP__SLEEP_MIN_S;
   if (sleep > CDDP__SLEEP_MAX_S) sleep = CDDP__SLEEP_MAX_S;
-  cddp__add32(sleepers, 1); /* a full fence before `word` is read */
+  cddp__add32(sleepers, 1); /* a full fence: `broken` and *word are read after it */
   if (!cddp__is_broken(g) && cddp__load32(word) == value)
     cddp__futex_wait(word, value, sleep < left ? sleep : left);
   cddp__add32(sleepers, (uint32_t)-1);
 }
 
-/* Notifies a rank that a send from or for it has changed, or a message has arrived, after a full
-   fence by the caller. On one host a rank without event_sleepers needs none: before it sleeps it
-   increments these, then looks for messages once more. */
+/* Notifies a rank that a send from or for it has changed, or a message has arrived. The caller has
+   executed a full fence after that change. On one host a rank without event_sleepers needs no
+   notification: before it sleeps it increments these, then looks for messages once more. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *slot = cddp__slot_of(g, rank);
   if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->event_sleepers) == 0)) return;
@@ -9626,13 +9650,14 @@ static void cddp__notify(cddp_group *g, int rank) {
   if (cddp__load32(&slot->event_sleepers) != 0) cddp__futex_wake(&slot->events);
 }
 
-/* Every 20 ms of a wait for a round: breaks the group if a rank that the round needs has ended.
-   Publishes this rank's wait; later calls check whether a peer waits for this rank elsewhere. */
+/* Called every 20 ms of a wait for a round. Breaks the group if a rank that the round needs has
+   ended. The first call publishes this rank's wait: *published. Later calls check whether a peer
+   waits for this rank in another group. */
 static cddp_result cddp__check_wait(cddp_group *g, bool *published) {
   cddp_result r = cddp__check_peers(g);
   if (r != CDDP_OK) return r;
   if (*published) return cddp__check_deadlock(g);
-  *published = cddp__publish_wait(g, NULL /* where: round */);
+  *published = cddp__publish_wait(g, NULL /* where: in the round */);
   return CDDP_OK;
 }
 
@@ -9642,11 +9667,11 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
   bool published = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  uint32_t seen;
+  uint32_t seen; /* the word's value, while which this thread sleeps */
   cddp__wait_begin(&w, g->timeout_s);
   w.yields = g->yields;
   while (r == CDDP_OK && (seen = cddp__load32(word)) != want) {
-    if (cddp__wait_yields(&w)) continue;
+    if (cddp__wait_yields(&w)) continue; /* has yielded; false: from now on it sleeps */
     CDDP__POINT("waits");
     r = cddp__wait_tick(g, &w);
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) r = cddp__check_wait(g, &published);
@@ -9658,7 +9683,8 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
   return r;
 }
 
-/* Waits until *word == want; polls first. */
+/* Waits until *word == want: polls, then yields and sleeps. `word` is a header's seq, or one of the
+   control block. Returns the group's failure; breaks the group if a rank is lost or late. */
 static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   int i;
   for (i = 0; CDDP__UNLIKELY(cddp__load32(word) != want); i++) {
@@ -9670,18 +9696,19 @@ static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32
 
 /* --- ranks that disagree --- */
 
-static bool cddp__is_absent(const cddp__op_header *header) { /* its rank is in cddp_ddp_join */
+/* Whether the header's rank is out of data: in cddp_ddp_join. */
+static bool cddp__is_absent(const cddp__op_header *header) {
   return cddp__code_kind(header->call) == CDDP__KIND_DDP_JOIN;
 }
 
-/* Whether both headers have the same call, or `header` is an absent rank's, which matches a
-   cddp_ddp_wait, _step or _sync_buffers. */
+/* Whether both headers have the same call, or `header` is an absent rank's, which matches the calls
+   that absent ranks take part in: cddp_ddp_wait, _step, _sync_buffers. */
 static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_header *header) {
   uint32_t kind = cddp__code_kind(reference->call);
   bool joinable = cddp__code_phase(reference->call) == CDDP__PHASE_CALL &&
                   (kind == CDDP__KIND_DDP_WAIT || kind == CDDP__KIND_DDP_STEP ||
                    kind == CDDP__KIND_DDP_BUFFERS);
-  if (reference->fp_mode != header->fp_mode) return false;
+  if (reference->fp_mode != header->fp_mode) return false; /* absent ranks reduce too */
   if (joinable && cddp__is_absent(header)) return true;
   return reference->call == header->call && reference->count == header->count &&
          reference->root == header->root;
@@ -9693,12 +9720,12 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
                                       const cddp__op_header *reference) {
   const cddp__op_header *header = cddp__op_header_of(g, rank, g->round);
   cddp__slot *slot = cddp__slot_of(g, rank);
-  bool known = cddp__load32(&slot->site_round) == g->round;
-  cddp__text call = cddp__describe_call(header->call, header->count, header->root), other;
+  bool site_known = cddp__load32(&slot->site_round) == g->round;
+  cddp__text call = cddp__describe_call(header->call, header->count, header->root), expected;
   cddp__text t = cddp__textf(
-      "rank %d called %s%.*s", rank, call.s, known ? CDDP__SITE_MAX - 1 : 0, slot->site);
-  other = cddp__describe_call(reference->call, reference->count, reference->root);
-  if (header == reference || strcmp(other.s, call.s) != 0) return t;
+      "rank %d called %s%.*s", rank, call.s, site_known ? CDDP__SITE_MAX - 1 : 0, slot->site);
+  expected = cddp__describe_call(reference->call, reference->count, reference->root);
+  if (header == reference || strcmp(expected.s, call.s) != 0) return t; /* the texts show it */
   if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER) /* count: a hash of logged calls */
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
   else if (reference->fp_mode != header->fp_mode)
@@ -9712,13 +9739,14 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
   return t;
 }
 
-/* Compares all headers with that of the first rank not in cddp_ddp_join: the same on all ranks, so
-   all find the same result. */
+/* Compares all headers with that of the first rank not in cddp_ddp_join. All ranks use the same
+   reference, so all find the same result. If calls differ, breaks the group with a text that
+   describes the reference and up to two calls that differ from it. */
 static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__slot *mine = cddp__slot_of(g, g->rank);
   const cddp__op_header *reference;
   cddp__wait w;
-  int p, first = 0, different = 0;
+  int p, first = 0, different = 0; /* first: the reference's rank */
   while (first + 1 < g->size && cddp__is_absent(cddp__op_header_of(g, first, g->round)))
     first++;
   reference = cddp__op_header_of(g, first, g->round);
@@ -9726,14 +9754,14 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
     different += !cddp__calls_match(reference, cddp__op_header_of(g, p, g->round));
   if (different == 0) return CDDP_OK;
   cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
-  cddp__store32(&mine->site_round, g->round);
-  cddp__wait_begin(&w, 0.1); /* for call sites from this host: a rank can have just died */
-  for (p = 0; p < g->size; p++)
+  cddp__store32(&mine->site_round, g->round); /* the site is complete */
+  cddp__wait_begin(&w, 0.1); /* s, for the others' call sites: a rank can have just died */
+  for (p = 0; p < g->size; p++) /* only ranks of this host write theirs here */
     while (g->host_index[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
            !cddp__is_broken(g) && cddp__wait_pause(&w)) {}
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
              cddp__describe_rank(g, first, reference).s);
-  different = 0; /* again: the first two are described */
+  different = 0; /* counts again: the first two are described */
   for (p = 0; p < g->size; p++) {
     if (cddp__calls_match(reference, cddp__op_header_of(g, p, g->round)) || ++different > 2)
       continue;
@@ -9741,7 +9769,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   }
   if (different > 2)
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree", different - 2);
-  return cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* by the same comparison */
+  return cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* they compare the same headers */
 }
 
 /* --- rounds --- */
