@@ -16841,8 +16841,8 @@ static cddp_result cddp__cpu_copies(const cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* Steps a parameter with a dense gradient: at once, or, if it has a copy, by blocks: each is copied
-   while the cache has its weights. */
+/* Steps a parameter with a dense gradient. If it has a copy, by blocks: a block is copied while the
+   cache has its weights. */
 static void cddp__optim_dense(cddp_optim *optim, int i) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
@@ -17328,8 +17328,8 @@ static size_t cddp__gather_nodes_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
 
-/* Bytes that the range [begin, end) of the model takes in the compute type: elements of f16 and
-   bf16, the last dtypes of the model, then take twice as many. */
+/* Bytes that the range [begin, end) of the model takes in the compute type. Elements of f16 and
+   bf16, the last dtypes of the model, take twice as many as in the model. */
 static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
   size_t halves_begin = cddp__max(begin, d->layout.starts[CDDP_F16]);
   return end - begin + (end > halves_begin ? end - halves_begin : 0);
@@ -17391,9 +17391,9 @@ static void cddp__set_layout(cddp_ddp *d) {
       to->state_stride, to->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
 
-/* Collective: a round of this kind in which every rank sends the reference of its p, shared memory
-   of `bytes`, which ranks compare. out[i] receives this process's address of the p of this host's
-   i-th rank. A failure breaks the group. */
+/* Collective: a round of this kind in which every rank sends the reference of its p, shared memory.
+   Ranks compare `bytes`. out[i] receives the address here of the p of this host's i-th rank. A
+   failure breaks the group. */
 static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, size_t bytes,
                                        char **out) {
   void *at = NULL;
@@ -17417,8 +17417,8 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-/* The address here of a rank's gradient element at offset `at` of the model, of parameter i. rank,
-   here and below: the rank's index on this host (elastic: in the epoch's groups). */
+/* The address here of a rank's gradient element at offset `at` of the model, of parameter i. Here
+   and below `rank` is an index on this host (elastic: in the epoch's groups). */
 static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
   return d->addresses.gradients[(size_t)rank * (size_t)d->count + (size_t)i] +
          (at - d->tensors[i].offset);
@@ -17552,9 +17552,9 @@ static cddp_result cddp__local_barrier(cddp_ddp *d, int kind, enum cddp__phase p
 
 /* Collective: sends arrays from root to all ranks.
      root >= 0           that rank sends them whole
-     CDDP__ROOT_OWNERS   arrays have the shape of the parameters. Each rank of a host has one part,
-                         so all hosts have all parts: the first host's ranks send them
-     ALL_OWNERS, and OWNERS on devices: each rank of the group has, and sends, one part */
+     CDDP__ROOT_OWNERS   arrays have the shape of the parameters. Each rank of a host has one part;
+                         the first host's ranks send theirs
+     ALL_OWNERS, and OWNERS on devices: each rank of the group sends one part. */
 static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays, int count,
                                           int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
@@ -17593,8 +17593,8 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
 }
 
 /* The reduction left in the arena a sum (step.sums), a sum divided by the number of all ranks
-   (by_all), or the mean over the ranks with data (the active ones). Returns the factor that makes
-   it that mean. */
+   (by_all), or the mean over the active ranks: those with data. Returns the factor that makes it
+   that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all = /* hooks, MPI and NCCL do not know which ranks are absent */
       d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
@@ -17622,7 +17622,7 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
         is not the canonical one.
      4. Sparse rows are packed shard by shard, and merged as if each shard were a rank. */
 
-#define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host processes at a time */
+#define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host takes at a time */
 #define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements in one cddp__gather_chunk, of all ranks */
 #ifndef CDDP__SHARD_CHUNK /* tests set less */
 #define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* the same on GPUs */
@@ -17634,7 +17634,8 @@ static char *cddp__slot_at(const cddp_ddp *d, int rank, int slot, size_t at) {
          cddp__wide_bytes(d, 0, at);
 }
 
-/* The same; slot -1: in the rank's gradient of parameter i. */
+/* The address of offset `at` of the model in a node: in `slot`, or (-1) in the rank's gradient of
+   parameter i. */
 static char *cddp__node_at(const cddp_ddp *d, int rank, int slot, int i, size_t at) {
   return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__slot_at(d, rank, slot, at);
 }
@@ -17643,26 +17644,29 @@ static char *cddp__node_at(const cddp_ddp *d, int rank, int slot, int i, size_t 
    sources: scratch [shards]. */
 static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, int i,
                                 size_t at, size_t n) {
-  const cddp__shards *all = &d->shards;
+  const cddp__shards *shards = &d->shards;
   cddp_dtype dtype = d->params[i].dtype;
-  bool leaves = true; /* all nodes are single shards in gradients */
+  bool all_leaves = true; /* each node is a single shard, in gradients */
   int k;
-  for (k = 0; k < all->node_count; k++) {
-    const cddp__shard_node *node = &all->nodes[k];
+  for (k = 0; k < shards->node_count; k++) {
+    const cddp__shard_node *node = &shards->nodes[k];
     sources[k] = cddp__node_at(d, node->rank, node->slot, i, at);
-    leaves = leaves && node->slot < 0;
+    all_leaves = all_leaves && node->slot < 0;
   }
-  if (leaves) cddp__reduce(out, sources, all->count, n, dtype, CDDP_AVG);
+  if (all_leaves) /* also for one shard, and faster for a few */
+    cddp__reduce(out, sources, shards->count, n, dtype, CDDP_AVG);
   else
-    cddp__reduce_nodes(out, sources, all->widths, all->node_count, all->count, n, dtype, CDDP_AVG);
+    cddp__reduce_nodes(out, sources, shards->widths, shards->node_count, shards->count, n, dtype,
+                       CDDP_AVG);
 }
 
 /* Sums `count` nodes of this rank, which together form one node, into the slot `out`. clear: zeroes
    the gradients, which can be one of them (slot -1). */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
+  /* On a device one call takes a whole range. */
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
-  const void *nodes[CDDP__FOLD_DEPTH + 1];
+  const void *nodes[CDDP__FOLD_DEPTH + 1]; /* as many as merge.slots */
   void *stream = d->group->stream;
   cddp__range range;
   cddp_result r = CDDP_OK;
@@ -17694,20 +17698,21 @@ static cddp_result cddp__zero_copied(cddp_ddp *d) {
 
 enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
 
-/* Sums the shard in this rank's gradients with the nodes that form a greater node with it, into the
-   slot of the first of these, else into a free slot. more: zeroes the gradients for the next shard;
-   without it the shard can stay in the gradients, where peers read it. */
+/* Adds the shard in this rank's gradients to own_nodes: sums it with the nodes that form a greater
+   node with it, into the slot of the first of these, else into a free slot. more: zeroes the
+   gradients for the next shard. Otherwise the shard can stay in the gradients, where peers read
+   it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   cddp__shard_node *own = d->shards.own_nodes;
   cddp__shard_node of_shard = {shard, 1 /* width */, -1 /* no slot */, 0 /* rank */};
   int *count = &d->shards.own_node_count, free_slot = cddp__free_slot(own, *count);
   cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
-  int *slot = &merge.node.slot, at = 0; /* at: the shard's place, whose slot is -1 */
-  bool cleared = false;
+  int *slot = &merge.node.slot, at = 0; /* at: the shard's index in merge.slots */
+  bool cleared = false; /* the gradients are zeroed already */
+  bool needs_slot = more || merge.count > 1 || cddp__gathers_nodes(d) /* reads slots only */;
   cddp_result r = CDDP_OK;
-  if (more || merge.count > 1 || cddp__gathers_nodes(d))
-    *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
-  while (merge.slots[at] >= 0) at++;
+  if (needs_slot) *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
+  while (merge.slots[at] >= 0) at++; /* only the shard is not in a slot */
   if (at < merge.count - 1 && *slot != free_slot) {
     /* cddp__gpu_sum needs a shard in gradients last, so this one moves to a slot first. */
     r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1, more);
@@ -17724,32 +17729,38 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   return r;
 }
 
-/* Takes the mean of n elements a rank, from offset `at` of the model, into `out`. First each rank
-   gets all nodes of its n elements, `most` from a rank; node.slot is the place among these. */
+/* Takes the mean of a chunk, n elements for each rank, from offset `at` of the model, into `out`.
+     1. Each rank receives its n elements of all nodes, in `most` exchanges: in the i-th, each rank
+        sends its i-th node, so node.slot is the number of a node's exchange.
+     2. It takes their mean, in its place in `out`.
+     3. All ranks gather the means. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
                                       int most) {
   cddp_dtype wide = cddp__compute_type(dtype);
-  size_t ranks = (size_t)d->control->size, part = n * cddp__dtype_size(wide);
-  char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *all;
-  cddp__call means = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM, -1);
+  size_t ranks = (size_t)d->control->size;
+  size_t bytes = n * cddp__dtype_size(wide); /* of n elements of a node */
+  char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *to;
+  cddp__call means =
+      cddp__make_call(CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM, -1 /* no root */);
   cddp__call nodes;
-  void *scratch = NULL; /* received parts: [most][ranks] */
+  void *scratch = NULL; /* [most][ranks] the received elements; one rank reads its slots instead */
   cddp_result r = CDDP_OK;
   int i;
-  if (ranks > 1) r = d->memory->scratch(d, (size_t)most * ranks * part, &scratch);
+  if (ranks > 1) r = d->memory->scratch(d, (size_t)most * ranks * bytes, &scratch);
   if (r != CDDP_OK) return r;
-  all = (char *)scratch;
-  for (i = 0; r == CDDP_OK && i < most && ranks > 1; i++, all += ranks * part) {
-    int slot = i < d->shards.own_node_count ? d->shards.own_nodes[i].slot : 0; /* 0: not read */
-    nodes = cddp__make_call(
-        CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), all, n, wide, CDDP_SUM, -1);
+  to = (char *)scratch;
+  for (i = 0; r == CDDP_OK && i < most && ranks > 1; i++, to += ranks * bytes) {
+    /* A rank without an i-th node sends slot 0: the others do not read that. */
+    int slot = i < d->shards.own_node_count ? d->shards.own_nodes[i].slot : 0;
+    nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), to, n, wide,
+                            CDDP_SUM, -1 /* no root */);
     r = cddp__run_model_collective(d, &nodes);
   }
   CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->shards.node_count; i++)
     d->scratch.sources[i] = ranks == 1 ? cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at)
                                : (char *)scratch + ((size_t)d->shards.nodes[i].slot * ranks +
-                                                    (size_t)d->shards.nodes[i].rank) * part;
+                                                    (size_t)d->shards.nodes[i].rank) * bytes;
   if (r == CDDP_OK)
     r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
                          d->shards.count, n, d->group->stream);
@@ -17760,10 +17771,10 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
    number of ranks does not divide the number of elements of a dtype, `out` is written, and slots
    are read, past the dtype's end: cddp__gather_nodes_slack. The next dtype overwrites that. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
-  size_t ranks = (size_t)d->control->size, at, n, esize;
+  size_t ranks = (size_t)d->control->size, at, n, esize; /* n: elements of a chunk per rank */
   size_t chunk = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
   cddp_result r = CDDP_OK;
-  int dtype, i, most = 0; /* nodes that a rank has */
+  int dtype, i, most = 0; /* most: largest number of nodes that a rank has */
   for (i = 0; i < d->shards.node_count; i++)
     if (d->shards.nodes[i].slot >= most) most = d->shards.nodes[i].slot + 1;
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
@@ -17786,7 +17797,8 @@ typedef struct cddp__shard_rows {
   unsigned char pad[CDDP__CACHE_LINE - 16];
 } cddp__shard_rows;
 
-/* Packs the added rows of `shard` into packet; NULL: only counts. Returns the number of bytes. */
+/* Writes the added rows of `shard` to packet, and empties their lists. packet NULL: only counts.
+   Returns the number of bytes. */
 static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
   cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
   size_t bytes = sizeof *head, n;
@@ -17794,7 +17806,7 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
   for (i = 0; i < d->count; i++) {
     cddp__sparse *sparse = cddp__sparse_of(d, i);
     if (sparse == NULL) continue;
-    n = d->tensors[i].used ? sparse->added.n : 0;
+    n = d->tensors[i].used ? sparse->added.n : 0; /* rows of an unused parameter stay for later */
     if (packet != NULL) cddp__rows_pack(sparse, n, d->params[i].dtype, packet + bytes);
     if (packet != NULL && n > 0) sparse->added.n = 0;
     bytes += cddp__row_list_bytes(sparse, n);
@@ -17808,7 +17820,7 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
 /* Appends the added rows of `shard` to this rank's packet of the step. */
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__host *host = d->group->host;
-  size_t bytes = d->rows.bytes + cddp__pack_rows(d, shard, NULL);
+  size_t bytes = d->rows.bytes + cddp__pack_rows(d, shard, NULL /* count */);
   char *grown = d->rows.packet;
   if (bytes > d->rows.capacity) {
     bytes = cddp__max(bytes, 2 * d->rows.capacity);
@@ -17824,19 +17836,22 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   return CDDP_OK;
 }
 
-/* Takes the mean of the rows in packets [ranks], which it advances. Absent ranks do not count. */
+/* Takes the mean of the rows of all shards. packets: [ranks] each rank's packet; moved behind the
+   shards that were read. A shard of an absent rank does not count: it is not in rows.lists. */
 static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp__shard_rows *head;
   cddp_result r = CDDP_OK;
   int i, n = 0;
   for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
-  for (i = 0; i < d->shards.count; i++) { /* the next shard of i's owner; all in the end */
+  /* A packet has its rank's shards in the order in which the rank computed them. So pass i reads
+     the next shard of i's owner, which need not be i; in the end all are read. */
+  for (i = 0; i < d->shards.count; i++) {
     head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
     packets[d->shards.owner[i]] += head->bytes;
     if (head->shard < (uint64_t)d->shards.count)
       d->rows.lists[head->shard].packet = (char *)(head + 1);
   }
-  for (i = 0; i < d->shards.count; i++) /* drops absent ones */
+  for (i = 0; i < d->shards.count; i++) /* closes the gaps of absent ranks */
     if (d->rows.lists[i].packet != NULL) d->rows.lists[n++].packet = d->rows.lists[i].packet;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL)
@@ -17845,12 +17860,13 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   return r == CDDP_OK && d->memory->place_rows != NULL ? (d->memory->place_rows)(d) : r;
 }
 
-/* The same for ranks that cannot read each other's packets. longest: bytes of the longest one. */
+/* Merges the packets of ranks that cannot read each other's memory, which first gather them, each
+   in `longest` bytes: those of the longest packet. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  char **packets = (char **)g->buffers; /* borrowed after the all_gather */
-  char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
+  char **packets = (char **)g->buffers; /* the all_gather uses it too, before */
+  char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own; /* own is last */
   cddp_result r;
   int k;
   if (all == NULL) return CDDP_OUT_OF_MEMORY;
@@ -17863,13 +17879,13 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   return r;
 }
 
-/* Collective: all ranks get the mean of all added rows. After a failure cddp__finish_step ends the
-   access. */
+/* Collective: all ranks get the mean of all added rows. After a failure its caller,
+   cddp__finish_step, ends the access to peers' memory. */
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   size_t longest = 0;
-  char **packets = (char **)g->buffers; /* borrowed: no round uses it */
-  unsigned char size[8];
+  char **packets = (char **)g->buffers; /* free here: only collectives on arrays use it */
+  unsigned char size[8]; /* bytes of this rank's packet */
   cddp_result r = CDDP_OK;
   int i;
   if (!d->shards.uses_slots) r = cddp__keep_rows(d, g->rank); /* else cddp__end_shard did */
@@ -17887,11 +17903,11 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
     if (r == CDDP_OK) r = cddp__local_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
     if (r == CDDP_OK) r = cddp__end_access(g, r);
   }
-  d->rows.bytes = 0;
+  d->rows.bytes = 0; /* the next step begins a new packet */
   return r;
 }
 
-/* Keeps the shard's rows and sum. more: shards of this step follow. */
+/* Ends the current shard: keeps its rows and its sum. more: shards of this step follow. */
 static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
   cddp_result r = d->rows.sparse != NULL ? cddp__keep_rows(d, d->shards.current) : CDDP_OK;
   return r == CDDP_OK ? cddp__keep_node(d, d->shards.current, more) : r;
@@ -17910,42 +17926,45 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
      3. A communication hook gets a contiguous bucket, if needed a copy, instead. */
 
 struct cddp__bucket_state {
-  int remaining; /* parameters not yet ready; guarded by lock */
-  int *sorted; /* its parameters by offset, those in place last; in plan.sorted */
+  int remaining; /* parameters not yet ready in this step; d->lock */
+  int *sorted; /* [count] its parameters, in plan.sorted: by offset, those in place last */
   int count;
   cddp_work work; /* its reduction in the engine */
-  cddp_ddp *ddp;
+  cddp_ddp *ddp; /* for cddp__run_bucket, which gets the bucket alone */
 };
 
-/* Compares offsets for qsort: within a dtype the last parameter has the lowest. */
+/* For qsort: compares parameters of one dtype by offset: the last one has the lowest. */
 static int cddp__by_offset(const void *a, const void *b) {
   int x = *(const int *)a, y = *(const int *)b;
   return x < y ? 1 : x > y ? -1 : 0;
 }
 
-/* order: of arrival; NULL: reverse order of declaration. */
+/* Assigns the parameters to buckets. order: in which gradients became ready; NULL: reverse order of
+   declaration. */
 static void cddp__set_plan(cddp_ddp *d, const int *order) {
-  int b, i, k, n;
+  int b, i, param, in_arena; /* in_arena: parameters of the bucket, so far */
   d->plan.count = cddp__plan_buckets(
       d->plan.offsets, d->plan.params, d->params, d->count, order, d->plan.limits, 2 /* limits */);
   memcpy(d->plan.sorted, d->plan.params, (size_t)d->count * sizeof *d->plan.params);
   for (b = 0; b < d->plan.count; b++) {
-    cddp__bucket_state *s = &d->plan.buckets[b];
-    s->ddp = d;
-    s->sorted = d->plan.sorted + d->plan.offsets[b];
-    s->count = d->plan.offsets[b + 1] - d->plan.offsets[b];
-    n = 0;
-    for (i = 0; i < s->count; i++) { /* parameters in the arena come first, contiguous */
-      k = s->sorted[i];
-      if (d->tensors[k].storage == CDDP__STORAGE_IN_PLACE) continue;
-      s->sorted[i] = s->sorted[n];
-      s->sorted[n++] = k;
+    cddp__bucket_state *bucket = &d->plan.buckets[b];
+    bucket->ddp = d;
+    bucket->sorted = d->plan.sorted + d->plan.offsets[b];
+    bucket->count = d->plan.offsets[b + 1] - d->plan.offsets[b];
+    in_arena = 0;
+    for (i = 0; i < bucket->count; i++) { /* swaps those in the arena to the front */
+      param = bucket->sorted[i];
+      if (d->tensors[param].storage == CDDP__STORAGE_IN_PLACE) continue;
+      bucket->sorted[i] = bucket->sorted[in_arena];
+      bucket->sorted[in_arena++] = param;
     }
-    qsort(s->sorted, (size_t)n, sizeof *s->sorted, cddp__by_offset);
-    for (i = 0; i < s->count; i++) d->tensors[s->sorted[i]].bucket = b;
+    /* By offset adjacent gradients form long ranges: cddp__next_range. */
+    qsort(bucket->sorted, (size_t)in_arena, sizeof *bucket->sorted, cddp__by_offset);
+    for (i = 0; i < bucket->count; i++) d->tensors[bucket->sorted[i]].bucket = b;
   }
 }
 
+/* Bytes of a bucket's gradients, without those of unused parameters. */
 static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b) {
   cddp__range range;
   size_t bytes = 0;
@@ -17955,20 +17974,21 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
 }
 
 /* Writes the mean of this rank's slice of the bucket, over all ranks that have data, to the
-   gradients of all ranks. The bucket's first round announces which ranks are absent. */
+   gradients of all ranks. The headers of the bucket's first round say which ranks are absent. */
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   const cddp_group *g = d->comm;
-  size_t begin, end, at = 0; /* places in the bucket */
+  size_t begin, end, at = 0; /* bytes in the bucket: this rank's slice; the current range */
   cddp__range range;
   int i = 0, k;
   cddp__slice(cddp__bucket_bytes(d, b), CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
   for (; cddp__next_range(d, b->sorted, b->count, &i, &range); at += range.end - range.begin) {
+    /* [low, high): the slice's part of this range */
     size_t low = cddp__max(begin, at), high = cddp__min(end, at + range.end - range.begin);
-    size_t from = range.begin + (low - at), n; /* from: in the model */
-    char *mean;
+    size_t from = range.begin + (low - at), n; /* from: offset of `low` in the model */
+    char *mean; /* in this rank's gradients */
     int active = 0;
-    if (low >= high) continue; /* not in this rank's slice */
+    if (low >= high) continue; /* the range is not in this rank's slice */
     mean = cddp__gradient_at(d, d->me, range.first, from);
     n = (high - low) / cddp__dtype_size(dtype);
     if (d->shards.uses_slots) {
@@ -17977,13 +17997,13 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
       for (k = 0; k < g->size; k++)
         if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0) /* has data */
           d->scratch.buffers[active++] = cddp__gradient_at(d, k, range.first, from);
-      if (active == g->size) { /* writes the mean to all of them */
+      if (active == g->size) { /* writes the mean to all ranks, in one pass through the memory */
         cddp__reduce_all(d->scratch.buffers, active, n, dtype, CDDP_AVG);
         continue;
       }
       cddp__reduce(mean, (const void *const *)d->scratch.buffers, active, n, dtype, CDDP_AVG);
     }
-    for (k = 0; k < g->size; k++)
+    for (k = 0; k < g->size; k++) /* absent ranks too: the step reads it there */
       if (k != g->rank) memcpy(cddp__gradient_at(d, k, range.first, from), mean, high - low);
   }
 }
@@ -17991,21 +18011,21 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
 /* Collective: all ranks get the mean of the bucket. Runs in the engine of d->comm. */
 static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_group *g = d->comm;
-  cddp__call c = cddp__make_call( /* the rest: for each range */
+  cddp__call c = cddp__make_call( /* buffers and count are set for each range */
       CDDP__KIND_ALL_REDUCE, NULL, NULL, 0, d->params[b->sorted[0]].dtype, CDDP_AVG, -1);
   cddp__range range;
   int i = 0, k;
-  uint64_t index = (uint64_t)(b - d->plan.buckets), record;
+  uint64_t index = (uint64_t)(b - d->plan.buckets), record; /* index: ranks compare it */
   unsigned char absent = (unsigned char)d->uneven.absent;
   cddp_result r;
-  g->calls++;
+  g->calls++; /* of d->comm, which only this thread uses for rounds */
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
   r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, sizeof absent);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) {
     if (g->carrier->shares_memory) cddp__reduce_slice(d, b);
-    while (r == CDDP_OK && !g->carrier->shares_memory && /* ranks cannot read each other's memory */
+    while (r == CDDP_OK && !g->carrier->shares_memory && /* several hosts, or MPI */
            cddp__next_range(d, b->sorted, b->count, &i, &range)) {
       for (k = 0; k < g->local_size; k++)
         d->scratch.buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
@@ -18025,7 +18045,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 enum { CDDP__BUCKET_PACK, CDDP__BUCKET_UNPACK }; /* of `bool unpack` */
 
-/* Copies a bucket's gradients to a contiguous buffer. unpack: from it. */
+/* Copies this rank's gradients of a bucket to a contiguous buffer; unpack: back from it. */
 static cddp_result cddp__copy_bucket(const cddp_ddp *d, const cddp__bucket_state *b, void *buffer,
                                      bool unpack) {
   cddp__range range;
@@ -18041,11 +18061,13 @@ static cddp_result cddp__copy_bucket(const cddp_ddp *d, const cddp__bucket_state
   return r;
 }
 
+/* An all_reduce in place that takes the mean. */
 static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) {
   return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
 }
 
-/* Averages a bucket in `small`, a type of 2 bytes. A half is averaged as it is. */
+/* The hooks that compress: average a bucket in `small`, a type of 2 bytes. A bucket of f16 or bf16
+   is averaged as it is. The copy is the backend's scratch, or shared memory. */
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
   const cddp__backend *backend = b->group->backend;
@@ -18053,19 +18075,20 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp_result r = CDDP_OK;
   if (cddp__dtype_size(b->dtype) <= 2) return (backend->start)(b->group, &c, NULL /* no handle */);
   if (backend->scratch != NULL) r = (backend->scratch)(b->group, 2 * b->count, &copy);
-  else copy = cddp__arena_alloc(b->group->host, 2 * b->count, CDDP__EXTENT_OPEN);
+  else copy = cddp__arena_alloc(b->group->host, 2 * b->count, CDDP__EXTENT_OPEN); /* peers write */
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
-  if (r == CDDP_OK) r = (backend->start)(b->group, &c, NULL);
+  if (r == CDDP_OK) r = (backend->start)(b->group, &c, NULL /* no handle */);
   if (r == CDDP_OK) r = (backend->convert)(b->group, b->data, b->dtype, copy, small, b->count);
   if (backend->scratch == NULL) cddp__arena_free(b->group->host, copy);
   return r;
 }
 
-/* Calls the hook: in place if the gradients are adjacent, else on a copy. */
+/* Calls the hook: on the gradients themselves if they are adjacent, else on a copy. If the hook
+   fails without a text of its own, the error text is about its result. */
 static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  char first = cddp__error_text[0]; /* 0 during the call: shows whether the hook sets a text */
+  char text_begin = cddp__error_text[0]; /* the text is empty during the call: a hook can set one */
   size_t bytes = cddp__bucket_bytes(d, b);
   cddp_bucket bucket;
   cddp__range range;
@@ -18083,11 +18106,11 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.params = used =
       (int *)cddp__malloc(&d->group->host->allocator, (size_t)b->count * sizeof *used);
   if (used == NULL) return CDDP_OUT_OF_MEMORY;
-  for (k = 0; k < b->count; k++) /* those with elements in bucket.data */
+  for (k = 0; k < b->count; k++) /* the parameters that have elements in bucket.data */
     if (d->tensors[b->sorted[k]].used && cddp__dense_count(d, b->sorted[k]) > 0)
       used[bucket.param_count++] = b->sorted[k];
   bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
-  packed = range.end - range.begin != bytes; /* several ranges */
+  packed = range.end - range.begin != bytes; /* several ranges: the hook gets a contiguous copy */
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
   if (r == CDDP_OK && packed) r = cddp__copy_bucket(d, b, bucket.data, CDDP__BUCKET_PACK);
   if (r == CDDP_OK) {
@@ -18095,7 +18118,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
     r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
     if (r != CDDP_OK && cddp__error_text[0] == 0)
       r = cddp__fail(r, "it returned %d, %s", (int)r, cddp_result_name(r));
-    if (cddp__error_text[0] == 0) cddp__error_text[0] = first;
+    if (cddp__error_text[0] == 0) cddp__error_text[0] = text_begin; /* restores the old text */
   }
   if (r == CDDP_OK && packed) r = cddp__copy_bucket(d, b, bucket.data, CDDP__BUCKET_UNPACK);
   cddp__free(&d->group->host->allocator, used);
@@ -18106,11 +18129,13 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 /* --- buckets in the engine --- */
 
-static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
+/* Reduces a bucket, or calls the hook for it, on the engine's thread of d->comm. The engine keeps
+   result and text in the work, for cddp__await_buckets. */
+static cddp_result cddp__run_bucket(cddp_work *w) {
   cddp__bucket_state *b = (cddp__bucket_state *)w->context;
   cddp_ddp *d = b->ddp;
   bool hooked = d->desc.comm_hook != NULL;
-  cddp_group *g = hooked ? d->hook_group : d->comm;
+  cddp_group *g = hooked ? d->hook_group : d->comm; /* the group that the bucket's calls use */
   cddp_result r = cddp__check_group(g);
   if (r == CDDP_OK) r = d->memory->select_device(d);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
@@ -18121,21 +18146,23 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
       cddp__param_name(d->params, b->sorted[0]).s, b->count > 1 ? " and others" : "");
 }
 
+/* Starts a bucket: the engine runs it when all earlier ones are done. d->lock held. */
 static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  memset(&b->work, 0, sizeof b->work);
+  memset(&b->work, 0, sizeof b->work); /* not `anywhere`: only the engine's thread runs it */
   b->work.group = d->comm;
   b->work.run = cddp__run_bucket;
   b->work.context = b;
-  b->work.site = d->step.site;
-  b->work.fp_mode = 1 + cddp__fp_mode();
+  b->work.site = d->step.site; /* of the last wait or step: cddp_ddp_ready has none */
+  b->work.fp_mode = 1 + cddp__fp_mode(); /* the engine computes in the caller's mode */
   return cddp__engine_push(&b->work);
 }
 
+/* Waits for all launched buckets. Returns the failure of the first that failed, with its text. */
 static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
   int b;
-  (void)part; /* ranks get all of the mean */
+  (void)part; /* on a host each rank gets the whole mean */
   cddp__drain_buckets(d);
-  for (b = 0; b < d->plan.next; b++) { /* those launched */
+  for (b = 0; b < d->plan.next; b++) { /* plan.next: the first that is not launched */
     cddp_work *work = &d->plan.buckets[b].work;
     if (work->result != CDDP_OK) return cddp__fail(work->result, "%s", work->text);
   }
