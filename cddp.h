@@ -1321,7 +1321,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - A process that was in a job can join it again (CDDP_JOIN) after it has destroyed its models
        and groups of that job. CDDP_JOIN counts for each of its calls of cddp_init: unset it before
        one that starts another job.
-     - No process can join ranks that are threads. On GPUs such ranks cannot be elastic.
+     - Not with cddp_init on two threads of one process: use cddp_run_threads. No process can join
+       ranks that are threads. On GPUs such ranks cannot be elastic.
      - No process can join a job of one host that was started under a file size limit (ulimit -f).
      - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join, MPI; no step in a
        CUDA graph.
@@ -19741,6 +19742,17 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   return d;
 }
 
+/* Whether another rank is a thread of this process: the locks on the memfd belong to the process.
+   So an elastic model would free memory that the other thread still reads. */
+static bool cddp__shares_process(const cddp_group *g) {
+  int k;
+  for (k = 0; k < g->size && !g->host->joined; k++)
+    if (k != g->rank && g->host_index[k] >= 0 && /* on this host */
+        cddp__process_at(g->host, g->host_index[k]).pid == (uint32_t)getpid())
+      return true;
+  return false;
+}
+
 /* Refuses what `elastic` or `shards` exclude. */
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
@@ -19757,6 +19769,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
       : other != NULL                          ? other
       : gpus && g->size > 1 && g->host->one_process
           ? "ranks that are threads and have GPUs" /* no connection shows a thread's end */
+      : cddp__shares_process(g) ? "cddp_init on two threads of a process (use cddp_run_threads)"
       : g->carrier->foreign ? "MPI"
                             : NULL;
   if (d->desc.elastic && clash != NULL)
@@ -25132,6 +25145,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               descriptors in one rank could end others on its host. cddp_group_split on a thread
               crashed when a rank was lost. A handle that outlived its group was used after it had
               been freed. A connection that was lost without a rank was never replaced.
+              Elastic ranks by cddp_init on threads of one process: an error (they shared locks).
               cddprun --elastic, cddp_spawn_elastic: a rank that died before the model existed.
               pthread_exit in a rank of cddp_spawn counted as success, or left the rank running.
               A damaged rank table crashed its receiver. cddp_run_threads with one thread unmapped

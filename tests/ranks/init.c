@@ -1110,6 +1110,10 @@ static void *join_by_thread(void *arg) {
   thread_member *t = (thread_member *)arg;
   cddp_group_desc desc;
   cddp_group *g;
+  cddp_ddp_desc elastic;
+  cddp_ddp *ddp;
+  float w[4] = {1, 2, 3, 4};
+  cddp_param weight = {"w", w, NULL, 4, CDDP_F32};
   int32_t one = 1;
   memset(&desc, 0, sizeof desc);
   desc.init_method = t->method;
@@ -1119,6 +1123,12 @@ static void *join_by_thread(void *arg) {
   if (g == NULL) return NULL;
   CHECK_OK(cddp_all_reduce(g, &one, 1, CDDP_I32, CDDP_SUM, NULL));
   t->sum = one;
+  memset(&elastic, 0, sizeof elastic);
+  elastic.elastic = true;
+  CHECK_IS(cddp_ddp_create(&ddp, g, &weight, 1, &elastic), CDDP_UNSUPPORTED); /* they share locks */
+  CHECK(strstr(cddp_error(), "cddp_run_threads") != NULL);
+  CHECK_OK(cddp_ddp_create(&ddp, g, &weight, 1, NULL));
+  cddp_ddp_destroy(ddp);
   cddp_destroy(g);
   return NULL;
 }
