@@ -2788,7 +2788,7 @@ static const char *cddp__descriptor_advice(int e) {
   return e == EMFILE || e == ENFILE ? "; raise the limit of open files (ulimit -n)" : "";
 }
 
-/* A system call has failed and set errno. what: its name, or what it was for. */
+/* A system call has failed and set errno. what: the call's name, or its purpose. */
 static cddp_result cddp__fail_errno(const char *what) {
   int e = errno;
   return cddp__fail(CDDP_SYSTEM, "%s: %s%s", what, strerror(e), cddp__descriptor_advice(e));
@@ -3282,28 +3282,30 @@ static const char *cddp__size_advice(int e) {
 
 #define CDDP__RECORD_BYTES (sizeof(cddp_record_header) + CDDP_RECORDS * sizeof(cddp_record))
 
-static int64_t cddp__nanoseconds(clockid_t clock) {
+static int64_t cddp__nanoseconds(clockid_t clock) { /* the clock's time */
   struct timespec t;
   clock_gettime(clock, &t);
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* A number for a new job, from the time and the process id. */
+/* A number for a new job without a token. From the time and the process id, so that it differs from
+   those of earlier jobs, and of jobs that start at the same moment. */
 static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
-/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. join: the number of a process
-   that joined, because an earlier process of the rank can have a file; else 0. The file gets its
-   full size now: a full disk cannot kill the program later (SIGBUS). */
+/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. job: a number for the names of
+   the files, the same on all ranks. size: of the world. join: the number of a process that joined,
+   because an earlier process of the rank can have a file; else 0. The file gets its full size now:
+   a full disk cannot kill the program later (SIGBUS). */
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
                                      int join) {
   const char *dir = getenv("CDDP_RECORD");
   size_t bytes = CDDP__RECORD_BYTES;
   cddp_record_header *header;
   char path[4096];
-  void *p = MAP_FAILED;
-  int fd, e;
+  void *map = MAP_FAILED;
+  int fd, e; /* e: an errno, or 0 */
   *out = NULL;
   if (dir == NULL || dir[0] == 0) return CDDP_OK;
   snprintf(path, sizeof path, "%s/cddp-%016" PRIx64 "-%d", dir, job, rank);
@@ -3316,16 +3318,16 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
                       rank, path, strerror(errno));
   do e = cddp__file_allowance(0) >= bytes ? posix_fallocate(fd, 0, (off_t)bytes) : EFBIG;
   while (e == EINTR);
-  if (e == 0) p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (e == 0 && p == MAP_FAILED) e = errno;
-  close(fd);
+  if (e == 0) map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (e == 0 && map == MAP_FAILED) e = errno;
+  close(fd); /* the mapping keeps the file open */
   if (e != 0) {
     unlink(path);
     return cddp__fail(CDDP_IO,
                       "CDDP_RECORD: rank %d cannot get %zu bytes for the recorder's file %s: %s%s",
                       rank, bytes, path, strerror(e), cddp__size_advice(e));
   }
-  header = (cddp_record_header *)p;
+  header = (cddp_record_header *)map; /* zeros, as the file is new */
   header->record_size = (uint32_t)sizeof(cddp_record);
   header->capacity = CDDP_RECORDS;
   header->rank = (uint32_t)rank;
@@ -3334,13 +3336,14 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   header->job = job;
   header->created = cddp__nanoseconds(CLOCK_MONOTONIC);
   header->wall_offset = cddp__nanoseconds(CLOCK_REALTIME) - header->created;
-  gethostname(header->host, sizeof header->host - 1);
-  memcpy(header->magic, "cddprec1", sizeof header->magic);
+  gethostname(header->host, sizeof header->host - 1); /* the last byte stays 0 */
+  memcpy(header->magic, "cddprec1", sizeof header->magic); /* last: only a full header has it */
   *out = header;
   return CDDP_OK;
 }
 
-/* The record with this number; NULL if the recorder is off (0) or a newer record replaced it. */
+/* The record with this number. NULL if the number is 0, as with the recorder off, or if a newer
+   record has replaced it. */
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   cddp_record *record;
   if (CDDP__LIKELY(number == 0)) return NULL;
@@ -3348,15 +3351,15 @@ static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   return __atomic_load_n(&record->number, __ATOMIC_ACQUIRE) == number ? record : NULL;
 }
 
-/* An operation of g was requested. Returns its number, or 0 if the recorder is off. what: its name,
-   of which 15 bytes are kept. dtype, op, root: -1 for none. */
+/* An operation of g was requested. Returns the number of its record, or 0 if the recorder is off.
+   what: the operation's name, of which 15 bytes are kept. dtype, op, root: -1 for none. */
 static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t count, int dtype,
                                  int op, int root) {
   cddp_record_header *header = g->host->record;
   cddp_record *record;
   uint64_t number;
   if (CDDP__LIKELY(header == NULL)) return 0;
-  number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED);
+  number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED); /* threads get different ones */
   record = (cddp_record *)(void *)(header + 1) + (number - 1) % CDDP_RECORDS;
   __atomic_exchange_n(&record->number, 0 /* not valid yet */, __ATOMIC_SEQ_CST);
   /* No later store can be visible before this one: a reader that sees a new field must not see the
@@ -3368,7 +3371,7 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   record->group = g->id;
   record->count = count;
   record->enqueued = cddp__nanoseconds(CLOCK_MONOTONIC);
-  record->started = record->ended = 0;
+  record->started = record->ended = 0; /* not yet */
   memset(record->what, 0, sizeof record->what);
   memcpy(record->what, what, cddp__min(strlen(what), sizeof record->what - 1));
   record->dtype = dtype;
@@ -3379,7 +3382,8 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   return number;
 }
 
-/* The operation begins. sequence: its number among those of its group; 0: none. */
+/* The operation with the record `number` begins. sequence: the number of the operation among those
+   of its group; 0: none. */
 static void cddp__record_start(const cddp_group *g, uint64_t number, uint64_t sequence) {
   cddp_record *record = cddp__record_at(g, number);
   if (CDDP__LIKELY(record == NULL)) return;
@@ -3387,7 +3391,7 @@ static void cddp__record_start(const cddp_group *g, uint64_t number, uint64_t se
   record->started = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
-/* The operation has ended. */
+/* The operation with the record `number` has ended. */
 CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cddp_result result) {
   cddp_record *record = cddp__record_at(g, number);
   if (CDDP__LIKELY(record == NULL)) return;
@@ -3395,10 +3399,11 @@ CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cdd
   record->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
-/* Records an event: `started` stays 0. */
+/* Records an event, which has no duration: `started` stays 0. count: a number about it. */
 static void cddp__record_event(const cddp_group *g, const char *what, uint64_t count,
                                cddp_result result) {
-  cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1 /* none */), result);
+  cddp__record_finish(
+      g, cddp__record_new(g, what, count, -1 /* dtype */, -1 /* op */, -1 /* root */), result);
 }
 
 /* >>bytes ----------------------------------------------------------------------------------------
@@ -3412,7 +3417,7 @@ static void cddp__put32(void *p, uint32_t v) { /* little-endian, any alignment *
   int i;
   for (i = 0; i < 4; i++) b[i] = (unsigned char)(v >> (8 * i));
 }
-static void cddp__put64(void *p, uint64_t v) {
+static void cddp__put64(void *p, uint64_t v) { /* the lower half first */
   cddp__put32(p, (uint32_t)v);
   cddp__put32((unsigned char *)p + 4, (uint32_t)(v >> 32));
 }
@@ -3424,32 +3429,35 @@ static uint64_t cddp__get64(const void *p) {
   return (uint64_t)cddp__get32(p) | (uint64_t)cddp__get32((const unsigned char *)p + 4) << 32;
 }
 
-/* FNV-1a. h: 0, a seed, or the hash of data before it. */
+/* FNV-1a, fast, no protection from an attacker. h: 0, a seed, or the hash of the data before these
+   n bytes. */
 CDDP__OUT_OF_LINE uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) {
   const unsigned char *b = (const unsigned char *)data;
   size_t i;
-  h ^= 0xcbf29ce484222325ull;
-  for (i = 0; i < n; i++) h = (h ^ b[i]) * 0x100000001b3ull;
+  h ^= 0xcbf29ce484222325ull; /* FNV's initial value */
+  for (i = 0; i < n; i++) h = (h ^ b[i]) * 0x100000001b3ull; /* FNV's prime */
   return h;
 }
 
-/* Random bytes, for nonces and for unguessable names. */
+/* Writes n random bytes to p: for nonces, tokens and unguessable names. */
 static cddp_result cddp__random(void *p, size_t n) {
   long got;
-  CDDP_ASSERT(n <= 256); /* more can be interrupted */
+  CDDP_ASSERT(n <= 256); /* of more bytes the system can return a part */
   do
-    got = syscall(SYS_getrandom, p, n, 0);
+    got = syscall(SYS_getrandom, p, n, 0 /* flags: waits until the system has entropy */);
   while (got < 0 && errno == EINTR);
   return got == (long)n ? CDDP_OK : cddp__fail_errno("getrandom");
 }
 
-/* BLAKE2s (RFC 7693), a hash with a key, which needs no HMAC. Its initial state: */
+/* BLAKE2s (RFC 7693): a cryptographic hash that takes a key, so it needs no HMAC. Names and steps
+   are those of the RFC. The initial state: */
 static const uint32_t cddp__blake2s_start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
                                                 0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
 
 static uint32_t cddp__rotate_right(uint32_t v, int n) { return v >> n | v << (32 - n); }
 
-/* Mixes a block of 64 bytes into the state h. bytes: hashed so far, with this block. */
+/* The RFC's function F: mixes a block p of 64 bytes into the state h. bytes: number of bytes hashed
+   so far, with this block. */
 static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t bytes, bool last) {
   static const uint64_t order[10] = { /* a round's order of the block's words, lowest digit first */
       0xfedcba9876543210u, 0x357b20c16df984aeu, 0x491763eadf250c8bu, 0x8f04a562ebcd1397u,
@@ -3461,13 +3469,14 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
   memcpy(v + 8, cddp__blake2s_start, 8 * sizeof *v);
   v[12] ^= (uint32_t)bytes;
   v[13] ^= (uint32_t)(bytes >> 32);
-  if (last) v[14] = ~v[14];
+  if (last) v[14] = ~v[14]; /* the last block of the message */
   for (round = 0; round < 10; round++)
     for (i = 0; i < 8; i++) { /* four columns, then four diagonals */
       uint64_t words = order[round] >> (8 * i); /* the lowest two digits: this step's words */
-      int turn = i / 4; /* 1: diagonals */
+      int turn = i / 4; /* 0: columns of the 4 x 4 matrix v; 1: diagonals */
       uint32_t *a = &v[i % 4], *b = &v[4 + (i + turn) % 4], *c = &v[8 + (i + 2 * turn) % 4],
                *d = &v[12 + (i + 3 * turn) % 4];
+      /* The RFC's function G: */
       *a += *b + cddp__get32(p + 4 * (words & 15));
       *d = cddp__rotate_right(*d ^ *a, 16);
       *c += *d;
@@ -3480,30 +3489,31 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
   for (i = 0; i < 8; i++) h[i] ^= v[i] ^ v[8 + i];
 }
 
-/* The hash of n bytes, with a key of at most 32 bytes. */
+/* The hash of n bytes, with a key of at most 32 bytes. A key is hashed first, as a block. */
 static void cddp__blake2s(const void *key, size_t key_size, const void *data, size_t n,
                           unsigned char out[32]) {
   const unsigned char *p = (const unsigned char *)data;
   unsigned char block[64];
   uint32_t h[8];
-  size_t at = 0, take, total = n + (key_size > 0 ? 64 : 0), i; /* the key fills a block */
+  size_t at = 0, total = n + (key_size > 0 ? 64 : 0), take, i; /* at: bytes hashed, of total */
   CDDP_ASSERT(key_size <= 32);
   memcpy(h, cddp__blake2s_start, sizeof h);
   h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8; /* one leaf, no tree; 32 bytes of output */
-  do {
+  do { /* once for no data too: an empty message is one block of zeros */
     bool is_key = at == 0 && key_size > 0;
     take = is_key ? key_size : cddp__min(64, total - at);
     memset(block, 0, sizeof block);
     cddp__copy(block, is_key ? key : p, take);
     if (!is_key) p += take;
-    at += is_key ? 64 : take;
-    cddp__blake2s_block(h, block, at, at == total);
+    at += is_key ? 64 /* the padding counts */ : take;
+    cddp__blake2s_block(h, block, at, at == total /* last */);
   } while (at < total);
   for (i = 0; i < 8; i++) cddp__put32(out + 4 * i, h[i]);
 }
 
-/* A code of a label and data: its author knows the secret. Keys have at most 32 bytes, so each is a
-   hash. */
+/* A message authentication code of a label and of n bytes of data: its author knows the secret. A
+   secret can be longer than a key, so its hash is the key; and the code of the data is the key for
+   the label. */
 static void cddp__mac(const char *secret, const char *label, const void *data, size_t n,
                       unsigned char mac[32]) {
   unsigned char key[32], of_data[32];
@@ -3512,7 +3522,8 @@ static void cddp__mac(const char *secret, const char *label, const void *data, s
   cddp__blake2s(of_data, sizeof of_data, label, strlen(label), mac);
 }
 
-/* In constant time (volatile: no shortcuts), which does not reveal the first difference. */
+/* Whether a and b are equal. Takes the same time wherever they differ (volatile: no shortcuts): a
+   stranger cannot find a proof byte by byte. */
 static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
   const volatile unsigned char *p = (const volatile unsigned char *)a;
   const volatile unsigned char *q = (const volatile unsigned char *)b;
@@ -3535,13 +3546,13 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
    After cddp__challenge_begin the user sends `out` whenever out_size is not 0, and sets that to 0.
    It passes received bytes to cddp__challenge_feed while the state is CDDP__CHALLENGE_ON. Nothing
    blocks. A called end without a secret accepts anything except HELLO. */
-#define CDDP__AUTH_HELLO "CDDPau\r\n" /* a line of text: a web server or redis answers it */
+#define CDDP__AUTH_HELLO "CDDPau\r\n" /* a line: a web server or redis answers it with an error */
 #define CDDP__AUTH_CHALLENGE "CDDPchal"
 #define CDDP__AUTH_PROOF "CDDPprov"
 #define CDDP__AUTH_ACCEPT "CDDPgood"
 #define CDDP__AUTH_REFUSAL "CDDPdeny"
-#define CDDP__NONCE_SIZE 32
-#define CDDP__PROOF_SIZE 32
+#define CDDP__NONCE_SIZE 32 /* bytes */
+#define CDDP__PROOF_SIZE 32 /* of cddp__mac */
 
 enum { CDDP__END_CALLED, CDDP__END_CALLER }; /* the ends of a connection: values of `bool caller` */
 enum cddp__challenge_state {
@@ -3554,15 +3565,16 @@ enum cddp__challenge_state {
 
 typedef struct cddp__challenge {
   const char *secret; /* must outlive the struct; the called end's can be NULL: no secret */
-  const char *purpose; /* part of the labels */
-  bool caller;
-  int state, messages_received; /* cddp__challenge_state; how many */
-  char why; /* state REFUSED: the letter received */
+  const char *purpose; /* part of the labels, such as "join" */
+  bool caller; /* this end is the caller */
+  int state; /* cddp__challenge_state. ON until _feed finds the last message, or a wrong one */
+  int messages_received; /* complete ones: 0 to 2 */
+  char why; /* state REFUSED: the received letter */
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
   size_t covered_size;
   unsigned char in[8 + CDDP__NONCE_SIZE], out[8 + CDDP__NONCE_SIZE]; /* a tag; a nonce or proof */
-  size_t in_size, out_size;
+  size_t in_size, out_size; /* bytes received of a message; bytes of one to send, or 0 */
 } cddp__challenge;
 
 /* Writes a message to `out`: a tag of 8 bytes and n bytes of data. */
@@ -3573,13 +3585,14 @@ static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, c
   challenge->out_size = 8 + n;
 }
 
-/* A listener for joins sends J instead: the caller can be a rank of another job. */
+/* Refuses the caller, with a letter. A listener for joins sends J instead: the caller can be a rank
+   of another job. */
 static void cddp__challenge_refuse(cddp__challenge *challenge, const char *letter) {
   bool join = strcmp(challenge->purpose, "join") == 0;
-  cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, join ? "J" : letter, 1);
+  cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, join ? "J" : letter, 1 /* byte */);
 }
 
-/* Computes the proof that the caller, or the called end, sends. */
+/* Computes the proof that the caller sends, or the one that the called end sends. */
 static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64];
@@ -3587,8 +3600,9 @@ static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
   cddp__mac(challenge->secret, label, challenge->covered, challenge->covered_size, proof);
 }
 
-/* secret: NULL only at a called end, which then refuses a caller with one. context: at most 64
-   bytes that the proofs cover as well, the same at both ends. */
+/* Begins a challenge; a caller's HELLO is then in `out`. secret: NULL only at a called end, which
+   then refuses a caller with one. context: at most 64 bytes that the proofs cover too, the same at
+   both ends. Fails without random bytes. */
 static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char *secret,
                                          const char *purpose, bool caller, const void *context,
                                          size_t context_size) {
@@ -3607,26 +3621,27 @@ static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char 
   return r;
 }
 
-/* Handles a complete message, challenge->in. */
+/* Handles a complete message with the expected tag, challenge->in. */
 static void cddp__challenge_message(cddp__challenge *challenge) {
   unsigned char proof[CDDP__PROOF_SIZE];
-  challenge->in_size = 0;
-  if (challenge->messages_received++ == 0) { /* the other end's nonce */
+  challenge->in_size = 0; /* for the next message */
+  if (challenge->messages_received++ == 0) { /* HELLO or CHALLENGE, with the other end's nonce */
     memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0), challenge->in + 8,
            CDDP__NONCE_SIZE);
-    cddp__challenge_prove(challenge, CDDP__END_CALLER, proof); /* the called end ignores it */
-    if (challenge->caller)
+    if (challenge->caller) {
+      cddp__challenge_prove(challenge, CDDP__END_CALLER, proof);
       cddp__challenge_queue(challenge, CDDP__AUTH_PROOF, proof, sizeof proof);
-    else
+    } else {
       cddp__challenge_queue(challenge, CDDP__AUTH_CHALLENGE, challenge->covered + CDDP__NONCE_SIZE,
                             CDDP__NONCE_SIZE);
+    }
     return;
   }
   cddp__challenge_prove(challenge, !challenge->caller, proof); /* the other end's, to compare */
   challenge->state = cddp__same_bytes(proof, challenge->in + 8, sizeof proof)
                          ? CDDP__CHALLENGE_PROVEN
                          : CDDP__CHALLENGE_WRONG;
-  if (challenge->caller) return; /* that was ACCEPT */
+  if (challenge->caller) return; /* the message was ACCEPT, the last one */
   cddp__challenge_prove(challenge, CDDP__END_CALLED, proof);
   if (challenge->state == CDDP__CHALLENGE_PROVEN)
     cddp__challenge_queue(challenge, CDDP__AUTH_ACCEPT, proof, sizeof proof);
@@ -3634,24 +3649,28 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
     cddp__challenge_refuse(challenge, "W");
 }
 
-/* Consumes received bytes and returns how many: those that belong to the challenge. */
+/* Consumes those of n received bytes that belong to the challenge, and returns their number. */
 static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned char *p, size_t n) {
-  static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF}, /* by the caller */
-                                         {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}}; /* to it */
+  static const char *const tags[2][2] = {
+      /* first and second message that an end receives; */
+      {CDDP__AUTH_HELLO, CDDP__AUTH_PROOF},      /* [CDDP__END_CALLED] */
+      {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}, /* [CDDP__END_CALLER] */
+  };
   size_t used = 0;
-  if (challenge->secret == NULL && n > 0) { /* no proof needed; with a secret it would be HELLO */
+  if (challenge->secret == NULL && n > 0) { /* a caller with a secret begins with HELLO */
     challenge->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
     if (challenge->state == CDDP__CHALLENGE_WRONG)
-      cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, "N", 1);
-    return 0;
+      cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, "N", 1 /* byte */);
+    return 0; /* the bytes belong to the protocol that follows */
   }
   while (used < n && challenge->state == CDDP__CHALLENGE_ON) {
-    size_t k = cddp__min(challenge->in_size + 1, 8); /* bytes of the tag so far */
+    const char *expected = tags[challenge->caller][challenge->messages_received];
+    size_t tag_bytes = cddp__min(challenge->in_size + 1, 8); /* received, with the next byte */
     challenge->in[challenge->in_size++] = p[used++];
-    if (memcmp(challenge->in, tags[challenge->caller][challenge->messages_received], k) == 0) {
+    if (memcmp(challenge->in, expected, tag_bytes) == 0) {
       if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
-    } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, k) != 0) {
-      challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* a called end gets no REFUSAL */
+    } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, tag_bytes) != 0) {
+      challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* a called end expects no REFUSAL */
       if (!challenge->caller) cddp__challenge_refuse(challenge, "S"); /* a secret is needed */
     } else if (challenge->in_size == 8 + 1) { /* a tag and the letter */
       challenge->state = CDDP__CHALLENGE_REFUSED;
