@@ -9794,30 +9794,34 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
 
 /* --- rounds --- */
 
-/* Counts this rank's arrival at a round of an oversubscribed group, and waits for the release by
-   the last rank of this host to arrive. `arrivals` is never reset. */
+/* Counts this rank's arrival at a round of an oversubscribed group, and waits until the last rank
+   of this host to arrive releases the round. `arrivals` is never reset, so its target grows. */
 static cddp_result cddp__arrive(cddp_group *g) {
-  uint32_t n = cddp__add32(&g->block->arrivals, 1);
+  uint32_t arrived = cddp__add32(&g->block->arrivals, 1); /* with this rank */
   g->arrive_target += (uint32_t)g->local_size;
-  if (n != g->arrive_target) {
-    if (g->hosts != NULL && n + 1 == g->arrive_target && cddp__load32(&g->block->sleepers) != 0)
-      cddp__futex_wake(&g->block->arrivals); /* the leader awaits all others, then arrives */
+  if (arrived != g->arrive_target) { /* not the last */
+    /* On several hosts the leader arrives last: it waits for all others of its host before. */
+    if (g->hosts != NULL && arrived + 1 == g->arrive_target &&
+        cddp__load32(&g->block->sleepers) != 0)
+      cddp__futex_wake(&g->block->arrivals);
     return cddp__wait_word(g, &g->block->release, g->round);
   }
-  cddp__exchange32(&g->block->release, g->round); /* full fence before the next read */
+  cddp__exchange32(&g->block->release, g->round); /* a full fence before `sleepers` is read */
   if (cddp__load32(&g->block->sleepers) != 0) cddp__futex_wake(&g->block->release);
   return CDDP_OK;
 }
 
-/* Waits until the other ranks of this host (all: of all hosts) have announced the round. all: then
-   compares their headers with this rank's. */
+/* Waits until the other ranks have announced the round.
+     code, fp_mode   of this rank's header
+     all             true: the ranks of all hosts; compares their headers with this rank's. false:
+                     the ranks of this host, without a comparison */
 static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, uint32_t code,
                                        uint32_t fp_mode, bool all) {
-  cddp__op_header *header = cddp__op_header_of(g, 0, g->round);
-  bool same = true;
+  cddp__op_header *header = cddp__op_header_of(g, 0 /* rank */, g->round);
+  bool same = true; /* all headers so far equal this rank's */
   cddp_result r;
   int p, size = g->size;
-  for (p = 0; p < size; p++, header += 2 /* per rank */) {
+  for (p = 0; p < size; p++, header += 2 /* a rank has two */) {
     if (p == g->rank || (!all && g->host_index[p] < 0)) continue;
     if (!g->oversubscribed /* else cddp__arrive has waited */ &&
         (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK)
@@ -9826,61 +9830,67 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
            header->root == (int32_t)call->root && header->fp_mode == fp_mode;
   }
   CDDP__POINT("met");
-  return CDDP__LIKELY(same) || !all ? CDDP_OK : cddp__compare_headers(g);
+  if (CDDP__LIKELY(same) || !all) return CDDP_OK;
+  return cddp__compare_headers(g); /* different headers can match: of ranks in cddp_ddp_join */
 }
 
-/* The ranks of a round. ALL: different calls are a CDDP_MISMATCH. HOST: those of this host; an
-   earlier round has compared their calls. Each host makes such a round, at its own time, so round
-   numbers stay equal. */
+/* The ranks of a round. ALL: all ranks of the group; different calls are a CDDP_MISMATCH. HOST:
+   those of this host; an earlier round has compared their calls. Every host makes such a round, at
+   its own time, so the hosts' round numbers stay equal. */
 enum cddp__round_ranks { CDDP__ROUND_OF_HOST, CDDP__ROUND_OF_ALL };
 
 /* Announces the group's next round, and waits until the other ranks have announced it.
-     payload   at most CDDP__PAYLOAD bytes; NULL: none, or the caller has already filled this rank's
-               next header or staging buffer
+     phase     the purpose of the round: ranks compare it
+     payload   at most CDDP__PAYLOAD bytes for the header; NULL: there are none, or the caller has
+               already written them to this rank's next header or staging buffer
    Afterwards this rank can read the headers and staging buffers of these ranks, until it announces
    the next round but one. */
 CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks ranks,
                                           const cddp__call *call, enum cddp__phase phase,
                                           const void *payload, size_t bytes) {
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
-  bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL;
-  bool computes = all && (call->kind >= CDDP__KIND_DDP_CREATE || /* of a model */
-                          (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
-  /* computes: all ranks must use one floating-point mode */
+  bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL /* one host has all ranks */;
+  bool of_model = call->kind >= CDDP__KIND_DDP_CREATE;
+  bool computes = /* so all ranks must use one floating-point mode */
+      all && (of_model || (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
   uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
   cddp_result r;
   CDDP_ASSERT(payload == NULL || bytes <= CDDP__PAYLOAD);
   CDDP__POINT("begin");
-  g->round++;
+  g->round++; /* `mine` is its header */
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
   mine->call = code;
   mine->count = call->count;
   mine->root = (int32_t)call->root;
   mine->fp_mode = fp_mode;
   CDDP__POINT("announce");
-  cddp__exchange32(&mine->seq, g->round); /* full fence before `sleepers` is read */
+  cddp__exchange32(&mine->seq, g->round); /* announces; a full fence before `sleepers` is read */
   CDDP__POINT("announced");
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
     g->hosts->local_only = !all;
-    if (all && cddp__has_cause(&g->hosts->net->loss)) /* survived: notices must omit it */
+    /* The program survived the loss that broke another group: early notices must not name it. */
+    if (all && cddp__has_cause(&g->hosts->net->loss))
       cddp__store32(&g->hosts->net->loss.state, 1); /* 1: no text, and no later loss either */
+    /* The leader exchanges the headers before it arrives below: its arrival releases the others. */
     if (all && (r = cddp__hosts_exchange(g)) != CDDP_OK) return r;
   }
   if (g->oversubscribed) {
     if ((r = cddp__arrive(g)) != CDDP_OK) return r;
   } else if (cddp__load32(&g->block->sleepers) != 0) {
-    cddp__futex_wake(&mine->seq);
+    cddp__futex_wake(&mine->seq); /* ranks sleep on the header that they lack */
   }
   return cddp__await_headers(g, call, code, fp_mode, all);
 }
 
+/* A round of all ranks, for a collective with data: `call`. */
 static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cddp__phase phase,
                                   const void *payload, size_t bytes) {
   return cddp__run_round(g, CDDP__ROUND_OF_ALL, call, phase, payload, bytes);
 }
 
-/* Rounds that are no collective of the user: no buffers, dtype, op or root (-1). count: ranks
-   compare it. */
+/* Rounds without user data: no buffers or root (-1); dtype and op are the same on all ranks. count:
+   a number that all ranks must have in common, such as a hash. _local_round: the ranks of this
+   host; it does not compare. */
 static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
                                const void *payload, size_t bytes) {
   cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
@@ -9892,20 +9902,21 @@ static cddp_result cddp__local_round(cddp_group *g, int kind, enum cddp__phase p
   return cddp__run_round(g, CDDP__ROUND_OF_HOST, &call, phase, NULL /* payload */, 0);
 }
 
-/* `split` and `leave` of a carrier without data for a group. */
+/* The functions cddp__carrier.split and .leave of a carrier that keeps no data for a group. */
 static cddp_result cddp__nothing_to_split(const cddp_group *from, cddp_group *to, int color,
                                           int key) {
   return (void)from, (void)to, (void)color, (void)key, CDDP_OK;
 }
 static void cddp__nothing_to_leave(cddp_group *g) { (void)g; }
 
-/* Polls before a rank yields: none if the job has more ranks on this host than cores, also in a
-   smaller group, since the other ranks run meanwhile. */
+/* Polls before a rank yields: none if the job has more ranks on this host than cores. That holds
+   for smaller groups too, since the other ranks need the cores meanwhile. */
 static int cddp__spin_of(const cddp__host *host) {
   return host->size > host->cores ? 0 : CDDP__SPIN;
 }
 
-/* All ranks of a host must count arrivals, or none: so they compare with shared `cores`. */
+/* Sets how this rank waits in g. Either all ranks of a host count arrivals or none: so all compare
+   with the same number, the control block's `cores`. */
 static void cddp__set_wait_policy(cddp_group *g) {
   g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
   if (g->hosts == NULL) /* else >>hosts sets it */
@@ -9916,9 +9927,11 @@ static void cddp__set_wait_policy(cddp_group *g) {
 /* >>links --------------------------------------------------------------------------------------
    Job: make, prove and end connections between ranks on different hosts; send failure notices.
    Owns: cddp__net: the listening socket, and the links that no group has claimed yet. A notice
-   breaks a group that spans hosts, or sets its cause. A link is a cddp__connection (>>connections).
-   Entry points: cddp__net_serve; cddp__link_connect, _progress, _close and _end_if_silent;
-   cddp__send_notices.
+   breaks a group that spans hosts, or sets its block's `cause`. A link is a cddp__connection
+   (>>connections): state NEW until the hello, PROVING until the proof, then UP; ENDED with an
+   errno.
+   Entry points: cddp__net_serve; cddp__link_connect, _progress, _reconnect, _close, _end_if_unacked;
+   cddp__send_notices and _send_arrivals; cddp__net_new and _release.
    How it works:
      1. Each rank listens on one port. Two ranks of a group have one link, made when it is first
         used, or two if both connect at the same time.
@@ -9933,38 +9946,42 @@ static void cddp__set_wait_policy(cddp_group *g) {
    many, or after CDDP__STRANGER_S if few descriptors are left. A link that ends before it is UP has
    carried no frame, so its caller connects again. If it ends later, its peer is lost. */
 
-#define CDDP__RECONNECT_S 0.05 /* between two attempts: cddp__link_reconnect */
+#define CDDP__RECONNECT_S 0.05 /* between two attempts to connect a link again */
 #ifndef CDDP__STRANGER_S
-#define CDDP__STRANGER_S 5.0 /* for the hello and the proof, when few descriptors are left */
+#define CDDP__STRANGER_S 5.0 /* limit of hello and proof, when few descriptors are left */
 #endif
 #ifndef CDDP__UNANSWERED_S
 #define CDDP__UNANSWERED_S 20.0 /* a host that acknowledges nothing for longer is lost */
 #endif
-/* The format of a notice: the result and flags, the text, the proof. */
+/* The format of a notice: result and flags (4 bytes), the text, the proof. */
 #define CDDP__NOTICE_TEXT_AT 4
 #define CDDP__NOTICE_PROOF_AT (CDDP__NOTICE_TEXT_AT + CDDP__ERROR_MAX)
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
-/* EARLY: a rank is lost, but the group has not failed. ARRIVED: the text lists the ranks of a host
-   that have reached a round. */
+/* Flags. EARLY: a rank is lost, but the group has not failed: the text becomes its block's `cause`.
+   ARRIVED: the text lists the ranks of a host that have reached a round. Neither: it breaks the
+   group. */
 #define CDDP__NOTICE_EARLY 0x80000000u
 #define CDDP__NOTICE_ARRIVED 0x40000000u
-#define CDDP__LINK_READ_AHEAD 4096 /* bytes beyond those due that are read in the same call */
-enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* hello.purpose */
+#define CDDP__LINK_READ_AHEAD 4096 /* bytes of later frames that a read can take: c->in */
+enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* hello.purpose: what follows the hello */
 
-/* A link without a socket; NULL: no memory. */
+/* Allocates a link without a socket: cddp__link_begin gives it one. NULL: no memory. */
 static cddp__connection *cddp__link_alloc(const cddp_allocator *a) {
   cddp__connection *c = (cddp__connection *)cddp__calloc(a, 1, sizeof *c);
   if (c == NULL) return NULL;
-  cddp__connection_begin(c, a, -1 /* fd */, CDDP__END_CALLED);
+  cddp__connection_begin(c, a, -1 /* fd */, CDDP__END_CALLED /* until cddp__link_begin */);
   if (cddp__buffer_reserve(&c->in, CDDP__LINK_READ_AHEAD)) return c;
   cddp__free(a, c);
   return NULL;
 }
 
-/* Gives the link its socket. Within `seconds` it must be connected (caller) or have received the
-   hello. Lock of the link: net.lock until its group has claimed it, then p2p.lock. */
+/* Gives the link its socket.
+     caller    CDDP__END_*: whether this rank connects
+     seconds   until c->deadline. By then this rank must be connected (caller), or have received
+               hello and proof
+   Lock of the link: net.lock until its group has claimed it, then the group's p2p.lock. */
 static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double seconds) {
-  /* The first probe follows probe_s without bytes, the others are probe_s apart. */
+  /* Keepalive: the first probe follows probe_s without bytes, the others are probe_s apart. */
   int probe_s = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, probes = 3;
   c->fd = fd;
   c->caller = caller;
@@ -9978,6 +9995,7 @@ static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double se
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
 }
 
+/* Closes the link, if it is not NULL, and frees it. */
 static void cddp__link_free(cddp__connection *c) {
   cddp_allocator a;
   if (c == NULL) return;
@@ -9986,7 +10004,7 @@ static void cddp__link_free(cddp__connection *c) {
   cddp__free(&a, c);
 }
 
-static void cddp__links_free(cddp__connection *list) {
+static void cddp__links_free(cddp__connection *list) { /* a list by next, or NULL */
   cddp__connection *next;
   for (; list != NULL; list = next) {
     next = list->next;
@@ -9999,15 +10017,17 @@ static void cddp__links_free(cddp__connection *list) {
 static void cddp__link_end_if_unacked(cddp__connection *c) {
   struct tcp_info info;
   socklen_t size = sizeof info;
-  if (c->state == CDDP__CONNECTION_NEW) { /* connecting: the times of TCP_INFO are not set yet */
+  if (c->state == CDDP__CONNECTION_NEW) { /* it can be connecting: TCP_INFO has no times yet */
     if (cddp__now() > c->deadline) cddp__connection_end(c, ETIMEDOUT);
   } else if (getsockopt(c->fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
-             info.tcpi_last_ack_recv /* ms */ >= CDDP__UNANSWERED_S * 1000 &&
-             (info.tcpi_unacked > 0 || info.tcpi_probes >= 3 /* all of _link_begin */)) {
+             info.tcpi_last_ack_recv /* ms ago */ >= CDDP__UNANSWERED_S * 1000 &&
+             (info.tcpi_unacked > 0 /* bytes in flight */ ||
+              info.tcpi_probes >= 3 /* no answer to any probe: `probes` in _link_begin */)) {
     cddp__connection_end(c, ETIMEDOUT);
   }
 }
 
+/* Fills in c->hello of a link that this rank connects. group: the id of the link's group. */
 static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int purpose,
                                    uint64_t group) {
   cddp__hello *h = &c->hello;
@@ -10019,6 +10039,13 @@ static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int 
   memcpy(h->token, n->token, sizeof h->token);
 }
 
+/* Whether a received hello is one of this job, for this rank. */
+static bool cddp__link_hello_ok(const cddp__net *n, const cddp__hello *h) {
+  return h->purpose <= CDDP__LINK_NOTICE && h->secret == (uint32_t)(n->secret != NULL) &&
+         h->from < (uint32_t)n->size && h->to == (uint32_t)n->rank &&
+         cddp__same_bytes(h->token, n->token, sizeof h->token);
+}
+
 /* Continues a link without blocking: hello, proof, waiting bytes. Returns whether it is UP now. */
 static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
   cddp__hello *h = &c->hello;
@@ -10026,26 +10053,26 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
     size_t *done = c->caller ? &c->sent : &c->got; /* bytes of the hello */
     int io = c->caller ? cddp__connection_send(c, NULL /* head */, h, sizeof *h, done, SIZE_MAX)
                        : cddp__connection_read(c, NULL, h, sizeof *h, done, SIZE_MAX);
-    if (io <= 0) return false; /* the rest later */
-    *done = 0;
+    if (io <= 0) return false; /* the rest later, or the link has ended */
+    *done = 0; /* from now on bytes of frames */
     if (!c->caller) c->peer = (int)h->from; /* checked below */
     if (c->caller && cddp__connected_to_itself(c->fd)) /* so the peer does not listen */
       cddp__connection_end(c, ECONNREFUSED);
-    else if (!c->caller &&
-             (h->purpose > CDDP__LINK_NOTICE || h->secret != (uint32_t)(n->secret != NULL) ||
-              h->from >= (uint32_t)n->size || h->to != (uint32_t)n->rank ||
-              !cddp__same_bytes(h->token, n->token, sizeof h->token)))
+    else if (!c->caller && !cddp__link_hello_ok(n, h))
       cddp__connection_end(c, EPROTO);
-    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE) /* it contains a proof */
+    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE /* contains its proof */)
       c->state = CDDP__CONNECTION_UP;
     else
-      (void)cddp__connection_begin_proof(c, n->secret, "link", h, sizeof *h);
+      (void)cddp__connection_begin_proof(c, n->secret, "link", h, sizeof *h); /* PROVING */
   }
   return cddp__connection_progress(c);
 }
 
-/* Begins to connect to rank `peer` of the job. Fails, and sets *out to NULL, only without memory or
-   a socket. If connect(2) fails, *out is a link that has ENDED with the error. */
+/* Begins to connect to rank `peer` of the job.
+     purpose   CDDP__LINK_*
+     group     the id of the group that the link is for
+   Fails, and sets *out to NULL, only without memory or a socket. If connect(2) fails, *out is a
+   link that has ENDED with the error. */
 static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose, uint64_t group,
                                       cddp__connection **out) {
   const cddp__rank_entry *entry = &n->ranks[peer];
@@ -10057,46 +10084,49 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   if (fd < 0) return cddp__fail_errno("socket");
   if (c == NULL) {
     cddp__close_fd(&fd);
-    return CDDP_OUT_OF_MEMORY;
+    return CDDP_OUT_OF_MEMORY; /* the allocation has set the text */
   }
   cddp__link_begin(c, fd, CDDP__END_CALLER, CDDP__UNANSWERED_S);
   c->peer = peer;
   cddp__address_set_port(&to, entry->port);
   cddp__address_set_port(&from, 0); /* any */
-  cddp__set_scope(&to.v6, &from);
+  cddp__set_scope(&to.v6, &from); /* a link-local address needs this host's interface */
   if (from.sa.ss_family == to.sa.ss_family)
-    (void)!bind(fd, &from.any, from.size); /* from this host's known address, if possible */
+    (void)!bind(fd, &from.any, from.size); /* the address in the table of ranks, if possible */
   cddp__link_write_hello(n, c, purpose, group);
   if (connect(fd, &to.any, to.size) != 0 && errno != EINPROGRESS && errno != EINTR)
-    cddp__connection_end(c, errno);
+    cddp__connection_end(c, errno); /* else it connects in the background */
   return CDDP_OK;
 }
 
-/* Whether a link has ended although its peer can be alive. */
+/* Whether a link has ended with an error that does not show that its peer has ended too. */
 static bool cddp__link_is_cut(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_ENDED && cddp__end_from_error(c->error) == CDDP__IS_ALIVE;
 }
 
-/* Connects a link again if its peer, which may have too many connections, closed it before it was
-   UP. Returns whether it is tried again: now, or in a later call. */
+/* Connects a link again if its peer, which can have too many connections, closed it before it was
+   UP (ended_early). Returns whether the link can still come up: it connects again now, or in a
+   later call. */
 static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
   if (!cddp__link_is_cut(c) || !c->caller || !c->ended_early || now > c->deadline) return false;
-  if (now < c->retry_at) return true;
+  if (now < c->retry_at) return true; /* not yet */
   c->retry_at = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
-    return true;
-  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* keeps c->fd: threads poll it */
+    return true; /* no memory or descriptor now */
+  /* c->fd keeps its number, since threads poll it. It becomes a copy of fresh->fd. */
+  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) {
     c->state = fresh->state;
     c->error = fresh->error;
-    c->sent = c->got = c->in.start = c->in.end = 0;
+    c->sent = c->got = c->in.start = c->in.end = 0; /* begins with the hello */
   }
-  cddp__link_free(fresh);
+  cddp__link_free(fresh); /* closes its own descriptor only */
   return true;
 }
 
-/* Reads first, because close(2) with unread bytes sends a reset, which can discard BYE. */
+/* Sends BYE, closes the link and frees it. Before that it reads all received bytes: close(2) with
+   unread bytes sends a reset, and the peer's system would discard the BYE. */
 static void cddp__link_close(cddp__connection *c) {
   char unread[4096];
   cddp__connection_say_bye(c, CDDP__BYE_ORDERLY);
@@ -10104,7 +10134,7 @@ static void cddp__link_close(cddp__connection *c) {
   cddp__link_free(c);
 }
 
-/* Sends the waiting bytes of links, which can be NULL, at most until the deadline. */
+/* Sends the waiting bytes of links (NULL entries: none), at most until the deadline. */
 static void cddp__links_flush_until(const cddp__net *n, cddp__connection *const *links,
                                     size_t count, double deadline) {
   bool unsent;
@@ -10124,7 +10154,8 @@ static void cddp__links_flush_until(const cddp__net *n, cddp__connection *const 
 
 /* --- failure notices --- */
 
-/* The proof of the hello and of body's result and text. Without a secret it is a checksum. */
+/* Computes a notice's proof, over the link's hello and the body's result and text. Without a secret
+   it is only a checksum. */
 static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
                                const unsigned char *body, unsigned char proof[CDDP__PROOF_SIZE]) {
   unsigned char proven[sizeof c->hello + CDDP__NOTICE_PROOF_AT];
@@ -10133,8 +10164,9 @@ static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
   cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", proven, sizeof proven, proof);
 }
 
-/* A notice is for the ranks on other hosts; in a group of more than 64 ranks for the lowest of each
-   host, whose control block the others see. world: the group's ranks in the job; NULL: the same. */
+/* Whether a rank of a group gets its notices: each rank on another host. In a group of more than 64
+   ranks only the lowest of each host, since the others find the failure in their control block.
+   world: the ranks' numbers in the job; NULL: the same. */
 static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
   int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
   if (host == n->host || size <= 64) return host != n->host;
@@ -10142,14 +10174,14 @@ static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, in
   return p == rank;
 }
 
-/* Sends a notice, to 32 ranks at a time; those that cannot be reached get none. code: a result and
-   CDDP__NOTICE_* flags. Keeps this thread's error text. */
+/* Sends a notice about a group to its ranks on other hosts, 32 at a time. Ranks that do not accept
+   it in time get none. code: a result and CDDP__NOTICE_* flags. Keeps this thread's error text. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text) {
   enum { BATCH = 32 };
   cddp__connection *links[BATCH];
   unsigned char body[CDDP__NOTICE_BYTES];
-  char saved[CDDP__ERROR_MAX];
+  char saved[CDDP__ERROR_MAX]; /* the error text, which failed connections change */
   double batch_s = 0.3; /* limit of the first batch; of later ones 0.1: hosts can be silent */
   size_t count;
   int p = 0;
@@ -10174,23 +10206,26 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
   memcpy(cddp__error_text, saved, sizeof saved);
 }
 
-/* Sends the other hosts the list of this host's ranks that have reached the round. Once a round. */
+/* Sends the other hosts the list of this host's ranks that have reached the round. After a time-out
+   hosts exchange these lists, so that their texts name the late ranks. */
 static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   bool arrived[CDDP__MAX_RANKS];
   cddp__text list;
   int p;
-  if (cddp__exchange32(&g->block->arrivals_sent, round) == round) return; /* sent before */
+  if (cddp__exchange32(&g->block->arrivals_sent, round) == round) return; /* already sent */
   for (p = 0; p < g->size; p++)
     arrived[p] =
         g->host_index[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
   list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* for the round */);
   if (list.s[0] != 0)
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
-                       CDDP__NOTICE_ARRIVED | (uint32_t)CDDP_TIMEOUT /* unused; not CDDP_OK */,
+                       CDDP__NOTICE_ARRIVED |
+                           (uint32_t)CDDP_TIMEOUT /* not used, but 0 would not be valid */,
                        cddp__textf("%" PRIu32 " %s", round, list.s).s);
 }
 
-/* Records another host's list, for example "7 0-3, 6" for round 7, and answers with this host's. */
+/* Records another host's list of arrived ranks, for example "7 0-3, 6" for round 7, and answers
+   with this host's list, if that was not sent yet. */
 static void cddp__record_arrivals(cddp_group *g, const char *text) {
   char *at, *begin; /* at: behind the last number */
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
@@ -10199,7 +10234,7 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
     begin = at + 1;
     p = last = strtol(begin, &at, 10);
     if (at == begin) break; /* "...": the list was too long */
-    if (*at == '-') last = strtol(at + 1, &at, 10);
+    if (*at == '-') last = strtol(at + 1, &at, 10); /* a range */
     for (; p >= 0 && p <= last && p < g->size; p++)
       cddp__store32(cddp__remote_arrival_of(g, (int)p), round);
   }
