@@ -4876,7 +4876,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
   parser->code = p[0];
   if (parser->code >= CDDP__STORE_CODES) return CDDP__PARSE_INVALID;
   c = &cddp__commands[parser->code];
-  if (parser->end == 0) {
+  if (parser->end == 0) { /* a new command */
     if (n < cddp__command_head(c)) return CDDP__PARSE_PARTIAL;
     if (c->counted) items = cddp__get64(p + 1);
     if (items > CDDP__KEYS_MAX) return CDDP__PARSE_INVALID;
@@ -4884,7 +4884,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
     parser->end = cddp__command_head(c);
   }
   for (; parser->strings > 0; parser->strings--) {
-    bool is_key = parser->strings % c->strings == 0; /* the first string of its item */
+    bool is_key = parser->strings % c->strings == 0; /* whole items are left: the first string */
     if (n - parser->end < 8 /* the length */) return CDDP__PARSE_PARTIAL;
     size = cddp__get64(p + parser->end);
     if (size > (is_key ? CDDP__KEY_MAX : CDDP__VALUE_MAX) ||
@@ -4902,7 +4902,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
 
 #define CDDP__MAP_CHAINS 8192u /* the largest jobs have a few entries per chain */
 
-typedef struct cddp__entry { /* the key follows */
+typedef struct cddp__entry { /* the key's bytes follow the struct */
   struct cddp__entry *next;  /* in its hash chain */
   size_t key_size;
   cddp__buffer value; /* adds its capacity to server->stored */
@@ -4979,7 +4979,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
     if (e == NULL) return false;
     e->key_size = key.size;
     e->value.allocator = &server->allocator;
-    e->value.total = &server->stored;
+    e->value.total = &server->stored; /* the buffer adds its capacity to it */
     cddp__copy(e + 1, key.data, key.size); /* the key follows the entry */
     *link = e;
     server->keys++;
@@ -5025,7 +5025,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
   const unsigned char *p = head + cddp__command_head(c); /* the next string */
-  const unsigned char *end = head + parser->end - c->tail; /* of all strings */
+  const unsigned char *end = head + parser->end - c->tail; /* the end of the last string */
   uint64_t number = 0; /* the answer, unless it is a string */
   cddp__span key, value, expected, desired;
   bool ok = true, found, swap;
@@ -5128,8 +5128,8 @@ static void cddp__client_set_blocked(cddp__server *server, cddp__client *client,
 static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
-  if (client->connection.fd >= 0) { /* a child that the program forked can have a copy of fd, */
-    /* which would keep both the place in epoll and the connection after close. */
+  if (client->connection.fd >= 0) {
+    /* After close a forked child's copy of fd would keep the connection and its place in epoll. */
     cddp__server_watch(server, client->connection.fd, EPOLL_CTL_DEL, 0 /* events */,
                        0 /* source */);
     shutdown(client->connection.fd, SHUT_RDWR);
@@ -5197,7 +5197,7 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
    that epoll watches. */
 static void cddp__client_run(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->connection;
-  bool more = true;
+  bool more = true; /* a complete command can be in the input */
   uint32_t events;
   while (more && c->fd >= 0) {
     size_t unsent;
@@ -5284,6 +5284,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   }
   if (!spare || silent >= cddp__unproven_most(0 /* ranks: unknown */)) {
     if (oldest == NULL) {
+      /* Sends the reason, if the socket accepts it. Too many silent clients: without a reason. */
       if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
       cddp__close_fd(&fd);
       return;
@@ -5292,7 +5293,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     if (!spare) fd = cddp__lower_fd(fd); /* to the number that `oldest` has freed */
   }
   client = (cddp__client *)cddp__calloc(&server->allocator, 1, sizeof *client);
-  if (client == NULL) {
+  if (client == NULL) { /* out of memory: the other end connects again */
     cddp__close_fd(&fd);
     return;
   }
@@ -5302,6 +5303,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   client->next = server->clients;
   server->clients = client;
   client->events = EPOLLIN;
+  /* A server without a secret (NULL) accepts all clients that have none either. */
   if (cddp__connection_begin_proof(&client->connection, server->secret, "store",
                                    NULL /* no context */, 0) != CDDP_OK ||
       !cddp__server_watch(server, fd, EPOLL_CTL_ADD, EPOLLIN, (uint64_t)(uintptr_t)client))
@@ -5331,7 +5333,7 @@ static void cddp__server_accept(cddp__server *server, int listener) {
 
 static void *cddp__server_main(void *arg) { /* on the server's thread, until `stop` */
   cddp__server *server = (cddp__server *)arg;
-  struct epoll_event events[64];
+  struct epoll_event events[64]; /* more are reported by the next epoll_wait */
   for (;;) {
     double start = cddp__now();
     int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines */;
@@ -5389,7 +5391,7 @@ struct cddp_store {
   double closed_since;  /* since when a server closes connections without an answer; 0: none */
   cddp__server *server; /* NULL = only a client */
   pid_t server_pid;     /* the server's process; a forked child has only a copy of the struct */
-  int file;             /* of a server of file://, locked while it serves; -1 = none */
+  int file; /* this process serves file://: the file, locked until _close; -1 = it does not */
 };
 
 #define CDDP__CLOSED_S 4.0 /* seconds to retry if a server closes connections without an answer */
@@ -5413,7 +5415,7 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
     return CDDP__REFUSE("two jobs use %s: an elastic job runs there. Give this job a MASTER_PORT "
                         "of its own, or set CDDP_JOIN=1 to join that one",
                         address);
-  if (refusal == 'N' && rendezvous)
+  if (refusal == 'N' && rendezvous) /* rank 0 has a secret, "" or the user's: it never sends N */
     return cddp__fail(CDDP_MISMATCH,
                       "the program at %s is neither cddp's rank 0 nor a launcher's store, but a "
                       "cddp_store: another program uses this port",
@@ -5557,19 +5559,20 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   unsigned char number[8] = {0}; /* zeros: a BYTE is its lowest byte */
   cddp_result r;
   int i;
-  cddp__buffer_add_number(out, request->code, 1);
-  if (command->counted) cddp__buffer_add_number(out, (uint64_t)request->count, 8);
+  cddp__buffer_add_number(out, request->code, 1 /* byte */);
+  if (command->counted) cddp__buffer_add_number(out, (uint64_t)request->count, 8 /* bytes */);
   for (i = 0; i < request->count; i++) {
     cddp__span key = cddp__span_of(request->keys[i], strlen(request->keys[i]));
-    cddp__buffer_add_number(out, 1 + key.size, 8);
-    cddp__buffer_add(out, "/", 1); /* before a client's keys, as in PyTorch */
+    cddp__buffer_add_number(out, 1 + key.size, 8 /* bytes */);
+    cddp__buffer_add(out, "/", 1); /* before each key, as PyTorch's clients do */
     cddp__buffer_add(out, key.data, key.size);
   }
   /* the strings behind the key; this client never sends MULTI_SET, with several such items */
   for (i = 0; i + 1 < command->strings; i++) cddp__buffer_add_string(out, request->values[i]);
   cddp__buffer_add_number(out, request->number, command->tail); /* ADD: 8 bytes */
-  if (request->code == CDDP__STORE_SET) cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1);
-  if (cddp__buffer_size(out) > CDDP__COMMAND_MAX)
+  if (request->code == CDDP__STORE_SET)
+    cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1 /* byte */);
+  if (cddp__buffer_size(out) > CDDP__COMMAND_MAX) /* values alone are smaller */
     return CDDP__REFUSE("the keys of one call exceed %u MiB", CDDP__COMMAND_MAX >> 20);
   if ((r = cddp__connection_exchange(c, answer_size, deadline)) != CDDP_OK) return r;
   memcpy(number, c->in.data + c->in.start, answer_size);
@@ -5683,8 +5686,9 @@ static int cddp__url_scheme(const char *url, const char **name) {
   while (strncmp(url, prefixes[scheme], strlen(prefixes[scheme])) != 0)
     scheme--; /* ends at NONE: the prefix "" always fits */
   *name = url + strlen(prefixes[scheme]);
-  if (scheme == CDDP__URL_UNIX && (*name)[0] == 0) return CDDP__URL_NONE;
-  if (scheme == CDDP__URL_FILE && ((*name)[0] != '/' || (*name)[1] == 0)) return CDDP__URL_NONE;
+  if (scheme == CDDP__URL_UNIX && (*name)[0] == 0 /* empty */) return CDDP__URL_NONE;
+  if (scheme == CDDP__URL_FILE && ((*name)[0] != '/' /* not absolute */ || (*name)[1] == 0))
+    return CDDP__URL_NONE;
   return scheme;
 }
 
@@ -5696,7 +5700,7 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
   cddp_result r;
   if (listen_fd < 0) {
     r = cddp__listen_all(address, count, fds, fd_count);
-    if (r == CDDP_NETWORK && address[0].sa.ss_family == AF_UNIX)
+    if (r == CDDP_NETWORK && address[0].sa.ss_family == AF_UNIX) /* the name is in use */
       cddp__append(cddp__error_text, sizeof cddp__error_text,
                    "; another process has this name: choose another");
     return r;
@@ -5719,6 +5723,7 @@ static cddp_result cddp__server_start(cddp_store *store) {
   server->secret = store->secret;
   r = cddp__listen_at(store->addresses, store->address_count, -1 /* no launcher's socket */,
                       server->fds, &server->fd_count);
+  /* also after a failure: cddp__server_free closes both, and 0 is no descriptor of the server */
   server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   server->spare_fd =
       server->epoll < 0 ? -1 : fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
@@ -5735,7 +5740,8 @@ static cddp_result cddp__server_start(cddp_store *store) {
   return r;
 }
 
-/* Whether the user chose one address, not a host's name, which can have several. */
+/* Whether the user chose one address, not a host's name, which can have several. localhost counts
+   as an address: it means this host only. */
 static bool cddp__is_exact_address(const char *host) {
   return strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL /* IPv6 */ ||
          host[strspn(host, "0123456789.")] == 0 /* IPv4 */;
@@ -5747,8 +5753,9 @@ static void cddp__add_interface_addresses(cddp__address *address, int *count, co
   int i;
   if (cddp__is_exact_address(host)) return;
   for (i = 0; i < *count; i++)
-    if (!cddp__address_is_loopback(&address[i])) return;
-  *count += cddp__interface_addresses(NULL, address + *count, CDDP__ADDRESSES_MAX - *count);
+    if (!cddp__address_is_loopback(&address[i])) return; /* other hosts can reach this one */
+  *count += cddp__interface_addresses(NULL /* all interfaces */, address + *count,
+                                      CDDP__ADDRESSES_MAX - *count);
 }
 
 /* Finds the server's addresses. unix:// is for ranks of one host, if the launcher gives no address:
@@ -5775,6 +5782,7 @@ static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options
 
 /* Starts the server of tcp:// or unix:// in this process. */
 static cddp_result cddp__store_serve(cddp_store *store) {
+  /* before the server has set the port in addresses[0] */
   bool any_port = store->scheme == CDDP__URL_TCP && cddp__address_port(&store->addresses[0]) == 0;
   cddp_result r = cddp__server_start(store);
   if (r != CDDP_OK || !any_port) return r;
@@ -5851,7 +5859,7 @@ static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachabl
 /* Writes the record to the file, which this process has locked: clients can connect. */
 static cddp_result cddp__file_record_write(int file, cddp__store_file *record) {
   if (ftruncate(file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
-  return cddp__file_io(file, CDDP__FILE_WRITE, record, sizeof *record, 0);
+  return cddp__file_io(file, CDDP__FILE_WRITE, record, sizeof *record, 0 /* offset */);
 }
 
 /* Makes this process, which has locked the file, the server. */
@@ -5896,6 +5904,7 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
     *fd = -1;
     return CDDP_OK;
   }
+  /* This process does not serve: must it, or has the file a server to which it can connect? */
   if (r == CDDP_OK && options->desc.is_server && !options->elect)
     r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
   else if (r == CDDP_OK && (got_lock || !named || record->count == 0))
@@ -5944,7 +5953,7 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
                         "file:///absolute/path",
                         cddp__cut(desc->init_method, 128).s);
   if (secret == NULL) secret = "";
-  if (secret[0] != 0 || store->scheme == CDDP__URL_FILE) {
+  if (secret[0] != 0 || store->scheme == CDDP__URL_FILE /* has a key */) {
     /* bytes before the user's secret, which cddp__store_set_key fills */
     size_t prefix = store->scheme == CDDP__URL_FILE ? CDDP__FILE_KEY + 1 : 0;
     store->secret = (char *)cddp__malloc(&desc->allocator, prefix + strlen(secret) + 1);
@@ -5986,8 +5995,8 @@ static void cddp__store_close(cddp_store *store) {
    file://: CDDP_OK with store->file >= 0 says that this process must serve instead. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
   double pause = 0.001 /* s, doubled up to 0.25 */, begin = cddp__now();
-  uint64_t number = cddp__hash64((uint64_t)getpid(), &begin, sizeof begin) % 1024;
-  double jitter = 0.5 + (double)number / 1024; /* below 1.5: ranks retry at different times */
+  uint64_t spread = cddp__hash64((uint64_t)getpid(), &begin, sizeof begin) % 1024;
+  double jitter = 0.5 + (double)spread / 1024; /* below 1.5: ranks retry at different times */
   cddp_result r;
   for (;;) {
     if (store->scheme == CDDP__URL_FILE && store->file < 0)
@@ -6152,7 +6161,7 @@ enum { /* the indices in cddp__launchers that the code needs */
   CDDP__LAUNCHER_OPENMPI,
   CDDP__LAUNCHER_HYDRA,
   CDDP__LAUNCHER_FLUX,
-  CDDP__LAUNCHER_PALS = 6,
+  CDDP__LAUNCHER_PALS = 6, /* behind MVAPICH2 and JSM */
   CDDP__LAUNCHER_SLURM,
   CDDP__LAUNCHER_COUNT
 };
@@ -6176,7 +6185,7 @@ static bool cddp__in_slurm_shell(void) {
   if (file != NULL && fgets(stat, sizeof stat, file) != NULL && strrchr(stat, ')') != NULL)
     (void)sscanf(strrchr(stat, ')'), ") %*c %*d %*d %d %d", &session, &terminal);
   if (file != NULL) fclose(file);
-  if (terminal != 0 && session != (int)getsid(0)) return true;
+  if (terminal != 0 && session != (int)getsid(0)) return true; /* has another session than it */
   fd = open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC);
   if (fd < 0) return false; /* no terminal: a task */
   close(fd);
@@ -6189,7 +6198,7 @@ static bool cddp__in_slurm_shell(void) {
 static bool cddp__in_slurm_step(void) {
   const char *step = cddp__env("SLURM_STEP_ID");
   return cddp__env("SLURM_PROCID") != NULL && step != NULL &&
-         strtoul(step, NULL, 10) < 0xfffffff0ul;
+         strtoul(step, NULL, 10) < 0xfffffff0ul /* the first of the highest */;
 }
 
 /* Whether srun --mpi=... has set this rank variable of another launcher. Slurm is recognized by
@@ -6217,6 +6226,7 @@ static bool cddp__is_launched_by(int i) {
    all data. PMIx, ALPS, Hydra's -pmi-port and PALS with PMIx set a rank only; Slurm's
    variables beside those of PMIx can belong to a daemon. launched: a launcher has set both. */
 static cddp_result cddp__check_rank_variables(bool launched) {
+  /* rank variables of launchers that set no size */
   static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
   int i;
   /* A RANK without a launcher lacks WORLD_SIZE: the next loop refuses it. */
@@ -6271,6 +6281,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
                        *end = script + CDDP__LAUNCHER_COUNT, *launcher = script;
   int numbers[2] = {0, 1}, k; /* by k, CDDP__VAR_RANK or _SIZE: those of one process, until set */
   cddp_result r = CDDP_OK;
+  /* the first launcher that has set both rank and size; `end`: none */
   while (launcher < end && (!cddp__is_launched_by((int)(launcher - script)) ||
                             cddp__env(launcher->variables[CDDP__VAR_SIZE]) == NULL))
     launcher++;
@@ -6317,7 +6328,7 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
     list += length;
     if (!bracket) continue;
     list += strspn(list, "0123456789-,"); /* skips the bracket's other numbers */
-    if (*list++ != ']') return false;
+    if (*list++ != ']') return false; /* more of the name can follow */
   }
   out[n] = 0;
   return n > 0;
@@ -6838,6 +6849,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   char *address = NULL;
   bool fits;
   for (;;) {
+    /* 1: used_end is a multiple of the page size */
     base = cddp__round_up(host->arena.used_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
     fits = host->one_process /* private memory */ ||
            (base <= window_end && n * size <= window_end - base);
@@ -7019,7 +7031,7 @@ static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
   for (i = 0; i < 16 && host->arena.pending != NULL; i++) {
     cddp__extent *extent = host->arena.pending;
-    host->arena.pending = extent->next;
+    host->arena.pending = extent->next; /* where the next call continues */
     if (cddp__pending_is_due(host, extent)) cddp__extent_release(host, extent);
   }
 }
@@ -7053,7 +7065,8 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
   pthread_mutex_lock(&host->lock);
   cddp__arena_free_left_blocks(host);
   list = cddp__size_class(size);
-  if (host->arena.lists[list].free == NULL) list = cddp__segment_create(host, size, whole);
+  if (host->arena.lists[list].free == NULL)
+    list = cddp__segment_create(host, size, whole); /* can be of a smaller class: of `whole` */
   if (list < 0) { /* no new segment: a larger free extent */
     list = cddp__size_class(size);
     while (list < CDDP__SIZE_CLASSES && host->arena.lists[list].free == NULL) list++;
@@ -7069,8 +7082,8 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
       if (use != CDDP__EXTENT_BLOCK_LAZY) /* of which few pages are used */
         cddp__request_huge_pages(address, whole);
     } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
-      (void)cddp__fail_commit(committed < whole ? "the control block of a group" : "cddp_alloc",
-                              whole);
+      bool is_block = committed < whole; /* only blocks commit a part, and LAZY memory nothing */
+      (void)cddp__fail_commit(is_block ? "the control block of a group" : "cddp_alloc", whole);
       cddp__extent_release(host, extent);
       address = NULL;
     }
@@ -7579,11 +7592,12 @@ typedef uint16_t CDDP__ALIAS cddp__u16;
 typedef int32_t CDDP__ALIAS cddp__i32;
 typedef int64_t CDDP__ALIAS cddp__i64;
 
-/* FAST: the compiler vectorizes a function's loops. SCALAR: it does not, and compiles faster. */
+/* Attributes of functions with loops. FAST: the compiler vectorizes them. SCALAR: it does not, and
+   compiles faster. STRICT_FP, in such a function: no contraction (fma), no reordering. */
 #if defined(__clang__)
 #define CDDP__FAST /* clang vectorizes at -O2 */
-#define CDDP__SCALAR
-#define CDDP__WIDE ""
+#define CDDP__SCALAR /* clang has no attribute for that */
+#define CDDP__PREFER_512 "" /* for AVX-512: clang needs no option */
 #define CDDP__STRICT_FP _Pragma("clang fp contract(off) reassociate(off)")
 /* No iteration depends on another, not even in place. */
 #define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)")
@@ -7595,8 +7609,8 @@ typedef int64_t CDDP__ALIAS cddp__i64;
   __attribute__((optimize("O2", "tree-vectorize", "vect-cost-model=dynamic", "fp-contract=off", \
                           "no-fast-math")))
 #define CDDP__SCALAR __attribute__((optimize("O1", "fp-contract=off", "no-fast-math")))
-#define CDDP__WIDE ",prefer-vector-width=512" /* gcc prefers 256 */
-#define CDDP__STRICT_FP
+#define CDDP__PREFER_512 ",prefer-vector-width=512" /* gcc prefers 256 */
+#define CDDP__STRICT_FP /* in FAST and SCALAR */
 #define CDDP__IVDEP _Pragma("GCC ivdep")
 #ifdef __CUDACC__
 #define CDDP__UNROLL_16 /* nvcc warns about the pragma */
@@ -7610,11 +7624,12 @@ typedef int64_t CDDP__ALIAS cddp__i64;
    before 2013. */
 #if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
 #include <cpuid.h>
-#define CDDP__DISPATCH 1
+#define CDDP__DISPATCH 1 /* the instruction set is chosen at run time */
 #define CDDP__AVX2 __attribute__((target("avx2,fma,f16c"))) CDDP__FAST
 #define CDDP__AVX512 \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" CDDP__WIDE))) CDDP__FAST
-#define CDDP__BASE CDDP__SCALAR
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" CDDP__PREFER_512))) \
+  CDDP__FAST
+#define CDDP__BASE CDDP__SCALAR /* rarely runs: compiles fast */
 #else
 #define CDDP__DISPATCH 0
 #define CDDP__BASE CDDP__FAST
@@ -7651,7 +7666,7 @@ CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = h & 0x7fffu;
   float scaled = (float)(int32_t)magnitude * 5.9604644775390625e-8f; /* times 2^-24: exact */
   uint32_t small = cddp__f32_bits(scaled);                           /* subnormal or zero */
-  /* The exponent's bias is 112 larger in f32, and infinity's exponent 224. */
+  /* Not small: the exponent's bias is 112 larger in f32, and infinity's exponent 224. */
   uint32_t normal = (magnitude << 13) + (magnitude >= 0x7c00 ? 224u << 23 : 112u << 23);
   uint32_t quiet = magnitude > 0x7c00 ? 0x400000 : 0; /* of a NaN */
   return cddp__f32_of_bits(sign | quiet | (magnitude < 0x400 ? small : normal));
@@ -7659,15 +7674,16 @@ CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
 
 CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
   uint32_t bits = cddp__f32_bits(x), magnitude = bits & 0x7fffffff;
-  /* From 2^-14 on exponent and mantissa are one number. Below, the last place is 2^-24: a mantissa
-     is shifted. Integers round to nearest also if the caller has set another rounding mode. */
+  /* From 2^-14 on (exponent 113) the result is exponent and mantissa, rounded as one number. Below,
+     it is the mantissa, shifted so that the last place is 2^-24. Integers round to nearest also if
+     the caller has set another rounding mode. */
   uint32_t exponent = magnitude >> 23, mantissa = (magnitude & 0x7fffff) | 0x800000;
   uint32_t kept = exponent > 112 ? magnitude - (112u << 23) : mantissa;
   uint32_t shift = exponent > 112 ? 13 : exponent < 96 ? 31 /* to 0 */ : 126 - exponent;
   uint32_t even = kept >> shift & 1; /* ties go to even */
   uint32_t half = (kept + (1u << (shift - 1)) - 1 + even) >> shift;
   half = magnitude >= 0x477ff000 ? 0x7c00 : half; /* 65520 and larger values round to infinity */
-  half = magnitude > 0x7f800000 ? 0x7e00 | ((magnitude >> 13) & 0x1ff) : half; /* NaN */
+  half = magnitude > 0x7f800000 ? 0x7e00 | ((magnitude >> 13) & 0x1ff) : half; /* a quiet NaN */
   return (uint16_t)((bits >> 16 & 0x8000) | half);
 }
 
@@ -7689,10 +7705,11 @@ typedef struct cddp__scalars {
   double keep;  /* factor of the momentum */
   double take;  /* factor of the gradient that is added to the momentum */
   bool nesterov;
-  bool first; /* the first step, which sets the momentum to the gradient */
+  bool first; /* this is the first step, which sets the momentum to the gradient */
 } cddp__scalars;
 
-/* A range of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one set of states. */
+/* A range of a data-parallel step in one loop, cddp__fuse: gradients and weights of 1, 2 or 4
+   ranks, one set of states. */
 typedef struct cddp__fused_args {
   cddp__f32 *gradients[4], *weights[4]; /* gradients: by rank; weights: this rank's first */
   cddp__f32 *states[CDDP__STATES];
@@ -7703,13 +7720,15 @@ typedef struct cddp__fused_args {
 
 enum { CDDP__SCALE_MULTIPLY, CDDP__SCALE_DIVIDE }; /* values of `bool divide` */
 
-/* The loops for one element type. Comments end with the types that have the loop; else NULL. */
+/* The loops for one element type. Comments end with the types that have the loop; other types have
+   NULL. d: the result; n: elements, or bytes of `bits`. */
 typedef struct cddp__loops {
   /* d = canonical sum of k sources, scaled by f: see CDDP__SUM_KERNELS. F32, F64, BF16 */
   void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
-  /* each of the k buffers = canonical sum of all, scaled by f. F32, F64, BF16 */
+  /* each of the k (2, 4 or 8) buffers = canonical sum of all, scaled by f. F32, F64, BF16 */
   void (*all)(void *const *bufs, int k, size_t n, double f);
-  /* d = a op b: PROD, MIN (also MAX, by flip); integers also SUM. All but F16, BF16 */
+  /* d = a op b: PROD, MIN (also MAX, by flip: see PAIR_KERNEL and INT_KERNEL); integers also SUM.
+     All but F16, BF16 */
   void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op, int64_t flip);
   /* d = a op b: BAND, BOR, BXOR of n bytes. Integers */
   void (*bits)(void *d, const void *a, const void *b, size_t n, cddp_op op);
@@ -7828,8 +7847,8 @@ typedef struct cddp__loops {
     return lane[0]; \
   }
 
-/* MIN and MAX: the lesser (or greater) of a[i], b[i]. If either is NaN, the result is that NaN. MAX
-   (flip != 0) is MIN of the negated values. */
+/* PROD, MIN and MAX. MIN: the lesser of a[i], b[i]; if either is NaN, that NaN. MAX (flip != 0) is
+   MIN of the negated values. */
 #define CDDP__PAIR_KERNEL(ISA, TARGET, T, S) \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n, \
                                             cddp_op op, int64_t flip) { \
@@ -7841,9 +7860,9 @@ typedef struct cddp__loops {
       CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((sign * x < sign * y) | (x != x)) ? x : y); \
   }
 
-/* U: the unsigned type of T. Integer sums and products wrap around, so signed and unsigned bytes
-   have the same results. MIN compares after the bits of flip are inverted: this gives MAX, and the
-   order of unsigned bytes. */
+/* SUM, PROD, MIN and MAX. U: the unsigned type of T. Integer sums and products wrap around, so
+   signed and unsigned bytes have the same results. MIN compares after the bits of flip are
+   inverted. All bits: this gives MAX. The highest bit: the order of unsigned bytes. */
 #define CDDP__INT_KERNEL(ISA, TARGET, T, S, U) \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n, \
                                             cddp_op op, int64_t flip) { \
@@ -8018,7 +8037,7 @@ CDDP__AVX2 static void cddp__widen_f16_avx2(cddp__f32 *d, const void *src, size_
     x = __builtin_ia32_vcvtph2ps256(h);
     memcpy(d + i, &x, sizeof x);
   }
-  cddp__widen_f16_base(d + i, s + i, n - i);
+  cddp__widen_f16_base(d + i, s + i, n - i); /* the last elements, fewer than 8 */
 }
 
 CDDP__AVX2 static void cddp__narrow_f16_avx2(void *dst, const cddp__f32 *s, size_t n) {
@@ -8031,7 +8050,7 @@ CDDP__AVX2 static void cddp__narrow_f16_avx2(void *dst, const cddp__f32 *s, size
     h = __builtin_ia32_vcvtps2ph256(x, 0 /* to nearest, ties to even */);
     memcpy(d + i, &h, sizeof h);
   }
-  cddp__narrow_f16_base(d + i, s + i, n - i);
+  cddp__narrow_f16_base(d + i, s + i, n - i); /* the last elements, fewer than 8 */
 }
 
 CDDP__KERNELS(avx2, CDDP__AVX2)
@@ -8045,18 +8064,19 @@ static const cddp__loops cddp__loops_avx512[] = {CDDP__DTYPES(CDDP__X)};
 #endif
 
 enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2, CDDP__ISA_AVX512 };
-static int cddp__isa_found; /* 0: not detected yet. Tests set it */
+static int cddp__isa_found; /* CDDP__ISA_*; 0: not detected yet. Tests set it */
 
 /* The best instruction set that the processor and the kernel support. AVX-512 is used only on
-   processors with VBMI too (Ice Lake, Zen 4): older ones lower their clock for it, and lose. */
+   processors with VBMI too (Ice Lake, Zen 4): older ones lower their clock for it, and lose.
+   Several threads can detect it at the same time, with one result. */
 static int cddp__isa(void) {
   int isa = __atomic_load_n(&cddp__isa_found, __ATOMIC_RELAXED);
   if (isa != 0) return isa;
   isa = CDDP__ISA_BASE;
 #if CDDP__DISPATCH
   {
-    unsigned a, b, c = 0, d;
-    if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C) &&
+    unsigned a, b, c = 0, d; /* registers; leaf 1: c has flags */
+    if (__get_cpuid(1 /* leaf */, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C) &&
         __builtin_cpu_supports("avx2"))
       isa = CDDP__ISA_AVX2;
     if (isa == CDDP__ISA_AVX2 && __builtin_cpu_supports("avx512vbmi") &&
@@ -8086,28 +8106,30 @@ static const cddp__loops *cddp__pick_loops(void) {
 /* One reduction: the values that are the same for all its blocks. */
 typedef struct cddp__fold {
   const cddp__loops *loops; /* of dtype */
-  const cddp__loops *math;  /* of the compute type: F32 for F16 and BF16, else dtype */
-  const void *const *srcs;  /* [nsrcs] */
-  /* [nsrcs] 1: the source is a leaf, of type dtype. Of the compute type: -1: a leaf; w > 1: a sum
-     of w leaves. NULL: all are 1 */
+  const cddp__loops *compute_loops; /* of the compute type: F32 for F16 and BF16, else dtype */
+  const void *const *srcs; /* [nsrcs] the arrays, in the order of the tree's leaves */
+  /* [nsrcs] kinds of sources. 1: a leaf, of type dtype; -1: a leaf, of the compute type; w > 1: a
+     sum of w leaves, of the compute type. NULL: all are 1 */
   const int *widths;
-  int nsrcs, ranks; /* ranks: AVG's divisor. 0: the result is partial, in the compute type */
+  int nsrcs;
+  int ranks; /* AVG's divisor; 0: the result is partial: not divided, in the compute type */
   cddp_dtype dtype;
   cddp_op op;          /* SUM for AVG */
   int64_t flip;        /* for `pair`: bits that MIN inverts; floats: 0 MIN, -1 MAX */
-  size_t esize, csize; /* bytes of an element: of dtype, of the compute type */
-  bool sums;           /* true: uses math->sum; false: math->pair or math->bits */
+  size_t esize, compute_size; /* bytes of an element: of dtype, of the compute type */
+  bool uses_sum;       /* the compute type's loop is `sum`; else `pair` or `bits` */
   bool narrows;        /* the result is converted from a wider compute type to dtype */
   bool divide;         /* true: the result is divided by ranks; false: multiplied by factor */
-  double factor;       /* or the divisor */
+  double factor;       /* of the result; with `divide` its divisor, for loops with 3 sources */
 } cddp__fold;
 
+/* Sets all of *fold except widths, which are NULL. Parameters: see the fields. */
 CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, int nsrcs, int ranks,
                                    cddp_dtype dtype, cddp_op op) {
   const cddp__loops *tables = cddp__pick_loops();
-  bool average = op == CDDP_AVG && ranks > 0;
+  bool average = op == CDDP_AVG && ranks > 0; /* else a sum, or a part of one */
   fold->loops = &tables[dtype];
-  fold->math = &tables[cddp__compute_type(dtype)];
+  fold->compute_loops = &tables[cddp__compute_type(dtype)];
   fold->srcs = srcs;
   fold->widths = NULL;
   fold->nsrcs = nsrcs;
@@ -8118,21 +8140,24 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
   fold->flip = op == CDDP_MAX ? -1 : 0;
   if (cddp__dtypes[dtype].cls == CDDP__CLASS_UNSIGNED) /* signed comparisons then order them */
     fold->flip ^= (int64_t)((uint64_t)1 << (8 * fold->esize - 1));
-  fold->csize = cddp__dtype_size(cddp__compute_type(dtype));
-  fold->sums = fold->op == CDDP_SUM && fold->math->sum != NULL;
-  fold->narrows = fold->loops != fold->math && ranks > 0; /* partial results stay wide */
-  /* Floats: multiplication by the inverse of a power of two gives the bits of a division. */
-  fold->divide = average && (!fold->sums || (ranks & (ranks - 1)) != 0);
+  fold->compute_size = cddp__dtype_size(cddp__compute_type(dtype));
+  fold->uses_sum = fold->op == CDDP_SUM && fold->compute_loops->sum != NULL;
+  fold->narrows = fold->loops != fold->compute_loops && ranks > 0; /* partial results stay wide */
+  /* Floats: multiplication by the inverse of a power of two gives the bits of a division. Integers
+     are always divided. */
+  fold->divide = average && (!fold->uses_sum || (ranks & (ranks - 1)) != 0);
   fold->factor = !average ? 1.0 : fold->divide ? (double)ranks : 1.0 / (double)ranks;
 }
 
-/* Whether one call of `sum` (its result has dtype) computes the whole reduction. */
+/* Whether one call of `sum` (its result has dtype) is the whole reduction: it adds 2, 3, 4 or 8
+   leaves. Its loop for 3 divides by factor, the others multiply: as fold->divide says. */
 CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
   return (fold->nsrcs <= 4 || fold->nsrcs == 8) && fold->widths == NULL && fold->op == CDDP_SUM &&
-         fold->loops->sum != NULL && (fold->narrows || fold->loops == fold->math);
+         fold->loops->sum != NULL && (fold->narrows || fold->loops == fold->compute_loops);
 }
 
-/* p[i] /= k. Not F16, BF16. Integers have no vector division, so they need no loop per ISA. */
+/* p[i] /= k. Not F16, BF16. Processors have no vector division of integers, so these need no loop
+   per instruction set. */
 static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   size_t i;
   switch (dtype) {
@@ -8152,80 +8177,86 @@ static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   }
 }
 
-/* d = a op b, in the compute type. `last`: the root of the tree, which also scales the result. */
+/* d = a op b, in the compute type. `last`: d is the root of the tree, so it is also scaled or
+   divided. */
 static void cddp__fold_pair(const cddp__fold *fold, void *d, const void *a, const void *b, size_t n,
                             bool last) {
   const void *s[] = {a, b};
-  if (fold->sums) (fold->math->sum)(d, s, 2, n, last && !fold->divide ? fold->factor : 1.0);
-  else if (fold->op >= CDDP_BAND) (fold->math->bits)(d, a, b, n * fold->csize, fold->op);
-  else fold->math->pair(d, a, b, n, fold->op, fold->flip);
+  double factor = last && !fold->divide ? fold->factor : 1.0;
+  if (fold->uses_sum) (fold->compute_loops->sum)(d, s, 2 /* sources */, n, factor);
+  else if (fold->op >= CDDP_BAND) /* BAND, BOR or BXOR */
+    fold->compute_loops->bits(d, a, b, n * fold->compute_size /* bytes */, fold->op);
+  else fold->compute_loops->pair(d, a, b, n, fold->op, fold->flip);
   if (last && fold->divide) cddp__divide(d, n, fold->ranks, cddp__compute_type(fold->dtype));
 }
 
-/* Reduces sources first .. first + k - 1 (k = 1, 2, 4 or 8) from element `at` on. Returns buf, or
-   the source itself if k = 1 and it needs no conversion. */
+/* Reduces n elements of sources first .. first + k - 1 (k = 1, 2, 4 or 8) from element `at` on. The
+   result has the compute type. Returns buf, or the source itself if k = 1 and it needs no
+   conversion. */
 static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first, int k, size_t at,
                                    size_t n) {
   const void *s[8];
   int i;
   if (fold->widths != NULL && fold->widths[first] != 1) /* in the compute type already */
-    return (const char *)fold->srcs[first] + at * fold->csize;
+    return (const char *)fold->srcs[first] + at * fold->compute_size;
   for (i = 0; i < k; i++) s[i] = (const char *)fold->srcs[first + i] + at * fold->esize;
-  if (k == 1 && fold->loops == fold->math) return s[0];
+  if (k == 1 && fold->loops == fold->compute_loops) return s[0];
   if (k > 1)
-    (fold->math->sum)(buf, s, k, n, 1.0);
+    (fold->compute_loops->sum)(buf, s, k, n, 1.0 /* factor */);
   else
     fold->loops->widen((cddp__f32 *)buf, s[0], n);
   return buf;
 }
 
-/* Bytes of a block, such that those of all levels fit into FOLD_BYTES: less from 16 sources on. */
-static size_t cddp__fold_bytes(const cddp__fold *fold) {
-  size_t levels = 2; /* most partial results at a time */
+/* Bytes of a block, in the compute type. The partial results, a block each, must fit into
+   FOLD_BYTES. So from 16 sources on a block is smaller than BLOCK_BYTES. */
+static size_t cddp__fold_block_bytes(const cddp__fold *fold) {
+  size_t results = 2; /* most partial results at a time */
   int n;
-  for (n = fold->nsrcs; n > 1; n /= 2) levels++;
-  if (fold->widths != NULL) levels = CDDP__FOLD_DEPTH; /* not known */
-  return cddp__min(CDDP__BLOCK_BYTES, CDDP__FOLD_BYTES / levels / 64 * 64);
+  for (n = fold->nsrcs; n > 1; n /= 2) results++;
+  if (fold->widths != NULL) results = CDDP__FOLD_DEPTH; /* sums as sources: at most that */
+  return cddp__min(CDDP__BLOCK_BYTES, CDDP__FOLD_BYTES / results / 64 * 64 /* whole cache lines */);
 }
 
 /* Reduces n elements from `at` on, at most one block:
-     1. A stack holds partial results of 2^j sources each; sizes fall from bottom to top.
-     2. The next leaf is pushed.
-     3. While the two results on top have the same size, or no sources are left, they are merged.
+     1. A stack holds partial results of 2^j leaves each; j falls from bottom to top.
+     2. The sum of the next k sources, or a source that is a sum, is pushed.
+     3. While the two results on top have the same number of leaves, or no sources are left, they
+        are merged.
    So merges form the canonical tree. The last one writes dst, unless its result is narrowed. No
-   source is read later, so dst can be one. */
+   source of these elements is read later, so dst can be one. */
 static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_t n) {
-  double space[CDDP__FOLD_BYTES / sizeof(double)];
-  char *bufs[CDDP__FOLD_DEPTH];
-  const void *parts[CDDP__FOLD_DEPTH];
-  int sizes[CDDP__FOLD_DEPTH]; /* leaves below each part */
-  /* sources of a leaf: a call of `sum` adds up 8, if they have the compute type */
-  int most = fold->sums && fold->loops == fold->math && fold->widths == NULL ? 8 : 1;
-  int depth = 0, i = 0, k; /* k: sources of the next leaf, at most `most` */
-  size_t bytes = cddp__fold_bytes(fold);
+  double space[CDDP__FOLD_BYTES / sizeof(double)]; /* double: its alignment */
+  char *bufs[CDDP__FOLD_DEPTH]; /* parts of `space`, one for each place of the stack */
+  const void *results[CDDP__FOLD_DEPTH]; /* the stack: each in its buf, or a source itself */
+  int sizes[CDDP__FOLD_DEPTH]; /* leaves of the tree below each result */
+  /* sources in one step: a call of `sum` adds up 8, if they have the compute type */
+  int most = fold->uses_sum && fold->loops == fold->compute_loops && fold->widths == NULL ? 8 : 1;
+  int depth = 0, i = 0, k; /* results on the stack; next source; number of sources in this step */
+  size_t bytes = cddp__fold_block_bytes(fold);
   for (k = 0; k < CDDP__FOLD_DEPTH; k++) bufs[k] = (char *)space + (size_t)k * bytes;
   while (i < fold->nsrcs) {
-    for (k = most; k > fold->nsrcs - i; k /= 2) continue;
-    parts[depth] = cddp__fold_leaf(fold, bufs[depth], i, k, at, n);
+    for (k = most; k > fold->nsrcs - i; k /= 2) continue; /* at most all that are left */
+    results[depth] = cddp__fold_leaf(fold, bufs[depth], i, k, at, n);
     sizes[depth++] = fold->widths != NULL ? abs(fold->widths[i]) : k;
     i += k;
     while (depth > 1 && (i == fold->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
-      bool last = i == fold->nsrcs && depth == 2;
-      void *out =
-          last && !fold->narrows ? (void *)(dst + at * fold->csize) : (void *)bufs[depth - 2];
+      bool last = i == fold->nsrcs && depth == 2; /* gives the root of the tree */
+      char *in_dst = dst + at * fold->compute_size; /* valid if it is not narrowed */
+      void *out = last && !fold->narrows ? in_dst : bufs[depth - 2];
       depth--;
-      cddp__fold_pair(fold, out, parts[depth - 1], parts[depth], n, last);
-      parts[depth - 1] = out;
+      cddp__fold_pair(fold, out, results[depth - 1], results[depth], n, last);
+      results[depth - 1] = out;
       sizes[depth - 1] += sizes[depth];
     }
   }
-  if (fold->narrows) fold->loops->narrow(dst + at * fold->esize, (const cddp__f32 *)parts[0], n);
+  if (fold->narrows) fold->loops->narrow(dst + at * fold->esize, (const cddp__f32 *)results[0], n);
 }
 
 /* Reduces elements [at, at + n) to the same place in dst, which can be a source. */
 static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_t n) {
-  size_t block = cddp__fold_bytes(fold) / fold->csize, end = at + n;
-  const void *s[8];
+  size_t block = cddp__fold_block_bytes(fold) / fold->compute_size, end = at + n; /* in elements */
+  const void *s[8]; /* the sources, from `at` on */
   int i;
   if (cddp__fold_direct(fold)) {
     for (i = 0; i < fold->nsrcs; i++) s[i] = (const char *)fold->srcs[i] + at * fold->esize;
@@ -8235,17 +8266,18 @@ static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_
   for (; at < end; at += block) cddp__fold_block(fold, (char *)dst, at, cddp__min(block, end - at));
 }
 
-/* dst[i] = the canonical tree over srcs[..][i]; nsrcs >= 2. widths, ranks: see cddp__fold. dst can
-   be one of the sources if both have elements of the same size. */
+/* dst[i] = the root of the canonical tree over srcs[..][i]; nsrcs >= 2. Parameters: cddp__fold. dst
+   can be a source if both have elements of the same size. */
 static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *widths, int nsrcs,
                                int ranks, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
   cddp__fold_init(&f, srcs, nsrcs, ranks, dtype, op);
   f.widths = widths;
-  cddp__fold_range(&f, dst, 0, n);
+  cddp__fold_range(&f, dst, 0 /* first element */, n);
 }
 
-/* dst[i] = the canonical tree over srcs[..][i], one source per rank: 1 .. CDDP__MAX_RANKS. */
+/* dst[i] = the root of the canonical tree over srcs[..][i], one source per rank: 1 ..
+   CDDP__MAX_RANKS. dst can be one of them. */
 static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n, cddp_dtype dtype,
                          cddp_op op) {
   const cddp__loops *loops = &cddp__pick_loops()[dtype];
@@ -8253,24 +8285,24 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
   if (nsrcs == 1 && dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
   if (nsrcs == 1) return;
   if (op == CDDP_SUM && nsrcs <= 4 && loops->sum != NULL) /* a shortcut for small calls */
-    (loops->sum)(dst, srcs, nsrcs, n, 1.0);
+    (loops->sum)(dst, srcs, nsrcs, n, 1.0 /* factor */);
   else
-    cddp__reduce_nodes(dst, srcs, NULL, nsrcs, nsrcs, n, dtype, op);
+    cddp__reduce_nodes(dst, srcs, NULL /* leaves */, nsrcs, nsrcs /* ranks */, n, dtype, op);
 }
 
-/* Like cddp__reduce, with the result in every buffer. */
+/* Like cddp__reduce, with the result in every buffer, one per rank: they are the sources too. */
 static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
-  size_t at, m;
+  size_t at, m; /* a block: its first element, number of elements */
   int i;
-  if (nbufs == 1) return;
+  if (nbufs == 1) return; /* the only buffer is the result */
   cddp__fold_init(&f, (const void *const *)bufs, nbufs, nbufs, dtype, op);
   if (cddp__fold_direct(&f) && nbufs != 3 /* `all` has no loop for 3 */) {
     (f.loops->all)(bufs, nbufs, n, f.factor);
     return;
   }
-  for (at = 0; at < n; at += m) {
-    m = cddp__min(CDDP__BLOCK_BYTES / f.csize, n - at);
+  for (at = 0; at < n; at += m) { /* block by block: the copies are made from the cache */
+    m = cddp__min(CDDP__BLOCK_BYTES / f.compute_size, n - at);
     cddp__fold_range(&f, bufs[0], at, m);
     for (i = 1; i < nbufs; i++)
       memcpy((char *)bufs[i] + at * f.esize, (char *)bufs[0] + at * f.esize, m * f.esize);
@@ -8282,12 +8314,12 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
    chunks are so short that libc's memcpy uses the cache. */
 static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
                        const cddp__fused_args *s, int ranks, size_t n) {
-  cddp__f32 sum[256];
-  cddp__fused_args a = *s;
-  const void *g[4];
-  size_t m, at;
+  cddp__f32 sum[256]; /* of a chunk's gradients */
+  cddp__fused_args a = *s; /* a chunk, as one rank's */
+  const void *g[4]; /* the chunk's gradients, by rank */
+  size_t m, at; /* the chunk's number of elements, first element */
   int k;
-  if (ranks < 4) (loop)(s, ranks, n);
+  if (ranks < 4) (loop)(s, ranks, n); /* all in one call */
   for (at = 0; ranks == 4 && at < n; at += m) {
     m = cddp__min(n - at, sizeof sum / sizeof *sum);
     for (k = 0; k < 4; k++) g[k] = s->gradients[k] + at;
@@ -8295,18 +8327,18 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
       if (s->states[k] != NULL) a.states[k] = s->states[k] + at;
     a.gradients[0] = sum;
     a.weights[0] = s->weights[0] + at;
-    (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4, m, 1.0);
-    (loop)(&a, 1, m); /* as if one rank had the sum of all */
+    (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4 /* sources */, m, 1.0 /* factor: a has `mean` */);
+    (loop)(&a, 1 /* rank, which has the sum of all */, m);
     for (k = 1; k < 4; k++) memcpy(s->weights[k] + at, a.weights[0], m * sizeof *sum);
     for (k = 0; k < 4; k++) memset(s->gradients[k] + at, 0, m * sizeof *sum);
   }
 }
 
-/* p[i] *= factor, with one rounding. factor is first rounded to the compute type. Floats only. */
+/* p[i] *= factor, computed in the compute type, to which factor is first rounded. Floats only. */
 static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   const cddp__loops *loops = cddp__pick_loops();
-  float buf[CDDP__BLOCK_FLOATS]; /* of halves: they have no `scale` */
-  size_t at, m;
+  float buf[CDDP__BLOCK_FLOATS]; /* for F16 and BF16 ("halves"), which have no `scale` */
+  size_t at, m; /* a block: its first element, number of elements */
   if (loops[dtype].scale != NULL) (loops[dtype].scale)(p, n, factor, CDDP__SCALE_MULTIPLY);
   for (at = 0; loops[dtype].scale == NULL && at < n; at += m) {
     char *q = (char *)p + at * 2; /* bytes of a half */
@@ -8320,10 +8352,10 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
 /* The sum of squares in double, in an order that depends only on n. Floats only. */
 static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   const cddp__loops *loops = cddp__pick_loops();
-  float buf[CDDP__BLOCK_FLOATS];
+  float buf[CDDP__BLOCK_FLOATS]; /* for F16 and BF16 ("halves"), which have no `squares` */
   double sum = 0;
-  size_t at, m;
-  for (at = 0; at < n; at += m) {
+  size_t at, m; /* a block: its first element, number of elements */
+  for (at = 0; at < n; at += m) { /* blocks for all types: so the order of additions is one */
     const void *q = (const char *)p + at * cddp__dtype_size(dtype);
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     if (loops[dtype].squares != NULL) {
@@ -8341,8 +8373,8 @@ static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
 static float cddp__round_odd(double x) {
   float y = (float)x;
   uint32_t u = cddp__f32_bits(y);
-  if (x != x || (double)y == x) return y;
-  if (fabs((double)y) > fabs(x)) u--; /* y was rounded away from zero */
+  if (x != x /* NaN */ || (double)y == x /* exact */) return y;
+  if (fabs((double)y) > fabs(x)) u--; /* y was rounded away from zero: the next float towards it */
   return cddp__f32_of_bits(u | 1);
 }
 
@@ -8355,11 +8387,11 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
   if (to == from && n > 0) memmove(dst, src, n * to_size);
   for (at = 0; to != from && at < n; at += m) { /* via f32, in buf if neither type is f32 */
     void *d = (char *)dst + at * to_size;
-    const cddp__f64 *s64 = (const cddp__f64 *)src + at;
-    cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf;
-    const cddp__f32 *s = from == CDDP_F32 ? (const cddp__f32 *)src + at : mid;
+    const cddp__f64 *s64 = (const cddp__f64 *)src + at; /* used if src is f64 */
+    cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf; /* where f32 is written */
+    const cddp__f32 *s = from == CDDP_F32 ? (const cddp__f32 *)src + at : mid; /* ... and read */
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
-    if (from == CDDP_F64)
+    if (from == CDDP_F64) /* round_odd: the second rounding, to a half, must not differ */
       for (i = 0; i < m; i++) mid[i] = to == CDDP_F32 ? (float)s64[i] : cddp__round_odd(s64[i]);
     else if (from != CDDP_F32)
       loops[from].widen(mid, (const char *)src + at * from_size, m);
