@@ -3688,14 +3688,14 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
    return 0 or an errno do not, as their callers try the next address. */
 
 typedef struct cddp__address {
-  __extension__ union {
-    struct sockaddr any;
+  __extension__ union { /* sa.ss_family tells which: AF_INET, AF_INET6 or AF_UNIX */
+    struct sockaddr any; /* for system calls */
     struct sockaddr_storage sa;
     struct sockaddr_in v4;
     struct sockaddr_in6 v6;
     struct sockaddr_un un;
   };
-  socklen_t size; /* bytes in use */
+  socklen_t size; /* bytes in use, as for system calls */
 } cddp__address;
 
 #define CDDP__ADDRESSES_MAX 16 /* of one host name, or of this host */
@@ -3703,32 +3703,36 @@ typedef struct cddp__address {
 /* FORK. While a forked child lives, its copy of a connection hides from the other side that the
    rank has died. So the child replaces each socket in this table with an unconnected one. The
    numbers stay in use: the child's copy of a group or store can still use or close them. */
-#define CDDP__OWN_SOCKETS (1 << 17) /* descriptors in the table */
-static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* bits; atomic, for any thread */
+#define CDDP__OWN_SOCKETS (1 << 17) /* descriptors in the table; children keep higher ones */
+static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* 1 bit each; atomic, for any thread */
 
-/* Async-signal-safe. If no descriptor is left for `idle`, it closes the socket, and a new `idle`
-   gets the number. */
+/* Runs in the child after fork, so only async-signal-safe calls. Replaces each socket of the table
+   with a copy of `idle`. If no descriptor is left for `idle`, closes the socket, and a new `idle`
+   gets that number. */
 static void cddp__in_forked_child(void) {
   int idle, fd; /* idle: an unconnected socket */
-  uint32_t i, word;
+  uint32_t i, word; /* word: the rest of the bits of word i */
   idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   for (i = 0; i < CDDP__OWN_SOCKETS / 32; i++) {
     if ((word = __atomic_load_n(&cddp__own_sockets[i], __ATOMIC_ACQUIRE)) == 0) continue;
     __atomic_store_n(&cddp__own_sockets[i], 0, __ATOMIC_RELEASE);
     for (fd = (int)i * 32; word != 0; fd++, word >>= 1) {
       if ((word & 1) == 0) continue;
+      /* syscall: a program without _GNU_SOURCE does not declare dup3 */
       if (idle < 0 || syscall(SYS_dup3, idle, fd, O_CLOEXEC) < 0) close(fd);
       if (idle < 0) idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-      if (idle == fd) idle = dup(fd); /* for the other descriptors */
+      if (idle == fd) idle = dup(fd); /* for the other descriptors: this one stays fd */
     }
   }
   if (idle >= 0) close(idle);
 }
 
-/* If this fails, children keep the sockets. */
-static void cddp__watch_forks(void) { (void)pthread_atfork(NULL, NULL, cddp__in_forked_child); }
+/* If this fails, children keep the sockets: peers can notice a death of this rank late. */
+static void cddp__watch_forks(void) {
+  (void)pthread_atfork(NULL, NULL, cddp__in_forked_child /* in the child */);
+}
 
-/* Adds a valid fd to the table, if that is large enough. Returns fd. */
+/* Adds fd to the table, unless it is -1 or too high. Returns fd. */
 static int cddp__disconnect_in_forks(int fd) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, cddp__watch_forks);
@@ -3739,19 +3743,20 @@ static int cddp__disconnect_in_forks(int fd) {
 
 /* Closes a descriptor, unless it is -1. */
 CDDP__OUT_OF_LINE void cddp__close_fd(int *fd) {
-  if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* before close: later the number can be another's */
+  if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* before close, then other threads can get the number */
     __atomic_fetch_and(&cddp__own_sockets[*fd / 32], ~(1u << (*fd % 32)), __ATOMIC_ACQ_REL);
   if (*fd >= 0) close(*fd);
   *fd = -1;
 }
 
-/* Moves a connection to a lower free descriptor and returns it: the last are the program's. */
+/* Moves a connection to the lowest free descriptor above 2, if that is lower, and returns its
+   descriptor. The last ones below the limit are left to the program: cddp__has_spare_fd. */
 static int cddp__lower_fd(int fd) {
-  int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* the lowest free one above 2 */
-  if (copy < 0) return fd;
+  int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  if (copy < 0) return fd; /* none is free */
   if (copy > fd) {
     close(copy);
-    return fd;
+    return fd; /* no lower one is free */
   }
   (void)cddp__disconnect_in_forks(copy);
   cddp__close_fd(&fd);
@@ -3764,31 +3769,32 @@ static int cddp__above_stdio(int fd) {
   int moved, error;
   if (fd < 0 || fd > STDERR_FILENO) return fd;
   moved = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
-  error = errno;
+  error = errno; /* close can change it */
   close(fd);
   errno = error;
   return moved;
 }
 
-#define CDDP__POLL_MS 20 /* longest poll of _wait_fd */
+#define CDDP__POLL_MS 20 /* longest poll of cddp__wait_fd: how late it serves a receive */
 
-/* Waits for an event of fd. Between two polls it serves pending receives. */
+/* Waits for one of the poll(2) events of fd, or for an error of it, which the next call on fd
+   reports. Between two polls it serves pending receives. */
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
-    struct pollfd p = {fd, events, 0};
-    int n = cddp__poll(&p, 1, cddp__poll_ms(deadline, CDDP__POLL_MS));
-    if (n > 0) return CDDP_OK;
-    if (n < 0 && errno != EINTR) return cddp__fail_errno("poll");
+    struct pollfd p = {fd, events, 0 /* revents */};
+    int ready = cddp__poll(&p, 1, cddp__poll_ms(deadline, CDDP__POLL_MS));
+    if (ready > 0) return CDDP_OK;
+    if (ready < 0 && errno != EINTR) return cddp__fail_errno("poll");
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
     /* No deadlock: a caller holds no lock but a store's. */
     cddp__serve_all_recvs(NULL /* no group */);
   }
 }
 
-/* Parses "host:port" or "[::1]:port". */
+/* Parses "host:port" or "[::1]:port". host: receives the name or address, without brackets. */
 static cddp_result cddp__host_port(const char *text, char host[256], int *port) {
   char digits[6];
-  int end = 0; /* of the matched text */
+  int end = 0; /* of the matched text: nothing may follow */
   int found = sscanf(text, text[0] == '[' ? "[%255[^]]]:%5[0-9]%n" : "%255[^:]:%5[0-9]%n", host,
                      digits, &end);
   *port = found == 2 ? atoi(digits) : 0;
@@ -3800,7 +3806,8 @@ static cddp_result cddp__host_port(const char *text, char host[256], int *port) 
 /* "127.0.0.1:29500", "[::1]:29500" or "the abstract Unix socket @name". */
 static cddp__text cddp__describe_address(const cddp__address *address) {
   char host[128], port[16];
-  int length = (int)address->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* name's */
+  /* AF_UNIX: bytes of the name, behind the NUL of an abstract socket */
+  int length = (int)address->size - (int)offsetof(struct sockaddr_un, sun_path) - 1;
   if (address->sa.ss_family == AF_UNIX)
     return cddp__textf("the abstract Unix socket @%.*s", length > 0 ? length : 0,
                        address->un.sun_path + 1);
@@ -3810,7 +3817,7 @@ static cddp__text cddp__describe_address(const cddp__address *address) {
   return cddp__textf(address->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
 }
 
-/* On Linux sin_port and sin6_port have the same offset. */
+/* Does nothing to a Unix socket's. v4 for IPv6 too: sin_port and sin6_port have the same offset. */
 static void cddp__address_set_port(cddp__address *address, int port) {
   if (address->sa.ss_family != AF_UNIX) address->v4.sin_port = htons((uint16_t)port);
 }
@@ -3819,7 +3826,7 @@ static int cddp__address_port(const cddp__address *address) { /* 0: a Unix socke
   return address->sa.ss_family != AF_UNIX ? ntohs(address->v4.sin_port) : 0;
 }
 
-/* Compares all but the ports; false for Unix sockets. */
+/* Whether two addresses differ at most in their ports; false for Unix sockets. */
 static bool cddp__address_same_host(const cddp__address *a, const cddp__address *b) {
   if (a->sa.ss_family != b->sa.ss_family || a->sa.ss_family == AF_UNIX) return false;
   if (a->sa.ss_family == AF_INET) return a->v4.sin_addr.s_addr == b->v4.sin_addr.s_addr;
@@ -3827,7 +3834,7 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
          a->v6.sin6_scope_id == b->v6.sin6_scope_id;
 }
 
-/* Makes the address its family's wildcard: 0.0.0.0 or ::. */
+/* Makes an address its family's wildcard, 0.0.0.0 or ::, and keeps the port. */
 static void cddp__address_to_all(cddp__address *address) {
   if (address->sa.ss_family == AF_INET6)
     memset(&address->v6.sin6_addr, 0, sizeof address->v6.sin6_addr);
@@ -3839,14 +3846,15 @@ static bool cddp__address_is_loopback(const cddp__address *address) {
   return address->sa.ss_family == AF_INET && ntohl(address->v4.sin_addr.s_addr) >> 24 == 127;
 }
 
-/* The scope of a link-local address is an interface number of the host that wrote it. Sets that of
-   `here`, this host's address on the same link. */
+/* For a link-local address that another host has sent: its scope is an interface number of that
+   host. Replaces it with the scope of `here`, this host's address on the same link; 0: unknown. */
 static void cddp__set_scope(struct sockaddr_in6 *in, const cddp__address *here) {
   if (in->sin6_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&in->sin6_addr))
     in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
-/* in: can be a sockaddr_in. A peer sent it: a family other than IPv6 becomes IPv4. */
+/* The address that a peer has sent as `in`, which can be a sockaddr_in. A family other than IPv6
+   becomes IPv4, as a peer can send any number. */
 static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   cddp__address a;
   memset(&a, 0, sizeof a);
@@ -3865,10 +3873,10 @@ static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
   return a;
 }
 
-/* Sets an abstract Unix socket, which has no file: a NUL, then the name. If it is too long, the end
-   is a hash of it. */
+/* Sets the address of an abstract Unix socket, which has no file: a NUL, then the name. If the name
+   is too long, 16 digits of its hash replace the end. */
 static void cddp__unix_name(cddp__address *address, const char *name) {
-  char *path = address->un.sun_path + 1;
+  char *path = address->un.sun_path + 1; /* n bytes, without a NUL at the end */
   size_t length = strlen(name), n = cddp__min(length, sizeof address->un.sun_path - 1);
   memset(address, 0, sizeof *address);
   address->un.sun_family = AF_UNIX;
@@ -3878,7 +3886,9 @@ static void cddp__unix_name(cddp__address *address, const char *name) {
   address->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
-static void cddp__unmap_ipv4(cddp__address *address) { /* ::ffff:192.0.2.1 becomes 192.0.2.1 */
+/* ::ffff:192.0.2.1 becomes 192.0.2.1, so that both compare equal. A connection over IPv4 to a
+   listener on :: has addresses of the first form. */
+static void cddp__unmap_ipv4(cddp__address *address) {
   struct sockaddr_in ipv4;
   if (address->sa.ss_family != AF_INET6 || !IN6_IS_ADDR_V4MAPPED(&address->v6.sin6_addr)) return;
   memset(&ipv4, 0, sizeof ipv4);
@@ -3892,17 +3902,18 @@ static void cddp__unmap_ipv4(cddp__address *address) { /* ::ffff:192.0.2.1 becom
 
 /* Finds the addresses of a host name, without duplicates. out: [CDDP__ADDRESSES_MAX]. */
 static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
-  struct addrinfo hints, *list = NULL, *i;
-  int e, n = 0, j;
+  struct addrinfo hints, *list = NULL, *info;
+  int e, n = 0, j; /* e: an EAI_*, or 0 */
   bool unzoned = false; /* a link-local address without an interface was found */
   memset(&hints, 0, sizeof hints);
-  hints.ai_socktype = SOCK_STREAM;
-  e = getaddrinfo(host, NULL, &hints, &list);
-  for (i = e == 0 ? list : NULL; i != NULL && n < CDDP__ADDRESSES_MAX; i = i->ai_next) {
-    if (i->ai_family != AF_INET && i->ai_family != AF_INET6) continue;
+  hints.ai_socktype = SOCK_STREAM; /* else each address is listed for each type of socket */
+  e = getaddrinfo(host, NULL /* no service */, &hints, &list);
+  for (info = e == 0 ? list : NULL; info != NULL; info = info->ai_next) {
+    if (n == CDDP__ADDRESSES_MAX) break;
+    if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
     memset(&out[n], 0, sizeof out[n]);
-    memcpy(&out[n].sa, i->ai_addr, i->ai_addrlen);
-    out[n].size = i->ai_addrlen;
+    memcpy(&out[n].sa, info->ai_addr, info->ai_addrlen);
+    out[n].size = info->ai_addrlen;
     cddp__unmap_ipv4(&out[n]);
     if (out[n].sa.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&out[n].v6.sin6_addr) &&
         out[n].v6.sin6_scope_id == 0) {
@@ -3911,7 +3922,7 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
     }
     cddp__address_set_port(&out[n], port);
     for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) {}
-    if (j == n) n++;
+    if (j == n) n++; /* not a duplicate: keep it */
   }
   if (e == 0) freeaddrinfo(list);
   *count = n;
@@ -3928,8 +3939,9 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
                                     : "it has no IPv4 or IPv6 address");
 }
 
-/* out: this host's addresses on the interface `name`; NULL: on all, except loopback and link-local
-   IPv6 ones. Skips interfaces that are down. Returns the number of addresses. */
+/* out: [capacity] this host's addresses on the interface `name`; NULL: on all, except loopback and
+   link-local IPv6 ones. Skips interfaces that are down. Returns the number of addresses; 0 too if
+   the system cannot list them. */
 static int cddp__interface_addresses(const char *name, cddp__address *out, int capacity) {
   struct ifaddrs *list = NULL, *i;
   int n = 0;
@@ -3937,13 +3949,13 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
   for (i = list; i != NULL && n < capacity; i = i->ifa_next) {
     int family = i->ifa_addr != NULL ? i->ifa_addr->sa_family : AF_UNSPEC;
     size_t size = family == AF_INET6 ? sizeof out->v6 : sizeof out->v4;
-    if ((family != AF_INET && family != AF_INET6) || !(i->ifa_flags & IFF_UP)) continue;
-    if (name != NULL ? strcmp(name, i->ifa_name) != 0 : (i->ifa_flags & IFF_LOOPBACK) != 0)
-      continue;
+    bool other = name != NULL ? strcmp(name, i->ifa_name) != 0 /* not the named one */
+                              : (i->ifa_flags & IFF_LOOPBACK) != 0;
+    if ((family != AF_INET && family != AF_INET6) || !(i->ifa_flags & IFF_UP) || other) continue;
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, i->ifa_addr, size);
     out[n].size = (socklen_t)size;
-    n += name != NULL || family == AF_INET || !IN6_IS_ADDR_LINKLOCAL(&out[n].v6.sin6_addr);
+    if (name != NULL || family == AF_INET || !IN6_IS_ADDR_LINKLOCAL(&out[n].v6.sin6_addr)) n++;
   }
   freeifaddrs(list);
   return n;
@@ -3951,7 +3963,7 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
 
 /* Whether the address is of this host: an interface's, loopback, 0.0.0.0 or ::. */
 static bool cddp__address_is_local(const cddp__address *address) {
-  cddp__address own[CDDP__ADDRESSES_MAX + 1]; /* the last: 0.0.0.0 or :: */
+  cddp__address own[CDDP__ADDRESSES_MAX + 1]; /* n of interfaces; [n]: 0.0.0.0 or :: */
   int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
   own[n] = *address;
   cddp__address_to_all(&own[n]);
@@ -3959,7 +3971,7 @@ static bool cddp__address_is_local(const cddp__address *address) {
   return i <= n || cddp__address_is_loopback(address);
 }
 
-/* The address of this end of a socket. */
+/* The address of this end of a socket. Returns false, with errno, if fd is not an open socket. */
 static bool cddp__local_address(int fd, cddp__address *address) {
   memset(address, 0, sizeof *address);
   address->size = sizeof address->sa;
@@ -3968,14 +3980,16 @@ static bool cddp__local_address(int fd, cddp__address *address) {
   return true;
 }
 
-/* Sends short messages immediately, and probes silent hosts. */
+/* Returns false, with errno, on failure. */
 static bool cddp__set_tcp_options(int fd) {
   int on = 1;
-  return setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0 &&
-         setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0;
+  return setsockopt(fd, IPPROTO_TCP, TCP_NODELAY /* sends short messages immediately */, &on,
+                    sizeof on) == 0 &&
+         setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE /* probes silent hosts */, &on, sizeof on) == 0;
 }
 
-/* The process that created the other end of a Unix socket: pid, uid and gid, as in struct ucred. */
+/* out: pid, uid and gid, as in struct ucred, of the process that created the other end of a Unix
+   socket. Returns false, with errno, on failure. */
 static bool cddp__peer_process(int fd, uint32_t out[3]) {
   socklen_t n = 3 * sizeof *out;
   return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, out, &n) == 0;
@@ -3987,8 +4001,8 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
    connect to an abstract name. Returns 0, CDDP__FOREIGN_USER or an errno. */
 static int cddp__stream_ready(int fd) {
   cddp__address a;
-  uint32_t peer[3];
-  (void)cddp__local_address(fd, &a); /* if it fails, so does the next call */
+  uint32_t peer[3]; /* pid, uid, gid */
+  (void)cddp__local_address(fd, &a); /* for the family; on failure the next call fails too */
   if (a.sa.ss_family != AF_UNIX) return cddp__set_tcp_options(fd) ? 0 : errno;
   if (!cddp__peer_process(fd, peer)) return errno;
   return peer[1] /* uid */ == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
@@ -4000,19 +4014,20 @@ static int cddp__socket(int family) {
       cddp__above_stdio(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)));
 }
 
-/* Accepts the next connection; -1 and errno on failure, ECONNABORTED also if cddp__stream_ready
-   fails. */
+/* Accepts the next connection; -1 and errno on failure. ECONNABORTED: the caller has gone, or
+   cddp__stream_ready has failed, so the next one can be accepted. */
 static int cddp__accept(int listener) {
   int fd = cddp__disconnect_in_forks(cddp__above_stdio(
-      (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)));
+      (int)syscall(SYS_accept4, listener, NULL /* address */, NULL /* and its size: unused */,
+                   SOCK_NONBLOCK | SOCK_CLOEXEC))); /* accept4 needs _GNU_SOURCE */
   if (fd < 0 || cddp__stream_ready(fd) == 0) return fd;
   cddp__close_fd(&fd);
   errno = ECONNABORTED;
   return -1;
 }
 
-/* Whether a TCP connection is connected to itself: no process listens, and the system has given
-   this end the same port. */
+/* Whether a TCP connection is connected to itself. This happens if no process listens on the port,
+   and the system has given this end the same port. */
 static bool cddp__connected_to_itself(int fd) {
   cddp__address here, there;
   memset(&there, 0, sizeof there);
@@ -4022,35 +4037,37 @@ static bool cddp__connected_to_itself(int fd) {
          cddp__address_port(&here) == cddp__address_port(&there);
 }
 
-/* Connects and waits. Returns 0; or CDDP__FOREIGN_USER or an errno, and *out is -1. */
+/* Connects to an address, and waits for it until the deadline. Returns 0, and *out is the socket;
+   or CDDP__FOREIGN_USER or an errno, and *out is -1. */
 static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
   int error = 0, fd;
   socklen_t size = sizeof error;
   *out = fd = cddp__socket(address->sa.ss_family);
   if (fd < 0) return errno;
   if (connect(fd, &address->any, address->size) != 0) {
-    if (errno != EINPROGRESS && errno != EINTR /* which continues too */)
+    if (errno != EINPROGRESS && errno != EINTR /* after which the system continues too */)
       error = errno;
     else if (cddp__wait_fd(fd, POLLOUT, deadline) != CDDP_OK)
       error = ETIMEDOUT;
-    else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0)
+    else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error /* connect's result */, &size) != 0)
       error = errno;
   }
-  if (error == 0 && cddp__connected_to_itself(fd)) error = ECONNREFUSED;
+  if (error == 0 && cddp__connected_to_itself(fd)) error = ECONNREFUSED; /* no process listens */
   if (error == 0) error = cddp__stream_ready(fd);
   if (error != 0) cddp__close_fd(out);
   return error;
 }
 
-/* Returns 0 or an errno. "::" accepts IPv4 too. Closed connections of an earlier job do not occupy
-   the port (SO_REUSEADDR). */
+/* Listens at one address and port. Returns 0, and *out is the socket; or an errno, and *out is -1.
+   "::" accepts IPv4 too. Closed connections of an earlier job do not occupy the port
+   (SO_REUSEADDR). */
 static int cddp__listen_address(const cddp__address *address, int *out) {
   int on = 1, error, fd;
   *out = fd = cddp__socket(address->sa.ss_family);
   if (fd < 0) return errno;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (address->sa.ss_family == AF_INET6) {
-    int v6only = !IN6_IS_ADDR_UNSPECIFIED(&address->v6.sin6_addr);
+    int v6only = !IN6_IS_ADDR_UNSPECIFIED(&address->v6.sin6_addr); /* false: IPv4 too */
     setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &v6only, sizeof v6only);
   }
   if (bind(fd, &address->any, address->size) == 0 && listen(fd, SOMAXCONN) == 0) return 0;
@@ -4059,11 +4076,12 @@ static int cddp__listen_address(const cddp__address *address, int *out) {
   return error;
 }
 
-/* Reads CDDP_PORTS=first-last, the ports to use where 0 is asked for; 0 and 0: unset. */
+/* Reads CDDP_PORTS=first-last, the ports among which cddp chooses for a listener that needs no
+   certain one; 0 and 0: unset. */
 static cddp_result cddp__port_range(int *first, int *last) {
   const char *text = getenv("CDDP_PORTS");
   char digits[2][6] = {"", ""};
-  int end = 0;
+  int end = 0; /* of the matched text: nothing may follow */
   *first = *last = 0;
   if (text == NULL || text[0] == 0) return CDDP_OK;
   if (sscanf(text, "%5[0-9]-%5[0-9]%n", digits[0], digits[1], &end) == 2 && text[end] == 0) {
@@ -4076,53 +4094,57 @@ static cddp_result cddp__port_range(int *first, int *last) {
                       text);
 }
 
-/* Listens on all addresses at one port, and sets it in them; 0: the port that the system chooses
-   for the first. Skips an address that fails (example: ::1 on a host without IPv6); if the port is
-   in use at one, closes all. Returns 0, or the last errno; *failed: its address. */
-static int cddp__listen_port(cddp__address *address, int count, int port, int *fds, int *fd_count,
+/* Listens on all addresses at one port, and sets the port in them; 0: the port that the system
+   chooses for the first address is used at the others too. Skips an address that fails (example:
+   ::1 on a host without IPv6); if the port is in use at one, closes all. fds: [count] receives
+   *fd_count listeners. Returns 0, or the errno of the last failure; *failed: its address. */
+static int cddp__listen_port(cddp__address *addresses, int count, int port, int *fds, int *fd_count,
                              cddp__text *failed) {
-  cddp__address bound;
+  cddp__address bound; /* with the port that the system has chosen */
   int error = 0, i, e;
   *fd_count = 0;
   for (i = 0; i < count && error != EADDRINUSE; i++) {
-    cddp__address_set_port(&address[i], port);
-    e = cddp__listen_address(&address[i], &fds[*fd_count]);
+    cddp__address_set_port(&addresses[i], port);
+    e = cddp__listen_address(&addresses[i], &fds[*fd_count]);
     if (e != 0) {
       error = e;
-      *failed = cddp__describe_address(&address[i]);
-    } else if (cddp__local_address(fds[(*fd_count)++], &bound) && port == 0) { /* the others' too */
+      *failed = cddp__describe_address(&addresses[i]);
+    } else if (cddp__local_address(fds[(*fd_count)++], &bound) && port == 0) {
       port = cddp__address_port(&bound);
     }
   }
-  for (i = 0; i < count; i++) cddp__address_set_port(&address[i], port);
+  for (i = 0; i < count; i++) cddp__address_set_port(&addresses[i], port);
   while (error == EADDRINUSE && *fd_count > 0) cddp__close_fd(&fds[--*fd_count]);
   return error;
 }
 
-/* Listens on all given addresses at one port: that of the first one; 0: one of CDDP_PORTS, or the
-   system's choice. If it is in use at an address, the next one is tried. Each is tried three times:
-   Linux refuses both of two processes that listen at the same moment, so each waits for a time that
-   depends on its process id. With file:// the first address is a Unix socket: [1] needs ports. */
-static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds, int *fd_count) {
-  int asked = cddp__address_port(&address[0]), first = asked, last = asked; /* 0: by the system */
+/* Listens on all given addresses at one port, and sets the port in them. The port is that of the
+   first address; 0: one of CDDP_PORTS, or the system's choice. If a port is in use at an address,
+   the next port is tried. Each is tried three times: Linux refuses both of two processes that
+   listen at the same moment, so each waits for a time that depends on its process id. With file://
+   the first address is a Unix socket: [1] needs ports. fds: [count] receives *fd_count listeners,
+   at least one on success. */
+static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fds, int *fd_count) {
+  int asked = cddp__address_port(&addresses[0]); /* 0: any port */
+  int first = asked, last = asked; /* ports to try; 0: the system chooses */
   int error = 0, turn = (int)getpid() /* ranks begin at different ports */, port, ports, tries;
   cddp__text failed = {""};
   const char *cure;
   cddp_result r = CDDP_NETWORK;
-  if (asked == 0 && address[count > 1 ? 1 : 0].sa.ss_family != AF_UNIX &&
+  if (asked == 0 && addresses[count > 1 ? 1 : 0].sa.ss_family != AF_UNIX &&
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
-  tries = first > 0 ? 3 * ports : 32 /* ports of the system */;
+  tries = first > 0 ? 3 * ports : 32 /* ports that the system chooses */;
   do {
-    if (error != 0 && address[0].sa.ss_family == AF_UNIX && count == 1)
+    if (error != 0 && addresses[0].sa.ss_family == AF_UNIX && count == 1)
       cddp__sleep(0.005); /* a former coordinator's copy can still be open */
     if (error != 0 && first > 0 && tries % ports == 0) /* each port was tried once more */
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
     port = first > 0 ? first + turn++ % ports : 0;
-    error = cddp__listen_port(address, count, port, fds, fd_count, &failed);
+    error = cddp__listen_port(addresses, count, port, fds, fd_count, &failed);
     if (*fd_count > 0) return CDDP_OK;
-  } while (error == EADDRINUSE && --tries > 0);
+  } while (error == EADDRINUSE && --tries > 0); /* another error would repeat */
   if (error == EADDRINUSE && asked == 0 && first > 0)
     return cddp__fail(CDDP_NETWORK,
                       "all ports of CDDP_PORTS=%d-%d are in use (the last one tried is %s): give "
@@ -4131,13 +4153,13 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
                       first, last, failed.s);
   cure = cddp__descriptor_advice(error);
   if (*cure != 0) r = CDDP_SYSTEM;
-  if (count > 0 && address[0].sa.ss_family != AF_UNIX) {
+  if (count > 0 && addresses[0].sa.ss_family != AF_UNIX) { /* with ports */
     if (error == EADDRINUSE && asked == 0)
       cure = "; no port of this host is free";
     else if (error == EADDRINUSE)
       cure = "; another program uses this port: choose a free one, the same for all ranks";
     else if (error == EADDRNOTAVAIL)
-      cure = cddp__address_is_loopback(&address[0])
+      cure = cddp__address_is_loopback(&addresses[0])
                  ? "; the loopback interface is down (ip link set lo up), or lacks this address"
                  : "; it is not an address of this host, where rank 0 (the server) is: choose one";
   }
@@ -4146,32 +4168,33 @@ static cddp_result cddp__listen_all(cddp__address *address, int count, int *fds,
   return r;
 }
 
-/* Listens on 127.0.0.1 and a free port, for cddp_spawn: forked children keep this socket. */
+/* Listens on 127.0.0.1 and a free port, for cddp_spawn. Forked children keep this socket: the child
+   that is rank 0 serves it. */
 static cddp_result cddp__listen_loopback(int *fd, int *port) {
   cddp__address a = cddp__loopback_address();
-  int own = -1, count = 0;
-  cddp_result r = cddp__listen_all(&a, 1, &own, &count);
+  int listener = -1, count = 0;
+  cddp_result r = cddp__listen_all(&a, 1, &listener, &count);
   *port = cddp__address_port(&a);
-  *fd = fcntl(own, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* not in the table of FORK */
+  *fd = fcntl(listener, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* not in the table of FORK */
   if (r == CDDP_OK && *fd < 0) r = cddp__fail_errno("fcntl of a socket");
-  if (r == CDDP_OK && *port == 0 && !cddp__local_address(own, &a)) /* fails again, for errno */
+  if (r == CDDP_OK && *port == 0 && !cddp__local_address(listener, &a)) /* again, for errno */
     r = cddp__fail_errno("getsockname, to learn the port of rank 0");
-  cddp__close_fd(&own);
+  cddp__close_fd(&listener);
   return r;
 }
 
 enum { CDDP__FILE_READ, CDDP__FILE_WRITE }; /* values of `bool write` */
-/* Reads or writes `size` bytes from offset `at` of a file on. */
+/* Reads or writes `size` bytes from offset `at` of a file on, all or with CDDP_IO. */
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
   char *p = (char *)data;
   while (size > 0) {
     uint64_t allowed = write ? cddp__file_allowance(at) : size; /* 0: errno is EFBIG */
     size_t most = (size_t)(size < allowed ? size : allowed);
-    ssize_t n = -1;
+    ssize_t n = -1; /* nothing is allowed: a failure with that errno */
     if (most > 1u << 30) most = 1u << 30; /* one call moves less than 2 GiB */
     if (most > 0) n = write ? pwrite(fd, p, most, (off_t)at) : pread(fd, p, most, (off_t)at);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0)
+    if (n <= 0) /* 0: end of file, or a device that accepts nothing */
       return cddp__fail(CDDP_IO, "%s, at byte %" PRIu64 ": %s%s", write ? "write" : "read", at,
                         n < 0   ? strerror(errno)
                         : write ? "nothing was written"
@@ -4184,12 +4207,13 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
   return CDDP_OK;
 }
 
-/* Whether path still names the open file fd. If not, errno is ENOENT or a failed call's. */
+/* Whether path still names the open file fd: another process can have renamed or removed it. If
+   not, errno is ENOENT or a failed call's. */
 static bool cddp__file_has_name(int fd, const char *path) {
-  struct stat a, b;
-  if (fstat(fd, &a) != 0 || lstat(path, &b) != 0) return false;
-  errno = ENOENT;
-  return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+  struct stat opened, named;
+  if (fstat(fd, &opened) != 0 || lstat(path, &named) != 0) return false;
+  errno = ENOENT; /* for a result of false */
+  return opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
 }
 
 /* >>connections --------------------------------------------------------------------------------
