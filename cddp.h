@@ -20006,16 +20006,18 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
    another program, or a proxy, listens at the port of a dead process. */
 #define CDDP__CUT_S 3.0
 typedef struct cddp__link_cuts {
-  uint64_t life;             /* of the member; 0: its last connection was not cut */
-  double first_at, retry_at; /* time of the first cut, of the next attempt */
+  uint64_t life;   /* of the member; 0: its last connection was not cut */
+  double first_at; /* time of the first cut */
+  double retry_at; /* time of the next attempt to connect */
 } cddp__link_cuts;
 
 typedef struct cddp__meeting {
-  cddp_group *group; /* the model's, for its host and time-out */
+  cddp_group *group; /* the caller's, of cddp_init: for the host and the time-out */
   uint64_t steps; /* cddp_ddp_steps, for error texts */
   cddp__model_info model; /* a joining process compares its own */
   int capacity; /* the most members: the model's shards */
-  size_t report_bytes, ended_at; /* of a report; offset in it of `ended` */
+  size_t report_bytes; /* of a report, with `ended` */
+  size_t ended_at; /* offset in a report of `ended`: [capacity] as in the field below */
   cddp__net *net; /* connections among the members */
   cddp__member *members; /* [capacity + 1] by number; the last: this process while it joins */
   int me; /* this rank's member number; `capacity` while it joins */
@@ -20027,13 +20029,16 @@ typedef struct cddp__meeting {
                                the members; from [capacity] on to joining processes */
   cddp__message **reports; /* [capacity + JOIN_REQUESTS] the reports from these links */
   int requests; /* number of joining processes that wait for a meeting */
-  int unreachable; /* a member lost without proof that it ended; -1: none */
-  bool lost_leader_called; /* a member that this rank counted as lost has called as leader */
+  int unreachable; /* a member lost without proof that it ended; -1: none. While it is set, a table
+                      needs a majority */
+  bool lost_leader_called; /* a member that this rank counted as lost has called as leader. So it
+                              lives, and cddp__meet chooses a leader again */
   uint64_t *lives; /* [table_count][capacity] the members' lives in the last table that all
                       confirmed, and in each later one that arrived here */
   size_t table_count, lives_capacity; /* tables in `lives`; its allocated elements */
   int member_count; /* in the last table */
-  unsigned char *ended; /* [capacity] 1: a member saw its process end since the last table */
+  unsigned char *ended; /* [capacity] 1: this rank, or one that reported to it, saw the member's
+                           process end since the last table */
   cddp__link_cuts *cuts; /* [capacity] of members' connections, in this meeting */
 } cddp__meeting;
 
@@ -20060,7 +20065,7 @@ static void cddp__set_member(cddp__meeting *m, const cddp__member *member) {
   cddp__rank_entry *rank = &m->net->ranks[member->number];
   m->members[member->number] = *member;
   host->address = member->address;
-  snprintf(host->name, sizeof host->name, "%.67s", member->name);
+  snprintf(host->name, sizeof host->name, "%.67s" /* [68] */, member->name);
   rank->host = member->host;
   rank->pid = member->pid;
   rank->port = member->port;
@@ -20073,11 +20078,11 @@ static int cddp__choose_leader(const cddp__meeting *m) {
   int p, leader = -1;
   for (p = 0; p < m->capacity; p++)
     if (members[p].life != 0 && (leader < 0 || members[p].since < members[leader].since))
-      leader = p;
+      leader = p; /* of the members of one epoch: the first */
   return leader;
 }
 
-/* Appends the members' lives to m->lives, for cddp__has_majority. */
+/* Appends the members' lives to m->lives, for cddp__has_majority, and counts the members. */
 static cddp_result cddp__append_lives(cddp__meeting *m) {
   size_t n = (size_t)m->capacity, at = m->table_count * n;
   uint64_t *lives = (uint64_t *)cddp__grow_array(
@@ -20088,70 +20093,75 @@ static cddp_result cddp__append_lives(cddp__meeting *m) {
   m->table_count++;
   for (m->member_count = 0, p = 0; p < n; p++) {
     lives[at + p] = m->members[p].life;
-    m->member_count += lives[at + p] != 0;
+    m->member_count += lives[at + p] != 0; /* 0: this number has no member */
   }
   return CDDP_OK;
 }
 
-static void cddp__drop_link(cddp__meeting *m, int p) {
+/* Frees the link and the report of p: a member's number, or capacity + the index of a request. */
+static void cddp__drop_link_and_report(cddp__meeting *m, int p) {
   cddp__link_free(m->links[p]);
   cddp__free(&m->group->host->allocator, m->reports[p]);
   m->links[p] = NULL;
   m->reports[p] = NULL;
 }
 
-static void cddp__drop_links(cddp__meeting *m) {
+/* Frees the links and reports of all members and joining processes. Those that live try again. */
+static void cddp__drop_all_links(cddp__meeting *m) {
   int k;
-  for (k = 0; k < m->capacity + m->requests; k++) cddp__drop_link(m, k);
+  for (k = 0; k < m->capacity + m->requests; k++) cddp__drop_link_and_report(m, k);
   m->requests = 0;
 }
 
-/* Closes listeners and links: this rank is lost to the others, and no process joins by it. */
+/* Closes listeners and links: this rank is lost to the others, and no joining process asks it. */
 static void cddp__meeting_close(cddp__meeting *m) {
   cddp__net *net = m->net;
   cddp__join_close(m->group->host);
   pthread_mutex_lock(&net->lock);
-  cddp__close_fd(&net->listener); /* first: so peers cannot connect again */
+  cddp__close_fd(&net->listener); /* before the links: peers must not connect again as those end */
   cddp__links_free(net->incoming);
   net->incoming = NULL;
   pthread_mutex_unlock(&net->lock);
-  cddp__drop_links(m);
+  cddp__drop_all_links(m);
 }
 
 /* Whether the process with index `window` on this host is a member. */
 static bool cddp__is_member_here(const cddp__meeting *m, int window) {
   const cddp__member *members = m->members;
-  int p = 0;
-  while (p < m->capacity && (members[p].life == 0 || members[p].index != window ||
-                         members[p].host != members[m->me].host))
-    p++;
-  return p < m->capacity;
+  int p;
+  for (p = 0; p < m->capacity; p++)
+    if (members[p].life != 0 && members[p].host == members[m->me].host &&
+        members[p].index == window)
+      return true;
+  return false;
 }
 
-/* Report k of a table, or (0) a report alone. */
+/* Report k of a table; of a message that is one report: k = 0. They follow the message's head. */
 static cddp__report *cddp__report_at(const cddp__meeting *m, cddp__message *message, int k) {
   return (cddp__report *)(void *)((char *)(message + 1) + (size_t)k * m->report_bytes);
 }
 
+/* [capacity] 1: the report's rank saw this member's process end. */
 static unsigned char *cddp__ended_of(const cddp__meeting *m, cddp__report *report) {
   return (unsigned char *)report + m->ended_at;
 }
 
-/* bytes: of a report, without `ended`. */
+/* Allocates the arrays and the net. g: the caller's group. bytes: of a report, without `ended`.
+   After a failure the caller calls cddp__meeting_free. */
 static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capacity, size_t bytes) {
   cddp__host *host = g->host;
   const cddp_allocator *allocator = &host->allocator;
-  const char *secret =
-      host->job_info != NULL && host->job_info->secret[0] != 0 ? host->job_info->secret : NULL;
+  bool has_secret = host->job_info != NULL && host->job_info->secret[0] != 0;
+  const char *secret = has_secret ? host->job_info->secret : NULL;
   size_t n = (size_t)capacity, link_count = n + CDDP__JOIN_REQUESTS;
   m->group = g;
   m->capacity = capacity;
   m->ended_at = bytes;
-  m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t));
+  m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t)); /* aligned in a table */
   m->self_joining = host->joined;
-  m->me = host->joined ? capacity : g->rank;
+  m->me = host->joined ? capacity /* no number yet */ : g->rank;
   m->unreachable = -1;
-  m->members = (cddp__member *)cddp__calloc( /* and the other arrays */
+  m->members = (cddp__member *)cddp__calloc( /* one block: the other arrays follow */
       allocator, 1, (n + 1) * (sizeof *m->members + sizeof *m->cuts + sizeof *m->ended) +
                         link_count * (sizeof *m->links + sizeof *m->reports));
   if (m->members == NULL) return CDDP_OUT_OF_MEMORY;
@@ -20167,55 +20177,59 @@ static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capaci
   return secret != NULL && m->net->secret == NULL ? CDDP_OUT_OF_MEMORY : CDDP_OK;
 }
 
+/* After cddp__meeting_close, which frees the links. */
 static void cddp__meeting_free(cddp__meeting *m) {
   const cddp_allocator *allocator = &m->group->host->allocator;
-  cddp__net_release(m->net);
+  cddp__net_release(m->net); /* groups that have left can still use it */
   cddp__free(allocator, m->lives);
-  cddp__free(allocator, m->members);
+  cddp__free(allocator, m->members); /* with the other arrays */
 }
 
 /* Fails if this host cannot connect to its own address: the first loss would end the job. */
 static cddp_result cddp__check_own_address(const cddp__address *own) {
-  int fd = socket(own->sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0); /* it sends nothing */
+  /* connect(2) of a datagram socket sends nothing: it looks up the route. */
+  int fd = socket(own->sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0 /* UDP */);
   int error = fd >= 0 && connect(fd, &own->any, own->size) != 0 ? errno : 0;
   cddp__close_fd(&fd);
-  if (error != ENETUNREACH) return CDDP_OK;
+  if (error != ENETUNREACH) return CDDP_OK; /* other errors do not prove that it cannot */
   return cddp__fail(CDDP_NETWORK,
                     "elastic ranks connect to each other after a loss, but this host cannot reach "
                     "its own address, %s: start the loopback interface (ip link set lo up)",
                     cddp__describe_address(own).s);
 }
 
-/* Fills `self`, and opens this rank's listening socket. */
+/* Fills `self`, this rank's entry, and opens its listening socket, m->net->listener. */
 static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   const cddp__host *host = m->group->host;
-  const cddp__join_table *table = host->joined ? &host->job_info->table : NULL;
-  cddp__address address;
-  int fd = -1, unused;
+  const cddp__join_table *table = host->joined ? &host->job_info->table : NULL; /* of the job */
+  cddp__address address; /* at which the members connect to this rank */
+  int datagrams = -1 /* a socket */, listener_count;
   cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
   if (host->net != NULL) { /* several hosts */
     address = cddp__internet_address(&host->net->hosts[host->net->host].address);
     self->host = host->net->host;
-  } else if (host->joined && host->arena.fd >= 0) { /* shares memory */
-    address = cddp__internet_address(&table->address);
+  } else if (host->joined && host->arena.fd >= 0) { /* shares memory with ranks of the job */
+    address = cddp__internet_address(&table->address); /* theirs */
     self->host = table->host;
   } else { /* one host, or no shared memory */
-    if (host->joined) { /* a datagram socket finds the local address */
+    if (host->joined) { /* the route to the leader tells the own address; connect sends nothing */
       address = cddp__internet_address(&table->lead.self.address);
       cddp__address_set_port(&address, table->lead.self.port);
-      fd = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-      if (fd >= 0 && connect(fd, &address.any, address.size) != 0) cddp__close_fd(&fd);
-      self->host = 2 * m->capacity; /* its own; cddp__admit_joining numbers it */
+      datagrams = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0 /* UDP */);
+      if (datagrams >= 0 && connect(datagrams, &address.any, address.size) != 0)
+        cddp__close_fd(&datagrams); /* sets -1 */
+      self->host = 2 * m->capacity; /* a host of its own; cddp__admit_joining numbers it */
     }
-    r = cddp__own_address(fd, &address);
-    cddp__close_fd(&fd);
+    r = cddp__own_address(datagrams, &address); /* -1: loopback, unless CDDP_IFNAME is set */
+    cddp__close_fd(&datagrams);
   }
   if (r != CDDP_OK) return r;
-  cddp__address_set_port(&address, 0); /* any */
+  cddp__address_set_port(&address, 0 /* any */);
   self->address = address.v6;
   self->number = m->me;
-  if ((r = cddp__listen_all(&address, 1, &m->net->listener, &unused)) != CDDP_OK)
+  r = cddp__listen_all(&address, 1, &m->net->listener, &listener_count); /* sets the port */
+  if (r != CDDP_OK)
     return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
   if ((r = cddp__check_own_address(&address)) != CDDP_OK) return r;
   self->port = cddp__address_port(&address);
@@ -20225,7 +20239,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   snprintf(self->name, sizeof self->name, "%s", host->name);
   self->gpu = m->group->gpu;
   r = cddp__random(&self->life, sizeof self->life);
-  self->life <<= 1; /* even: in a hello no id of a split group */
+  self->life <<= 1; /* hello.group of links to it: even, as only ids of split groups are odd */
   return r;
 }
 
@@ -20334,7 +20348,7 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
   link->next = NULL;
   if (sound && p < n && p != m->me && leads) {
     *self = m->members[p]; /* after a leader's death, a member might not know its number */
-    cddp__drop_link(m, p);
+    cddp__drop_link_and_report(m, p);
     m->ended[p] = 0;
     m->cuts[p].life = 0;
     for (k = 0; k < n; k++) /* only members that the sender knew, and that have not reported */
@@ -20461,7 +20475,7 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
       if (r != CDDP_OK) return r;
       if (cddp__member_link_ended(m, p, links[p])) {
         bool cut = cddp__link_is_cut(links[p]) && !links[p]->ended_early; /* it was up */
-        cddp__drop_link(m, p);
+        cddp__drop_link_and_report(m, p);
         if (!cut || !cddp__retries_member(m, p))
           cddp__remove_member(m, p);
         else if (missing++ == 0) /* a dead process refuses the next link */
@@ -20520,7 +20534,7 @@ static void cddp__admit_joining(cddp__meeting *m) {
         self->host = m->capacity + number;
       self->since = m->epoch + 1;
       cddp__set_member(m, self);
-      cddp__drop_link(m, number); /* of a member lost in this meeting */
+      cddp__drop_link_and_report(m, number); /* of a member lost in this meeting */
       m->reports[number] = m->reports[k];
       m->links[number] = link;
     } else {
@@ -20607,7 +20621,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   r = cddp__await_reports(m, deadline);
   if (r == CDDP_OK && m->lost_leader_called) {
     reports[m->me] = NULL;
-    cddp__drop_links(m);
+    cddp__drop_all_links(m);
     return r;
   }
   for (p = 0; p < m->capacity; p++) report_count += reports[p] != NULL;
@@ -20624,7 +20638,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   if (r == CDDP_OK) r = cddp__meeting_send_table(m, table);
   reports[m->me] = NULL; /* the caller frees it */
   for (p = 0; p < m->capacity; p++) { /* links with reports stay, for _meeting_confirm */
-    if (reports[p] == NULL) cddp__drop_link(m, p);
+    if (reports[p] == NULL) cddp__drop_link_and_report(m, p);
     cddp__free(&m->group->host->allocator, reports[p]);
     reports[p] = NULL;
   }
@@ -20655,7 +20669,7 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
                                      double deadline, cddp__message **table, bool *cut) {
   cddp__connection **link = &m->links[leader];
   cddp_result r;
-  cddp__drop_link(m, leader);
+  cddp__drop_link_and_report(m, leader);
   r = cddp__meeting_connect(m, leader, mine + 1, mine->head.size);
   if (r == CDDP_OK)
     *table = cddp__meeting_receive(m, leader, (size_t)m->capacity * m->report_bytes, deadline);
@@ -20666,7 +20680,7 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
                    "not received the reports of all ranks",
                    m->group->timeout_s, m->steps, cddp__member_name(m, leader).s);
   *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->ended_early;
-  cddp__drop_link(m, leader);
+  cddp__drop_link_and_report(m, leader);
   return r;
 }
 
@@ -20773,7 +20787,7 @@ static void cddp__meeting_forget_members(cddp__meeting *m) {
   for (p = 0; p < m->capacity; p++) m->members[p].life = 0;
   m->table_count = 0;
   m->me = m->net->rank = m->capacity;
-  cddp__drop_links(m);
+  cddp__drop_all_links(m);
 }
 
 /* false: the member is lost, late, or asks to meet again. */
@@ -20805,7 +20819,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
     (void)cddp__link_progress(m->net, m->links[p]);
   }
   if (r == CDDP_OK && !leads) all = cddp__await_confirmation(m, m->leader, deadline);
-  cddp__drop_links(m);
+  cddp__drop_all_links(m);
   if (r != CDDP_OK) return r;
   if (!all) return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
   memmove(m->lives, m->lives + (m->table_count - 1) * n, n * sizeof *m->lives);
@@ -21839,7 +21853,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
       return r;
     }
     cddp__accept_reports(m, CDDP__ACCEPT_JOINING);
-    if (cddp__choose_leader(m) != m->me) cddp__drop_links(m); /* only the leader admits */
+    if (cddp__choose_leader(m) != m->me) cddp__drop_all_links(m); /* only the leader admits */
     if (m->requests > 0 && elastic->meetings == 0 && /* no second meeting for joins */
         elastic->last_update.kind != 0)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
