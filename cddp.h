@@ -602,9 +602,9 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 /* UNEVEN INPUTS. Every rank calls it once an epoch, when the rank has no more data. The call then
    takes part in the other ranks' cddp_ddp_wait, _step and _sync_buffers, but in no other call of
    theirs, until every rank has called it. Each mean is over the ranks with data. s is the loop's
-   optimizer, or NULL. On return all ranks have the same weights, buffers, states and learning rate
-   of s. A comm_hook must be linear, h(kx) = k h(x): cddp multiplies its result by world size /
-   (ranks with data). Not with shards or elastic. Like PyTorch's
+   only cddp_optim, or NULL. On return all ranks have the same weights, buffers, and states and
+   learning rate of s. A comm_hook must be linear, h(kx) = k h(x): cddp multiplies its result by
+   world size / (ranks with data). Not with shards or elastic. Like PyTorch's
    join(divide_by_initial_world_size=False). */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
@@ -1339,6 +1339,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does). The
    first step sets the masters from the weights. A checkpoint has them as optimizer.master.NAME.
+   If several optimizers step one model, the masters of one undo the steps of the others: call
+   cddp_optim_write_copies when one follows another. Without it cddp_ddp_step is
+   CDDP_INVALID_ARGUMENT, but cddp_optim_step does not notice.
 
    ADAMW. PyTorch's kernel computes the last few elements of a parameter by a scalar loop, which can
    round differently; f64 differs by roundings. In a checkpoint the state of parameter NAME is
@@ -2437,6 +2440,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int partition_count;
   cddp_optim *sharing; /* optimizers whose states this host's ranks share, by next */
   cddp__elastic *elastic; /* NULL: not elastic */
+  uint32_t optim_count; /* optimizers that were paired with it */
+  uint32_t last_optim; /* number of the one that made the last step; 0: none */
   cddp_optim *optim; /* elastic: steps the model; NULL: none yet */
   cddp__snapshot snapshot; /* for the `optim` of a rank that joined */
   cddp__cause failure; /* the result of all later calls; written under lock */
@@ -16588,6 +16593,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const unsigned char *used;   /* [count] 0: skip the parameter; NULL: use all */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense */
   uint32_t paired;             /* id of the cddp_ddp last checked for compatibility; 0: none */
+  uint32_t number;             /* among the optimizers that were paired with it, from 1 */
   cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
 
   /* cddp_kernels.cuh's. */
@@ -17028,6 +17034,14 @@ static float cddp__most_steps(const cddp_optim *optim) {
 /* Lets the next step copy the weights to the masters. */
 static void cddp__renew_masters(cddp_optim *optim) {
   memset(optim->init_master, true, (size_t)optim->count * sizeof *optim->init_master);
+}
+
+/* Whether any master can differ from its weights. */
+static bool cddp__keeps_masters(const cddp_optim *optim) {
+  int i, k = optim->state_count - 1;
+  for (i = 0; optim->desc.master_weights != 0 && i < optim->count; i++)
+    if (cddp__has_state(optim, k, i) && !optim->init_master[i]) return true;
+  return false;
 }
 
 /* After a step of parameter i. */
@@ -18939,6 +18953,7 @@ typedef struct cddp__step_header {
   uint64_t missing; /* parameters that are not ready on this rank */
   uint64_t settings_hash; /* of the cddp_optim without its lr; 0: none */
   double lr; /* the cddp_optim's */
+  uint32_t optim; /* the cddp_optim's number; 0: none */
   uint32_t absent; /* CDDP__ABSENT_*; 0: the rank has data */
 } cddp__step_header;
 enum { /* the rank is in cddp_ddp_join */
@@ -19140,6 +19155,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   pthread_mutex_unlock(&d->lock);
   m.settings_hash = cddp__optim_settings(optim);
   m.lr = optim != NULL ? optim->desc.lr : 0;
+  m.optim = optim != NULL ? optim->number : 0;
   m.absent = d->uneven.absent;
   g->calls++;
   r = cddp__round(g, kind, CDDP__PHASE_CALL, 0, &m, sizeof m);
@@ -19353,6 +19369,7 @@ static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
   int i;
+  if (optim != NULL) d->last_optim = optim->number;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
     if (optim != NULL && cddp__optim_skips(optim, i))
@@ -19421,7 +19438,7 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
 }
 
 /* Refuses an optimizer that cannot step d. Checks its sizes and rows only once. */
-static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *optim) {
+static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
   cddp_result r;
   int i;
   const char *wrong =
@@ -19432,11 +19449,16 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *optim) {
       : optim->desc.ddp != NULL && optim->desc.ddp != d
           ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
-                   : NULL;
+      : optim->paired == d->id && d->last_optim != 0 && d->last_optim != optim->number &&
+              cddp__keeps_masters(optim)
+          ? "another cddp_optim has made steps since this one's last, which its masters would "
+            "undo: call cddp_optim_write_copies first"
+          : NULL;
   if (wrong != NULL) return CDDP__REFUSE("%s", wrong);
   if (optim->paired != d->id && (r = cddp__check_sizes(optim)) != CDDP_OK) return r;
   for (i = 0; i < d->count && optim->paired != d->id; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
+  if (optim->paired != d->id) optim->number = ++d->optim_count;
   optim->paired = d->id;
   return CDDP_OK;
 }
@@ -19518,6 +19540,10 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t mis
     return cddp__fail(
         CDDP_MISMATCH, "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; "
         "pass the cddp_optim of the training loop", d->group->rank, lead);
+  if (optim->number != theirs.optim)
+    return cddp__fail(
+        CDDP_MISMATCH, "rank %d called ddp_join with one cddp_optim, rank %d called ddp_step with "
+        "another: a loop that calls cddp_ddp_join can step only one", d->group->rank, lead);
   cddp__set_lr(optim, theirs.lr);
   return cddp__finish_step(d, (int)kind, optim, missing);
 }
@@ -23792,6 +23818,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   desc = c.desc;
   if (r == CDDP_OK && desc->optim != NULL) {
     cddp__renew_masters(desc->optim); /* they begin anew as the loaded weights */
+    desc->optim->paired = 0; /* other optimizers' steps no longer matter */
     if (c.has_lr) r = cddp__commit_states(&c);
     if (r == CDDP_OK) r = (desc->optim->backend->copy)(desc->optim); /* to desc.copies */
     r = cddp__agree(c.g, r);
@@ -24848,7 +24875,8 @@ CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
 CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *optim) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL && optim != NULL, "the cddp_ddp or the cddp_optim is NULL");
-  if (optim->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, optim));
+  if (optim->paired != d->id || optim->number != d->last_optim || d->no_sync)
+    CDDP__TRY(cddp__check_pair(d, optim));
   return cddp__run_step(__func__, d, CDDP__KIND_DDP_STEP, optim);
 }
 

@@ -648,6 +648,49 @@ static void test_masters_of_a_rank_without_data(void) {
   CHECK_OK(ranks_run(no_data, NULL, 2, true));
 }
 
+static cddp_result half_step(cddp_ddp *d, cddp_param *p, cddp_optim *o, int step) {
+  half_gradient(p, step);
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  return cddp_ddp_step(d, o);
+}
+
+/* Two optimizers with masters step a model in turn: those of the first would undo the other's
+   steps, so they are refused until they begin anew. A twin with one optimizer, whose masters begin
+   anew as often, and lr 0 in the other's steps, gets the same weights. */
+static int in_turn(cddp_group *g, void *arg) {
+  enum { FIRST, SECOND, TWIN };
+  uint16_t w[HALVES] = {0}, twin[HALVES] = {0};
+  cddp_param p[2] = {{"w", w, NULL, HALVES, CDDP_BF16}, {"w", twin, NULL, HALVES, CDDP_BF16}};
+  cddp_optim *o[3];
+  cddp_ddp *d[2];
+  int step, k;
+  (void)arg;
+  for (k = 0; k < 2; k++) CHECK_OK(cddp_ddp_create(&d[k], g, &p[k], 1, NULL));
+  for (k = 0; k < 3; k++) o[k] = half_optim(&p[k / 2], true, d[k / 2]);
+  CHECK_OK(cddp_optim_set_lr(o[SECOND], 0));
+  for (step = 0; step < 9; step++) {
+    cddp_optim *now = o[step % 3 == 2 ? SECOND : FIRST];
+    if (step > 2 && step % 3 != 1) {
+      CHECK_IS(cddp_ddp_step(d[0], now), CDDP_INVALID_ARGUMENT);
+      CHECK(strstr(cddp_error(), "cddp_optim_write_copies") != NULL);
+      CHECK_OK(cddp_optim_write_copies(now));
+    }
+    CHECK_OK(half_step(d[0], &p[0], now, step));
+    if (step % 3 == 2) CHECK_OK(cddp_optim_write_copies(o[TWIN]));
+    else CHECK_OK(half_step(d[1], &p[1], o[TWIN], step));
+  }
+  CHECK(memcmp(w, twin, sizeof w) == 0);
+  for (k = 0; k < 3; k++) cddp_optim_destroy(o[k]);
+  for (k = 0; k < 2; k++) cddp_ddp_destroy(d[k]);
+  return 0;
+}
+
+static void test_masters_in_turn(void) {
+  CHECK_OK(ranks_run(in_turn, NULL, 1, false));
+  CHECK_OK(ranks_run(in_turn, NULL, 2, false));
+  CHECK_OK(ranks_run(in_turn, NULL, 2, true));
+}
+
 /* Clipping, in one pass or between wait and step: the same bits, and with shards on any number of
    ranks. */
 static void test_clip(void) {
@@ -952,6 +995,7 @@ int main(void) {
   RUN(test_masters);
   RUN(test_saved_after_a_change);
   RUN(test_masters_of_a_rank_without_data);
+  RUN(test_masters_in_turn);
   RUN(test_clip);
   RUN(test_norm);
   RUN(test_clip_refused);
