@@ -3279,7 +3279,8 @@ static const char *cddp__size_advice(int e) {
 /* >>record -------------------------------------------------------------------------------------
    Job: the flight recorder, in a mapped file: the kernel keeps the records if the rank is killed.
    Owns: cddp__host.record. Touches nothing else.
-   Entry points: cddp__record_job, _open; _new, _start, _finish; _event; _at, to change a record.
+   Entry points: cddp__record_job, _open, _discard; _new, _start, _finish; _event; _at, to change a
+   record.
    How it works:
      1. An operation takes the next number, and with it an entry of the ring behind the header.
      2. Start, end and result are added later, unless a newer operation has reused the entry.
@@ -3299,24 +3300,30 @@ static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
+/* Writes the path of a rank's file. Returns false if CDDP_RECORD is not set. */
+static bool cddp__record_path(char *path, size_t size, uint64_t job, int rank, int join) {
+  const char *dir = getenv("CDDP_RECORD");
+  if (dir == NULL || dir[0] == 0) return false;
+  snprintf(path, size, "%s/cddp-%016" PRIx64 "-%d", dir, job, rank);
+  if (join > 0) cddp__append(path, size, ".join%d", join);
+  cddp__append(path, size, ".rec");
+  return true;
+}
+
 /* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. job: a number for the names of
    the files, the same on all ranks. size: of the world. join: the number of a process that joined,
    because an earlier process of the rank can have a file; else 0. The file gets its full size now:
    a full disk cannot kill the program later (SIGBUS). */
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
                                      int join) {
-  const char *dir = getenv("CDDP_RECORD");
   size_t bytes = CDDP__RECORD_BYTES;
   cddp_record_header *header;
   char path[4096];
   void *map = MAP_FAILED;
   int fd, e; /* e: an errno, or 0 */
   *out = NULL;
-  if (dir == NULL || dir[0] == 0) return CDDP_OK;
-  snprintf(path, sizeof path, "%s/cddp-%016" PRIx64 "-%d", dir, job, rank);
-  if (join > 0) cddp__append(path, sizeof path, ".join%d", join);
-  cddp__append(path, sizeof path, ".rec");
-  (void)mkdir(dir, 0777); /* fails if it exists; open reports any other error */
+  if (!cddp__record_path(path, sizeof path, job, rank, join)) return CDDP_OK;
+  (void)mkdir(getenv("CDDP_RECORD"), 0777); /* fails if it exists; open reports other errors */
   fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0)
     return cddp__fail(CDDP_IO, "CDDP_RECORD: rank %d cannot open the flight recorder's file %s: %s",
@@ -3345,6 +3352,13 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   memcpy(header->magic, "cddprec1", sizeof header->magic); /* last: only a full header has it */
   *out = header;
   return CDDP_OK;
+}
+
+/* Removes the file of a rank that has not started. join: as in cddp__record_open. */
+static void cddp__record_discard(const cddp_record_header *header, int join) {
+  char path[4096];
+  if (header != NULL &&
+      cddp__record_path(path, sizeof path, header->job, (int)header->rank, join)) unlink(path);
 }
 
 /* The record with this number. NULL if the number is 0, as with the recorder off, or if a newer
@@ -16251,6 +16265,11 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
   return r;
 }
 
+/* Removes the flight recorder's file of a start that failed. */
+static void cddp__discard_record(const cddp__host *host) {
+  cddp__record_discard(host->record, host->joined ? host->job_info->table.record_number : 0);
+}
+
 /* cddp_init, except the device. */
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__config config;
@@ -16290,7 +16309,10 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     if (r == CDDP_OK) g->carrier = &cddp__mpi_carrier;
   }
 #endif
-  if (r != CDDP_OK && g != NULL) cddp__group_leave(g);
+  if (r != CDDP_OK && g != NULL) {
+    cddp__discard_record(host);
+    cddp__group_leave(g);
+  }
   if (r != CDDP_OK) return r;
   if (!config.joins)
     cddp__log(
@@ -24371,8 +24393,10 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
                            CDDP__THREAD_OF_USER);
     if (r == CDDP_OK) started++;
   }
-  for (i = started; thread != NULL && i < n; i++) /* peers see these as lost */
+  for (i = started; thread != NULL && i < n; i++) { /* peers see these as lost */
+    if (thread[i].host != NULL) cddp__record_discard(thread[i].host->record, 0 /* join */);
     if (thread[i].group != NULL) cddp__group_leave(thread[i].group);
+  }
   for (i = 0; i < started; i++) pthread_join(thread[i].thread, NULL);
   if (r == CDDP_OK && cddp__load32(&first) != 0) {
     failed = &thread[cddp__load32(&first) - 1];
@@ -24475,6 +24499,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
     memcpy(cddp__error_text, before.s, sizeof before.s); /* drops texts of failed attempts */
     return r;
   }
+  cddp__discard_record((*out)->host);
   cddp__group_leave(*out);
   *out = NULL;
   return cddp__named(__func__, r);

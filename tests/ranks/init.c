@@ -1550,26 +1550,30 @@ static void test_fp_modes_differ(void) {
   }
 }
 
-/* One rank cannot open its flight recorder's file: no rank begins without it, and all know why. */
+/* One rank cannot open its flight recorder's file: no rank begins without it, all know why, and
+   none leaves a file behind. */
 static void test_no_recorder(void) {
   static const char *const hosts[] = {"aaa", "aba"};
   member m[3];
   pid_t pid[3];
   int status[3], who, h, i;
-  char text[64];
+  char text[64], folder[] = "/tmp/cddp-init-XXXXXX";
+  CHECK(mkdtemp(folder) != NULL);
   for (who = 0; who < 3; who++)
     for (h = 0; h < 2; h++) {
       snprintf(text, sizeof text, "CDDP_RECORD: rank %d cannot open", who);
       prepare(m, 3);
-      for (i = 0; i < 3; i++) m[i].name = "CDDP_RECORD"; /* unset */
+      for (i = 0; i < 3; i++) m[i].name = "CDDP_RECORD", m[i].value = folder;
       m[who].value = "/nowhere/at/all";
       start_on(hosts[h], m, 3, pid);
       ranks_join(pid, 3, 30, status);
       CHECK(ranks_exited_well(status, 3));
       for (i = 0; i < 3; i++)
         CHECK_SEEN(&m[i], CDDP_IO, text, "/nowhere/at/all");
+      CHECK_EQ(ranks_entries(folder), 0);
     }
   unsetenv("CDDP_RECORD");
+  rmdir(folder);
 }
 
 static void test_wrong_variables(void) {
