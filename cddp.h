@@ -6537,6 +6537,8 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
       text);
 }
 
+#define CDDP__RUN_MAX 80 /* bytes of a longer TORCHELASTIC_RUN_ID become a hash */
+
 /* Sets the prefix of the job's keys: two jobs that use one store by mistake (the same port) must
    not mix up their ranks. key: cddp__job_key. Without one (jobs started by hand, Hydra's on several
    hosts) jobs share a prefix, unless torchrun gives them different run ids. */
@@ -6545,11 +6547,14 @@ static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
   if (cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL)
     restart = NULL; /* each agent of torchrun counts its own restarts: hosts could differ */
+  if (run == NULL) run = "0";
   if (key != 0)
     snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/0", key);
+  else if (strlen(run) <= CDDP__RUN_MAX)
+    snprintf(config->run, sizeof config->run, "cddp/%s/%.20s", run, restart ? restart : "0");
   else
-    snprintf(config->run, sizeof config->run, "cddp/%.80s/%.20s", run ? run : "0",
-             restart ? restart : "0");
+    snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/%.20s",
+             cddp__hash64(0, run, strlen(run)), restart ? restart : "0");
 }
 
 /* Sets the secret. CDDP_JOB_SECRET is "PORT:SECRET", made by cddp_spawn or cddprun for ranks on one
