@@ -16349,13 +16349,14 @@ typedef struct cddp__rows {
   size_t n, capacity; /* rows in use; rows for which the arrays have memory */
   int64_t *number; /* [capacity] the row's index in the parameter */
   char *values; /* [capacity] rows, cddp__sparse.row_bytes each */
-  cddp__row_order *order; /* [capacity] scratch for sorting */
 } cddp__rows;
 
 /* A parameter with a sparse gradient. Owner: its cddp_ddp; one thread at a time. */
 typedef struct cddp__sparse {
   size_t rows, width, row_bytes; /* rows of the parameter; elements and bytes of each */
   cddp__rows added; /* not packed yet, in order of arrival; numbers can repeat */
+  cddp__row_order *order; /* [order_capacity] scratch to sort them */
+  size_t order_capacity;
   cddp__rows mean; /* result of the last wait or step; numbers ascend and do not repeat */
   char *zeros; /* one row of zeros: the value in a shard that lacks a row */
 } cddp__sparse;
@@ -16381,15 +16382,14 @@ typedef struct cddp__row_head {
 static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
   cddp__free(allocator, rows->number);
   cddp__free(allocator, rows->values);
-  cddp__free(allocator, rows->order);
   memset(rows, 0, sizeof *rows);
 }
 
 /* Allocates memory for n rows in all, and keeps the present ones. After a failure rows->capacity is
-   unchanged: it counts the rows for which all three arrays have memory. */
+   unchanged: it counts the rows for which both arrays have memory. */
 static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *rows, size_t n,
                                       size_t row_bytes) {
-  size_t capacity[3] = {rows->capacity, rows->capacity, rows->capacity}; /* of each array */
+  size_t capacity[2] = {rows->capacity, rows->capacity}; /* of each array */
   void *grown;
   if (n <= rows->capacity) return CDDP_OK;
   grown = cddp__grow_array(allocator, rows->number, &capacity[0], n, sizeof *rows->number);
@@ -16398,20 +16398,23 @@ static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__row
   grown = cddp__grow_array(allocator, rows->values, &capacity[1], n, row_bytes);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
   rows->values = (char *)grown;
-  grown = cddp__grow_array(allocator, rows->order, &capacity[2], n, sizeof *rows->order);
-  if (grown == NULL) return CDDP_OUT_OF_MEMORY;
-  rows->order = (cddp__row_order *)grown;
-  rows->capacity = capacity[0]; /* all three grew by the same rule */
+  rows->capacity = capacity[0]; /* both grew by the same rule */
   return CDDP_OK;
 }
 
 /* Appends n rows in the order of the caller. After a failure nothing is added. */
-static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__rows *rows,
-                                  size_t row_bytes, const int64_t *numbers, const void *values,
-                                  size_t n) {
+static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__sparse *sparse,
+                                  const int64_t *numbers, const void *values, size_t n) {
+  cddp__rows *rows = &sparse->added;
+  size_t row_bytes = sparse->row_bytes;
   cddp_result r;
+  void *order;
   if (n == 0) return CDDP_OK; /* numbers and values can be NULL */
   if ((r = cddp__rows_reserve(allocator, rows, rows->n + n, row_bytes)) != CDDP_OK) return r;
+  order = cddp__grow_array(
+      allocator, sparse->order, &sparse->order_capacity, rows->n + n, sizeof *sparse->order);
+  if (order == NULL) return CDDP_OUT_OF_MEMORY;
+  sparse->order = (cddp__row_order *)order;
   memcpy(rows->number + rows->n, numbers, n * sizeof *numbers);
   memcpy(rows->values + rows->n * row_bytes, values, n * row_bytes);
   rows->n += n;
@@ -16422,6 +16425,7 @@ static void cddp__sparse_free(const cddp_allocator *allocator, cddp__sparse *spa
   if (sparse == NULL) return;
   cddp__rows_free(allocator, &sparse->added);
   cddp__rows_free(allocator, &sparse->mean);
+  cddp__free(allocator, sparse->order);
   cddp__free(allocator, sparse->zeros);
   cddp__free(allocator, sparse);
 }
@@ -16467,7 +16471,7 @@ static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list
    number, one sum for each number. */
 static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
-  cddp__row_order *order = sparse->added.order;
+  cddp__row_order *order = sparse->order;
   cddp__row_list list; /* only for the place of the values */
   const void *addends[2];
   int64_t *number;
@@ -24874,7 +24878,7 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
   }
   if (r == CDDP_OK)
     r = cddp__rows_add(
-        &d->group->host->allocator, &sparse->added, sparse->row_bytes, rows, values, n);
+        &d->group->host->allocator, sparse, rows, values, n);
   cddp__free(&d->group->host->allocator, copy);
   return r;
 }

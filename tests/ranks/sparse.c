@@ -336,6 +336,37 @@ static void test_join_mismatch(void) {
   for (which = 0; which < 4; which++) CHECK_OK(ranks_run(run_join_mismatch, &which, 3, true));
 }
 
+/* A loop with two optimizers, which differ in lr only: the rank without data has passed one. */
+static int run_join_of_two(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), first = *(const int *)arg, i;
+  cddp_result r = CDDP_OK;
+  cddp_optim *both[2] = {NULL, NULL};
+  cddp_sgd_desc o;
+  small m;
+  memset(&o, 0, sizeof o);
+  o.momentum = 0.5;
+  if (!small_open(&m, g, 0.5, NULL)) return 1;
+  CHECK_OK(cddp_sgd_create(&both[1], m.p, 1, &o));
+  both[0] = m.sgd;
+  for (i = 0; r == CDDP_OK && i < (rank == 0 ? first : 8); i++) {
+    CHECK_OK(cddp_ddp_ready(m.ddp, 0));
+    r = cddp_ddp_step(m.ddp, both[i % 2]);
+  }
+  if (rank == 0) r = cddp_ddp_join(m.ddp, both[0]);
+  CHECK_IS(r, CDDP_MISMATCH);
+  if (first > 1) /* else both[1] has no shared states yet: another text */
+    CHECK(mentions("rank 0 called ddp_join with one cddp_optim, rank 1 called ddp_step with"));
+  CHECK(i == first + (first % 2 == 1 ? 1 : 2) || rank == 0); /* at the first step of both[1] */
+  cddp_optim_destroy(both[1]);
+  small_close(&m);
+  return test_failures != before;
+}
+
+static void test_join_of_two(void) {
+  int first;
+  for (first = 0; first < 4; first++) CHECK_OK(ranks_run(run_join_of_two, &first, 3, true));
+}
+
 static int late_fn(cddp_group *g, void *arg) {
   int *let_go = (int *)arg, before = test_failures;
   small m;
@@ -923,12 +954,62 @@ static void test_rows_memory(void) {
   CHECK(done == 2 && failed > 20);
 }
 
+enum { COUNTED = 2000, COUNTED_WIDTH = 60 };
+static size_t live; /* bytes */
+
+static void *counted(size_t n, void *user_data) {
+  size_t *p = (size_t *)malloc(n + 16);
+  (void)user_data;
+  if (p == NULL) return NULL;
+  *p = n;
+  live += n;
+  return (char *)p + 16;
+}
+
+static void counted_free(void *p, void *user_data) {
+  size_t *head = p != NULL ? (size_t *)(void *)((char *)p - 16) : NULL;
+  (void)user_data;
+  if (head != NULL) live -= *head;
+  free(head);
+}
+
+/* Each row is kept twice, as added and in the mean, with its number; 16 bytes serve the sort. */
+static void test_rows_bytes(void) {
+  static float w[COUNTED * COUNTED_WIDTH], values[COUNTED * COUNTED_WIDTH];
+  static int64_t numbers[COUNTED];
+  size_t rows = COUNTED, before, each = 2 * (8 + COUNTED_WIDTH * sizeof(float)) + 16;
+  cddp_param p[] = {{"w", w, NULL, COUNTED * COUNTED_WIDTH, CDDP_F32}};
+  cddp_group_desc gd;
+  cddp_ddp_desc d;
+  cddp_group *g;
+  cddp_ddp *ddp;
+  int i;
+  memset(&gd, 0, sizeof gd);
+  memset(&d, 0, sizeof d);
+  gd.world_size = 1;
+  gd.allocator.alloc = counted;
+  gd.allocator.free = counted_free;
+  d.sparse_rows = &rows;
+  for (i = 0; i < COUNTED; i++) numbers[i] = i;
+  CHECK_OK(cddp_init(&g, &gd));
+  CHECK_OK(cddp_ddp_create(&ddp, g, p, 1, &d));
+  before = live;
+  CHECK_OK(cddp_ddp_add_rows(ddp, 0, numbers, values, COUNTED));
+  CHECK_OK(cddp_ddp_ready(ddp, 0));
+  CHECK_OK(cddp_ddp_wait(ddp));
+  CHECK(live - before <= COUNTED * each + 4096);
+  cddp_ddp_destroy(ddp);
+  cddp_destroy(g);
+  CHECK_EQ(live, 0);
+}
+
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   RUN(test_uneven);
   RUN(test_joined_hook);
   RUN(test_join_misuse);
   RUN(test_join_mismatch);
+  RUN(test_join_of_two);
   RUN(test_join_late);
   RUN(test_joined_and_lost);
   RUN(test_rows);
@@ -939,5 +1020,6 @@ int main(void) {
   RUN(test_rows_dropped);
   RUN(test_elastic_rows);
   RUN(test_rows_memory);
+  RUN(test_rows_bytes);
   return TEST_END();
 }
