@@ -25316,6 +25316,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               cddp_ddp_grad_norm returned an older step's norm after a step without a clip.
               GPUs, elastic: a rank lost just after cddp_ddp_create could leave others their own
               first weights.
+              cddp_ddp_join beside steps of another optimizer that differed only in lr. Masters of
+              an optimizer that undid another one's steps: now CDDP_INVALID_ARGUMENT.
               Sums of f16 rounded tiny values in the thread's rounding mode.
      Mended. Jobs that ended, crashed or could not start
               RANK=0 WORLD_SIZE=1 exported under mpirun or srun: each process was a job of its own.
@@ -25323,7 +25325,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               LOCAL_WORLD_SIZE counted although the desc gave another size.
               Containers of a pod with another host, where MASTER_ADDR means 127.0.1.1. A store
               whose server's name means that was not reached from other hosts.
-              Long unix:// names and CDDP_HOST_IDs were cut, and could mean the same.
+              Long unix:// names, CDDP_HOST_IDs and TORCHELASTIC_RUN_IDs were cut, and could mean
+              the same.
               Elastic: a process on a new host could not join when all first ranks had been
               replaced, with shards = 0, a job of one rank before its model existed, behind a round
               trip of 0.1 s, beside silent strangers, or many at a time.
@@ -25355,6 +25358,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               beside it, kept the memory of each lost process. A core dump of an elastic rank
               allocated memory that it had freed. A waiting joining process uses less time.
               GPUs, elastic, after a loss: grad_norm, _add_rows and missing shards failed.
+              A failed cddp_init left the flight recorder's files. Sparse rows take 16 bytes less.
      Mended. Texts and tools
               Texts name the step, the call's line, no_sync, a slow disk, a killed rank (not a
               blocked port), a rank without its flight recorder. They end at a whole character.
