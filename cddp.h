@@ -24877,8 +24877,7 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
     values = copy;
   }
   if (r == CDDP_OK)
-    r = cddp__rows_add(
-        &d->group->host->allocator, sparse, rows, values, n);
+    r = cddp__rows_add(&d->group->host->allocator, sparse, rows, values, n);
   cddp__free(&d->group->host->allocator, copy);
   return r;
 }

@@ -1177,8 +1177,8 @@ static void test_any(void) {
   on_any(run_any_leave, NULL, 4);
 }
 
-/* AFTER A LOSS cddp_test decides: a receive that it calls done has its source, or fails. Rank 2 dies;
-   rank 1 sends once before that, and again after cddp_test. */
+/* AFTER A LOSS cddp_test decides: a receive that it calls done has its source, or fails. Rank 2
+   dies; rank 1 sends once before that, and again after cddp_test. */
 static int decided_rank(int rank, void *arg) {
   int before = test_failures;
   uint32_t *told = (uint32_t *)arg; /* [0] rank 0 has tested, [1] the loss is noticed before */
