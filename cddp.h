@@ -18335,7 +18335,8 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
    PARTITIONED (sharded_states, with several hosts or GPUs): each rank has the states of its part
    alone, in private memory. */
 
-/* The address of state k of element n of parameter i. */
+/* The address of state k of element n of parameter i in `states`, memory with the layout of shared
+   states: each state has layout.state_stride bytes, in the order of the model. */
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *states, int k, int i,
                             size_t n) {
   size_t at = d->tensors[i].offset;
@@ -18346,30 +18347,33 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *st
 
 enum { CDDP__FROM_SHARED, CDDP__TO_SHARED }; /* of `bool share` */
 
-/* Copies the part of state k of parameter i that is in [begin, end) of the model. */
+/* Copies the part of state k of parameter i that is in [begin, end) of the model: see
+   cddp__copy_states. */
 static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, int k, int i,
                                     char *states, size_t begin, size_t end, bool share) {
   const cddp_param *param = &optim->params[i];
   const cddp__tensor *tensor = &d->tensors[i];
   size_t esize = cddp__dtype_size(param->dtype);
-  size_t size = cddp__dtype_size(cddp__state_type(optim, i)), first, n; /* n: elements */
-  char *own = (char *)*cddp__state_of(optim, k, i), *shared;
-  bool unmade = share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0;
+  size_t state_esize = cddp__dtype_size(cddp__state_type(optim, i)), first, n; /* n: elements */
+  char *own = (char *)*cddp__state_of(optim, k, i), *shared; /* own NULL: no step has made it */
+  bool unmade = /* a master that the next step would copy from the weights */
+      share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0;
   begin = cddp__max(begin, tensor->offset);
   end = cddp__min(end, tensor->offset + tensor->bytes);
   if ((own == NULL && !unmade) || begin >= end || !cddp__has_state(optim, k, i)) return CDDP_OK;
   first = (begin - tensor->offset) / esize;
   n = (end - begin) / esize;
   shared = cddp__state_at(d, optim, states, k, i, first);
-  if (unmade) /* the next step makes this master; joining ranks need it now */
+  if (unmade) /* joining ranks need the master now */
     return (d->group->backend->convert)(
         d->group, shared, CDDP_F32, (char *)param->data + first * esize, param->dtype, n);
-  own += first * size;
-  return (d->memory->copy)(share ? shared : own, share ? own : shared, n * size, d->group->stream);
+  own += first * state_esize;
+  return (d->memory->copy)(
+      share ? shared : own, share ? own : shared, n * state_esize, d->group->stream);
 }
 
-/* Copies the states of [begin, end) of the model between optim's own memory and `states`, which has
-   the layout of shared states. */
+/* Copies the states of [begin, end) of the model from optim's own memory to `states`, which has the
+   layout of shared states (share), or back. */
 static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim, char *states,
                                      size_t begin, size_t end, bool share) {
   cddp_result r = CDDP_OK;
@@ -18380,15 +18384,16 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim,
   return r;
 }
 
-/* Local. This rank frees the shared states if it has allocated them. */
+/* Local: takes optim from the model's list. Frees the shared states on the rank that has allocated
+   them. */
 static void cddp__end_sharing(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
-  cddp_optim **link = &d->sharing;
+  cddp_optim **link = &d->sharing; /* the pointer to optim in the list */
   while (*link != optim) link = &(*link)->next;
   *link = optim->next;
   optim->shared_by = NULL;
   optim->unshare = NULL;
-  cddp__arena_free(d->group->host, optim->own_shared);
+  cddp__arena_free(d->group->host, optim->own_shared); /* NULL: another rank's */
 }
 
 /* Local: copies the shared states to this rank's own memory, for steps that are not fused. */
@@ -18396,19 +18401,22 @@ static cddp_result cddp__copy_shared(cddp_optim *optim) {
   const cddp_ddp *d = optim->shared_by;
   int i;
   for (i = 0; i < optim->count; i++)
-    if (optim->steps[i] > 0 && cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+    if (optim->steps[i] > 0 /* else the states are zeros, allocated by its first step */ &&
+        cddp__ensure_states(optim, i) != CDDP_OK)
+      return CDDP_OUT_OF_MEMORY;
   return cddp__copy_states(
       d, optim, optim->shared_states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
 }
 
-/* Commits this rank's part of the states: whole huge pages of a large model. */
+/* Commits this rank's part of the shared states, in whole pages: of a large model in huge ones, so
+   that a page at the border of two parts is committed twice, which does no harm. */
 static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, char *states) {
   size_t stride = d->layout.state_stride, from, to,
          unit = stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
   cddp_result r = CDDP_OK;
   int k;
   cddp__part_of(d, d->group->local_rank, &from, &to);
-  if (to == d->layout.dense_bytes) to = stride;
+  if (to == d->layout.dense_bytes) to = stride; /* the last part has the rest of each state too */
   else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to);
   if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
@@ -18418,25 +18426,27 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   return r;
 }
 
-/* Collective, at optim's first fused step. A host's first rank owns the states (LAZY: each rank
-   commits its part). */
+/* Collective, at optim's first step by this model: moves the states of this host's ranks to one
+   shared copy. The host's first rank allocates it, as LAZY memory: each rank commits the part that
+   it steps. */
 static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   cddp_group *g = d->control;
   size_t bytes = (size_t)optim->state_count * d->layout.state_stride, begin, end;
   void *mine = NULL, *states;
   cddp__ref ref;
-  unsigned char own[sizeof ref + 8]; /* and a hash of the states' steps */
+  unsigned char payload[sizeof ref + 8]; /* the reference, and a hash of optim->steps */
   cddp__text here = cddp__describe_current_call(g);
   cddp_result r;
   int k = 0, i;
-  memset(&ref, 0, sizeof ref);
+  memset(&ref, 0, sizeof ref); /* kind NONE */
   if (g->local_rank == 0) mine = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY);
   if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
   states = mine;
-  memcpy(own, &ref, sizeof ref);
-  cddp__put64(own + sizeof ref,
+  memcpy(payload, &ref, sizeof ref);
+  cddp__put64(payload + sizeof ref,
               cddp__hash64(0, optim->steps, (size_t)d->count * sizeof *optim->steps));
-  r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0 /* count */, own, sizeof own);
+  r = cddp__round(
+      g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0 /* count */, payload, sizeof payload);
   for (i = 1; r == CDDP_OK && i < g->size; i++)
     if (memcmp(cddp__op_header_of(g, i, g->round)->u.bytes + sizeof ref,
                cddp__op_header_of(g, 0, g->round)->u.bytes + sizeof ref, 8) != 0)
@@ -18446,9 +18456,11 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   if (r == CDDP_OK) {
     while (g->host_index[k] < 0) k++; /* the first rank on this host */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
+    /* NONE: rank k's allocation failed. It alone fails here (cddp__arena_alloc has set the text);
+       cddp__agree tells the others. */
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
-    else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* its text is set */
-    if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT) /* not between threads */
+    else if (k == g->rank) r = CDDP_OUT_OF_MEMORY;
+    if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT) /* threads' memory needs no commit */
       r = cddp__commit_shared(d, optim, (char *)states);
     r = cddp__agree(g, r);
   }
@@ -18456,7 +18468,8 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   if (r != CDDP_OK) return r;
   cddp__part_of(d, g->local_rank, &begin, &end);
-  (void)cddp__copy_states(d, optim, (char *)states, begin, end, CDDP__TO_SHARED); /* cannot fail */
+  (void)cddp__copy_states( /* in host memory: cannot fail */
+      d, optim, (char *)states, begin, end, CDDP__TO_SHARED);
   optim->shared_states = (char *)states;
   optim->own_shared = g->local_rank > 0 ? NULL : optim->shared_states;
   optim->next = d->sharing;
@@ -18465,15 +18478,15 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   optim->unshare = cddp__end_sharing;
   for (k = 0; k < optim->state_count; k++)
     for (i = 0; i < optim->count; i++) {
-      if (cddp__sparse_of(d, i) != NULL) continue; /* not shared */
-      cddp__free(NULL, *cddp__state_of(optim, k, i)); /* NULL: malloc's */
+      if (cddp__sparse_of(d, i) != NULL) continue; /* not shared: each rank steps all rows */
+      cddp__free(NULL /* allocator */, *cddp__state_of(optim, k, i));
       *cddp__state_of(optim, k, i) = NULL;
     }
   return CDDP_OK;
 }
 
-/* Collective: all ranks copy the shared states before their owner frees them. After a failure
-   cddp__finish_step ends the access. */
+/* Collective: all ranks copy the shared states to their own memory, before the rank that has
+   allocated them frees them. After a failure the caller, cddp__finish_step, ends the access. */
 static cddp_result cddp__gather_shared(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
   cddp_result r = cddp__begin_access(d->control);
@@ -18484,7 +18497,8 @@ static cddp_result cddp__gather_shared(cddp_optim *optim) {
   return r;
 }
 
-/* Sets which states optim keeps. d: its desc.ddp. Ranks of a single host share states instead. */
+/* Sets optim->parts, the elements with states on this rank, if it has sharded_states. d: its
+   desc.ddp. The ranks of a job on a single host share one copy of all states instead. */
 static void cddp__partition_states(const cddp_ddp *d, cddp_optim *optim) {
   const cddp_group *g = d->group;
   size_t begin, end, esize;
@@ -18499,23 +18513,25 @@ static void cddp__partition_states(const cddp_ddp *d, cddp_optim *optim) {
   }
 }
 
-/* Collective: gathers state k of parameter i in `whole`, for a checkpoint. */
+/* Collective, for partitioned states: each rank receives all of state k of parameter i in `whole`,
+   for a checkpoint. A failure breaks the group. */
 static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, char *whole) {
   cddp_ddp *d = optim->desc.ddp;
-  size_t size = cddp__dtype_size(cddp__state_type(optim, i)), begin, end, first;
-  size_t esize = cddp__dtype_size(d->params[i].dtype);
+  size_t state_esize = cddp__dtype_size(cddp__state_type(optim, i)), begin, end, first;
+  size_t esize = cddp__dtype_size(d->params[i].dtype); /* begin and end are bytes of gradients */
   bool device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
   int p;
-  if (optim->parts[i].count > 0)
-    r = (d->memory->copy)(whole + optim->parts[i].first * size, *cddp__state_of(optim, k, i),
-                          optim->parts[i].count * size, d->group->stream);
+  if (optim->parts[i].count > 0) /* this rank's part */
+    r = (d->memory->copy)(whole + optim->parts[i].first * state_esize,
+                          *cddp__state_of(optim, k, i), optim->parts[i].count * state_esize,
+                          d->group->stream);
   for (p = 0; r == CDDP_OK && p < d->group->size; p++) {
     cddp__call c;
     if (!cddp__part_slice(d, i, d->group->size, p, &begin, &end)) continue;
     first = (begin - d->tensors[i].offset) / esize; /* element of the parameter */
     c = cddp__broadcast_call(
-        whole + first * size, (end - begin) / esize, cddp__state_type(optim, i), p);
+        whole + first * state_esize, (end - begin) / esize, cddp__state_type(optim, i), p);
     r = cddp__run_model_collective(d, &c);
   }
   if (r == CDDP_OK && device) r = cddp__await_device(d->group, CDDP__AWAIT_GROUP);
@@ -18549,14 +18565,14 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
 /* A pass through a part of the model. A block is n elements of parameter i from offset `at`. */
 typedef struct cddp__pass {
   cddp_ddp *d;
-  cddp_optim *optim; /* NULL: takes means only */
-  bool steps;        /* false: takes means, also for a clip */
-  char *means;       /* the means, by offset; NULL: in this rank's gradients */
-  bool averaged;     /* the means exist, except where `fuses` */
+  cddp_optim *optim; /* NULL: no step follows the means */
+  bool steps;        /* this pass steps; false: it takes means, and for a clip their squares */
+  char *means;       /* where means are, by offset in the model; NULL: in this rank's gradients */
+  bool averaged;     /* the means exist already, except where `fuses` */
   double clip;       /* factor of the means; 1: none */
   bool can_fuse;     /* cddp__update.loop supports the number of ranks, and all have gradients */
-  bool fuses;        /* cddp__fuse_loop processes the current parameter, from the gradients on */
-  bool alone;        /* the optimizer's states are this rank's alone, and so are new weights */
+  bool fuses;        /* cddp__fuse_loop steps the current parameter, and takes its means itself */
+  bool alone;        /* private states and elements: new weights are not written to other ranks */
 } cddp__pass;
 
 /* Sets this rank's sums of squares of the norm blocks in [begin, end) of the model, all of
@@ -18565,38 +18581,43 @@ static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin
   const cddp__tensor *tensor = &d->tensors[i];
   double *sums = d->addresses.squares[d->me] + tensor->first_norm_block;
   size_t at, n;
-  for (at = begin; at < end; at += n) {
+  for (at = begin; at < end; at += n) { /* to the end of a block */
+    size_t block = at / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES;
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
-    sums[at / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES] =
-        cddp__sum_squares(
-            grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype), d->params[i].dtype);
+    sums[block] = cddp__sum_squares(
+        grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype), d->params[i].dtype);
   }
 }
 
-/* Returns the factor of a clip and sets d->step.norm. sums[parts]: the squares of each part. */
+/* Returns the factor of a clip, and sets d->step.norm. sums[p]: the squares of the norm blocks of
+   part p. All ranks add the same squares in the same order, so they get the same factor. */
 static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sums, int parts) {
-  size_t begin, end, k, n;
+  size_t begin, end, block, n;
   double sum = 0, factor;
   int i, p;
   for (i = d->count - 1; i >= 0; i--) {
     const cddp__tensor *tensor = &d->tensors[i];
     const cddp__sparse *sparse = cddp__sparse_of(d, i);
     if (!d->step.used[i]) continue;
-    if (sparse != NULL)
+    if (sparse != NULL) { /* not by parts: every rank has all rows of the mean */
       sum += cddp__sum_squares(
           sparse->mean.values, sparse->mean.n * sparse->width, d->params[i].dtype);
-    for (p = 0; p < parts && sparse == NULL; p++) {
+      continue;
+    }
+    for (p = 0; p < parts; p++) {
       if (!cddp__part_slice(d, i, parts, p, &begin, &end)) continue;
-      k = tensor->first_norm_block + begin / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES;
-      for (n = cddp__count_norm_blocks(begin, end); n > 0; n--) sum += sums[p][k++];
+      block = tensor->first_norm_block + begin / CDDP__BLOCK_BYTES -
+              tensor->offset / CDDP__BLOCK_BYTES;
+      for (n = cddp__count_norm_blocks(begin, end); n > 0; n--) sum += sums[p][block++];
     }
   }
   d->step.norm = (sqrt)(sum);
   d->step.has_norm = true;
-  factor = max_norm / (d->step.norm + 1e-6); /* as in PyTorch, where NaN stays NaN too */
-  return factor >= 1 || max_norm > DBL_MAX ? 1 : factor; /* infinite: no clip */
+  factor = max_norm / (d->step.norm + 1e-6); /* as in PyTorch: a norm of NaN makes all NaN */
+  return factor >= 1 || max_norm > DBL_MAX /* infinite: only the norm is wanted */ ? 1 : factor;
 }
 
+/* Scales the mean rows of sparse gradients, as every rank does. */
 static void cddp__clip_rows(cddp_ddp *d, double factor) {
   int i;
   for (i = 0; factor != 1 && i < d->count; i++) {
@@ -18616,7 +18637,8 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
       cddp__add_squares(
           d, i, (char *)d->params[i].grad, tensor->offset, tensor->offset + tensor->bytes);
   }
-  factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1 /* part */);
+  /* One part: this rank has the whole mean, and all its squares. */
+  factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1 /* parts */);
   for (i = 0; factor != 1 && i < d->count; i++)
     if (d->step.used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
@@ -18625,21 +18647,21 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   return CDDP_OK;
 }
 
-/* Updates this rank's part of parameter i on all ranks, from all gradients. cddp__optim_copy reads
-   each block from the cache. */
+/* Updates this rank's part of parameter i (f32) on all ranks, from the gradients of all ranks, and
+   zeroes these. By blocks, so that cddp__optim_copy reads each from the cache. */
 static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u) {
   const cddp_ddp *d = pass->d;
   const cddp__tensor *tensor = &d->tensors[i];
   size_t at = (tensor->begin - tensor->offset) / sizeof(float), n;
   size_t end = (tensor->end - tensor->offset) / sizeof(float);
-  int k, others = 0, size = d->group->local_size;
+  int k, others = 0, size = d->group->local_size; /* others: weights of other ranks in args */
   cddp__fused_args args;
   args.scalars = &u->scalars;
-  args.mean = (float)u->scalars.sign / (float)size; /* -1: maximizes */
+  args.mean = (float)u->scalars.sign / (float)size; /* sign -1: maximizes */
   args.clip = (float)pass->clip;
   for (k = 0; k < CDDP__STATES; k++)
     args.states[k] = u->states[k] != NULL ? (cddp__f32 *)(void *)u->states[k] + at : NULL;
-  args.weights[0] = (cddp__f32 *)d->params[i].data + at; /* then the other ranks' */
+  args.weights[0] = (cddp__f32 *)d->params[i].data + at; /* this rank's first: the loop reads it */
   for (k = 0; k < size; k++) {
     args.gradients[k] = (cddp__f32 *)(void *)cddp__gradient_at(d, k, i, tensor->begin);
     if (k != d->group->local_rank)
@@ -18656,7 +18678,8 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
   }
 }
 
-/* out = the mean of a block over shards, or over the ranks with data. */
+/* out = the mean over shards, or over the ranks with data, of a block: n elements of parameter i
+   from offset `at` of the model. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
   if (d->shards.uses_slots || d->desc.elastic) {
@@ -18668,13 +18691,16 @@ static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n)
   cddp__reduce(out, d->scratch.sources, d->step.active_count, n, d->params[i].dtype, CDDP_AVG);
 }
 
+/* Where the pass keeps the mean of parameter i at offset `at` of the model. */
 static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
   return pass->means != NULL ? pass->means + at : cddp__gradient_at(pass->d, pass->d->me, i, at);
 }
 
-/* A block of a pass for means, and for a clip their squares. Elastic models can repeat it. */
+/* A block of a pass that takes means: stores the mean, and for a clip its squares. Elastic models
+   can repeat it. */
 static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
-  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* cddp__fuse_loop computes it again */
+  /* If `fuses`, only the squares are kept: cddp__fuse_loop computes the mean again. */
+  double unkept[CDDP__BLOCK_BYTES / sizeof(double)];
   char *mean = pass->fuses ? (char *)unkept : cddp__mean_at(pass, i, at);
   if (!pass->averaged) cddp__mean_block(pass->d, i, mean, at, n);
   if (pass->d->desc.max_grad_norm > 0)
@@ -18682,20 +18708,22 @@ static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) 
   CDDP__POINT("elastic mean");
 }
 
-/* The gradient of a block: in place, or a clipped copy in `buffer`. That of an unused parameter
-   stays as it is. */
+/* The gradient of a block for its step: its mean in place, or computed or clipped in `buffer`. The
+   gradient of an unused parameter is returned as it is: no mean of it was taken. */
 static const void *cddp__block_gradient(const cddp__pass *pass, int i, size_t at, size_t n,
                                         void *buffer) {
   cddp_dtype dtype = pass->d->params[i].dtype;
   const char *mean = cddp__mean_at(pass, i, at);
-  if (!pass->d->step.used[i] || (pass->averaged && pass->clip == 1)) return mean;
+  bool as_is = !pass->d->step.used[i] || (pass->averaged && pass->clip == 1);
+  if (as_is) return mean;
   if (pass->averaged) memcpy(buffer, mean, n * cddp__dtype_size(dtype));
   else cddp__mean_block(pass->d, i, buffer, at, n);
   if (pass->clip != 1) cddp__scale(buffer, n, dtype, pass->clip);
   return buffer;
 }
 
-/* Copies in the cache, which libc bypasses from 2 KiB on. from NULL: zeroes. */
+/* Copies, or with from NULL zeroes, 1 KiB at a time, so that the bytes stay in the cache: libc
+   bypasses it from 2 KiB on. */
 static void cddp__copy_near(char *to, const char *from, size_t bytes) {
   size_t at, n;
   for (at = 0; at < bytes; at += n) {
@@ -18706,8 +18734,8 @@ static void cddp__copy_near(char *to, const char *from, size_t bytes) {
 }
 
 /* Writes `bytes` of new weights of parameter i, from offset `at`, to all ranks of the host, and
-   zeroes its gradients. Private weights go to `apart`, this rank's gradients, from which the others
-   copy them. */
+   zeroes its gradients on all of them. If the weights are private memory, the other ranks copy them
+   from `apart`, this rank's gradients (cddp__fetch_weights). apart NULL: the weights are shared. */
 static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, size_t at,
                                 size_t bytes, char *apart) {
   const cddp__tensor *tensor = &d->tensors[i];
@@ -18721,15 +18749,17 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
   if (!tensor->shared) cddp__copy_near(apart, weights, bytes);
 }
 
-/* Steps a block, and sends it to the other ranks unless pass->alone. */
+/* Steps a block, and writes the new weights to the other ranks of the host unless pass->alone. */
 static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *u, size_t at,
                              size_t n) {
   double mean[CDDP__STEP_BLOCK / sizeof(double)];
   const cddp_ddp *d = pass->d;
   const cddp__tensor *tensor = &d->tensors[i];
-  size_t esize = cddp__dtype_size(u->stored), first = (at - tensor->offset) / esize;
+  size_t esize = cddp__dtype_size(u->stored);
+  size_t first = (at - tensor->offset) / esize; /* element of the parameter */
   char *weights = (char *)d->params[i].data + (at - tensor->offset);
-  cddp__update_run(u, first - pass->optim->parts[i].first /* in states */, weights,
+  /* Partitioned states begin at the part's first element. */
+  cddp__update_run(u, first - pass->optim->parts[i].first, weights,
                    cddp__block_gradient(pass, i, at, n, mean), n);
   if (!pass->alone)
     cddp__publish_block(
@@ -18737,23 +18767,24 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
   cddp__optim_copy(pass->optim, i, first, n);
 }
 
-/* One pass through the model's bytes [begin, end): steps them (pass->steps), or stores their means
-   and for a clip their squares. */
+/* One pass through the model's bytes [begin, end), parameter by parameter, block by block: steps
+   them (pass->steps), or stores their means and for a clip their squares. */
 static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
   cddp_ddp *d = pass->d;
   bool steps = pass->steps;
   void *states[CDDP__STATES + 1]; /* + 1: masters */
   cddp__update u;
-  int i, j, k;
-  memset(&u, 0, sizeof u);
+  int j, k;
+  memset(&u, 0, sizeof u); /* a pass for means alone does not set it */
   for (j = 0; j < d->count; j++) {
-    const cddp__tensor *tensor = &d->tensors[i = d->layout.param_order[j]];
-    size_t at = cddp__max(begin, tensor->offset),
-           high = cddp__min(end, tensor->offset + tensor->bytes), n;
+    int i = d->layout.param_order[j];
+    const cddp__tensor *tensor = &d->tensors[i];
+    size_t at = cddp__max(begin, tensor->offset), n;
+    size_t high = cddp__min(end, tensor->offset + tensor->bytes); /* end of i's bytes in the pass */
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
     if (at >= high || (pass->optim != NULL && cddp__optim_skips(pass->optim, i))) continue;
-    if (!steps && !d->step.used[i]) continue; /* no mean */
-    if (pass->optim != NULL && (steps || pass->can_fuse)) { /* not steps: to set `fuses` */
+    if (!steps && !d->step.used[i]) continue; /* no rank has a gradient: no mean */
+    if (pass->optim != NULL && (steps || pass->can_fuse)) { /* for means: only to set `fuses` */
       for (k = 0; k < pass->optim->state_count; k++)
         states[k] = pass->alone ? *cddp__state_of(pass->optim, k, i)
                              : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
@@ -18764,7 +18795,7 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
     }
     if (steps && pass->fuses) cddp__fuse_loop(pass, i, &u);
     for (; at < high && !(steps && pass->fuses); at += n * esize) {
-      /* Ends at a multiple of block: cddp__add_squares sums whole norm blocks. */
+      /* A block ends at a multiple of `block`, since cddp__add_squares sums whole norm blocks. */
       n = cddp__min(block - at % block, high - at) / esize;
       if (steps) cddp__fuse_block(pass, i, &u, at, n);
       else cddp__keep_mean(pass, i, at, n);
@@ -18772,6 +18803,7 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
   }
 }
 
+/* A pass for means, without a clip. */
 static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *optim, bool averaged) {
   cddp__pass pass;
   memset(&pass, 0, sizeof pass);
@@ -18782,8 +18814,9 @@ static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *optim, bool averaged) {
   return pass;
 }
 
-/* Takes the mean of this rank's part into its gradients, unless they have it or cddp__fuse_loop
-   follows. Sets pass->clip from the squares of all parts. */
+/* For reduce_scatter, and for a clip before a step: takes the mean of this rank's part into its
+   gradients, except where they have it or cddp__fuse_loop follows. With max_grad_norm also sets
+   pass->clip, from the squares of all parts. */
 static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
   cddp_ddp *d = pass->d;
   size_t begin, end;
@@ -18792,7 +18825,7 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
   cddp__run_pass(pass, begin, end);
   pass->averaged = true;
   if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
-  r = cddp__local_barrier(d, kind, CDDP__PHASE_NORM);
+  r = cddp__local_barrier(d, kind, CDDP__PHASE_NORM); /* the other ranks' squares are complete */
   if (r == CDDP_OK)
     pass->clip =
         cddp__clip_factor(d, d->desc.max_grad_norm, d->addresses.squares, d->group->local_size);
@@ -18800,9 +18833,10 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
   return r;
 }
 
-/* After this rank has published its part: waits until all ranks have. Private weights are copied
-   from the other ranks' gradients, which their owners then zero; of shared ones only optim's copies
-   are written. optim NULL: the caller steps. */
+/* After this rank has published its part: waits until all ranks of the host have. Private weights
+   are then copied from the other ranks' gradients, which those ranks zero after one more round.
+   Shared weights are complete; only optim's copies of other ranks' parts are written. optim NULL:
+   cddp_ddp_all_gather. Ends the access to peers' memory. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   int i, p, kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   cddp_result r = cddp__local_barrier(d, kind, CDDP__PHASE_DONE);
@@ -18811,9 +18845,9 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
     bool fetched = !tensor->shared;
-    if ((optim != NULL && cddp__optim_skips(optim, i)) ||
-        (!fetched && (optim == NULL || optim->desc.copies == NULL)))
-      continue;
+    bool unchanged = optim != NULL && cddp__optim_skips(optim, i);
+    bool has_copies = optim != NULL && optim->desc.copies != NULL;
+    if (unchanged || (!fetched && !has_copies)) continue;
     any_fetched = any_fetched || fetched;
     for (p = 0; p < d->group->local_size; p++) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
@@ -18824,7 +18858,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
       if (optim != NULL) cddp__optim_copy(optim, i, at / esize, (end - begin) / esize);
     }
   }
-  if (any_fetched) r = cddp__local_barrier(d, kind, CDDP__PHASE_WEIGHTS);
+  if (any_fetched) r = cddp__local_barrier(d, kind, CDDP__PHASE_WEIGHTS); /* all have copied */
   for (i = 0; r == CDDP_OK && any_fetched && i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
     if (!tensor->shared && !(optim != NULL && cddp__optim_skips(optim, i)) &&
@@ -18834,45 +18868,50 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
 }
 
-/* Updates this rank's part from its means, and broadcasts all parts of the weights. */
+/* Partitioned states: updates this rank's part of the weights from the means, and broadcasts all
+   parts of the weights. */
 static cddp_result cddp__partitioned_step(cddp__pass *pass) {
   cddp_optim *optim = pass->optim;
   cddp_ddp *d = pass->d;
   size_t begin, end;
   cddp_result r = CDDP_OK;
   int i;
-  CDDP_ASSERT(pass->averaged && !pass->can_fuse);
+  CDDP_ASSERT(pass->averaged && !pass->can_fuse); /* several hosts: buckets were reduced before */
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (!cddp__optim_skips(optim, i)) r = cddp__ensure_states(optim, i);
   if (r != CDDP_OK) return r;
   pass->alone = true;
+  /* A part for each rank of all hosts, unlike cddp__part_of. */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin,
               &end);
   cddp__run_pass(pass, begin, end);
-  r = cddp__end_access(d->control, r);
+  r = cddp__end_access(d->control, r); /* begun by cddp__host_step */
   if (r == CDDP_OK) r = cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
   return r == CDDP_OK ? (optim->backend->copy)(optim) : r; /* to desc.copies */
 }
 
-/* Takes the means of this rank's part. optim not NULL: updates that part of all weights and fetches
-   the other parts. averaged: gradients are means already. wrote: ranks have written to their
-   gradients since the last round, so reading them needs another. */
+/* memory->step. optim NULL, reduce_scatter: takes the means of this rank's part, in its gradients.
+   Else updates that part of the weights on all ranks, and fetches the other parts. averaged:
+   gradients are means already. wrote: ranks have written to their gradients since the last round,
+   so reading them needs another. After a failure the caller ends the access to peers' memory. */
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged, bool wrote) {
   int i, size = d->group->local_size, kind = optim ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
+  bool shares, fusable_size = size == 1 || size == 2 || size == 4; /* as cddp__fuse supports */
   size_t begin, end;
   cddp__pass pass = cddp__pass_of(d, optim, averaged);
   cddp_result r = wrote ? cddp__local_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
-  if (r == CDDP_OK && optim != NULL && optim->state_count > 0 && optim->shared_by == NULL &&
-      !optim->partitioned)
-    r = cddp__share_states(d, optim); /* the first step of optim by this model */
+  shares = optim != NULL && optim->state_count > 0 && !optim->partitioned;
+  if (r == CDDP_OK && shares && optim->shared_by == NULL) /* optim's first step by this model */
+    r = cddp__share_states(d, optim);
   pass.can_fuse = optim != NULL && !averaged && !d->shards.uses_slots &&
-                  d->step.active_count == size && (size == 1 || size == 2 || size == 4);
+                  d->step.active_count == size /* one host, no rank absent */ && fusable_size;
   if (r == CDDP_OK && (optim == NULL || d->desc.max_grad_norm > 0))
     r = cddp__mean_part(&pass, kind);
   if (r != CDDP_OK) return r;
+  /* reduce_scatter clips here, since the caller steps; else the pass below does. */
   for (i = 0; optim == NULL && pass.clip != 1 && i < d->partition_count; i++) {
-    const cddp_partition *p = &d->partitions[i]; /* reduce_scatter: no update follows that clips */
+    const cddp_partition *p = &d->partitions[i];
     if (d->step.used[p->param])
       cddp__scale(p->grad, p->count, d->params[p->param].dtype, pass.clip);
   }
@@ -18882,7 +18921,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   if (optim->partitioned) return cddp__partitioned_step(&pass);
   cddp__part_of(d, d->me, &begin, &end);
   cddp__run_pass(&pass, begin, end);
-  for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
+  for (i = 0; i < d->count; i++) { /* sparse rows: each rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
     if (cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
     cddp__step_sparse(optim, i, d->rows.sparse[i]);
@@ -18892,7 +18931,8 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
 
 /* cddp_ddp_all_gather in host memory: publishes this rank's partitions, fetches the others. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
-  cddp_result r = cddp__round(d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0, NULL, 0);
+  cddp_result r = cddp__round( /* all ranks have stepped, and no longer read their gradients */
+      d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0 /* count */, NULL, 0);
   int i;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
   if (r != CDDP_OK) return r;
@@ -18905,6 +18945,7 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
   return cddp__fetch_weights(d, NULL);
 }
 
+/* select_device and enter: host memory has no device. */
 static cddp_result cddp__host_use(const cddp_ddp *d) { return (void)d, CDDP_OK; }
 
 static cddp_result cddp__host_copy(void *to, const void *from, size_t bytes, void *stream) {
@@ -18915,23 +18956,23 @@ static cddp_result cddp__host_copy(void *to, const void *from, size_t bytes, voi
 
 static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
   (void)stream;
-  if (bytes > 0) memset(p, 0, bytes);
+  if (bytes > 0) memset(p, 0, bytes); /* of no bytes p can be NULL */
   return CDDP_OK;
 }
 
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
   size_t bytes = d->layout.arena_bytes;
-  d->arena = (char *)cddp__arena_alloc( /* elastic: peers only read */
+  d->arena = (char *)cddp__arena_alloc( /* peers write means and zeros; elastic: they only read */
       d->group->host, bytes, d->desc.elastic ? CDDP__EXTENT_BUFFER : CDDP__EXTENT_OPEN);
   if (d->arena != NULL) return CDDP_OK;
   return cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", bytes);
 }
 
-/* Shared memory: peers write to it in collectives. */
+/* *out: shared memory, since peers write to it in collectives. It grows, without its contents. */
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
   if (d->scratch.bytes < bytes) {
     cddp__arena_free(d->group->host, d->scratch.memory);
-    d->scratch.memory = /* peers write to it */
+    d->scratch.memory =
         (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__EXTENT_OPEN);
     d->scratch.bytes = d->scratch.memory != NULL ? bytes : 0;
   }
@@ -18945,7 +18986,8 @@ static cddp_result cddp__host_sum(void *out, cddp_dtype dtype, const void *const
   (void)stream;
   if (count > 1 || divisor > 0)
     cddp__reduce_nodes(out, nodes, widths, count, divisor, n, dtype, CDDP_AVG);
-  else cddp__convert(out, cddp__compute_type(dtype), nodes[0], dtype, n); /* to a slot */
+  else /* one shard moves from the gradients to a slot */
+    cddp__convert(out, cddp__compute_type(dtype), nodes[0], dtype, n);
   return CDDP_OK;
 }
 
@@ -18957,11 +18999,12 @@ static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double 
 }
 
 static const cddp__ddp_memory cddp__host_memory = {
-    cddp__host_use, cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc,
-    NULL /* free */, cddp__host_scratch, NULL /* meet: always */, cddp__push_bucket,
-    cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets, NULL /* await */,
-    NULL /* broadcast: unused */, cddp__host_scale, NULL /* place_rows */, cddp__host_clip,
-    NULL /* norm */, cddp__host_step, cddp__host_publish};
+    cddp__host_use /* select_device */, cddp__host_use /* enter */, cddp__host_copy,
+    cddp__host_zero, cddp__host_alloc, NULL /* free */, cddp__host_scratch, NULL /* meet: always */,
+    cddp__push_bucket, cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets /* fence */,
+    NULL /* await: no stream */, NULL /* broadcast: packets do it */, cddp__host_scale,
+    NULL /* place_rows */, cddp__host_clip, NULL /* norm: d->step.norm */, cddp__host_step,
+    cddp__host_publish};
 
 /* >>ddp-step --------------------------------------------------------------------------------------
    Job: a step from cddp_ddp_ready to the next step, for host and device memory.
