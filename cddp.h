@@ -2524,7 +2524,7 @@ typedef struct cddp__hosts {
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
   int posted_count;
   double notices_read; /* leaders: when a round last read notices */
-  long step; /* of cddp__flow_run; posted frames note it: cddp__deliver awaits those of old steps */
+  long flow_step; /* of cddp__flow_run. cddp__deliver waits until earlier steps' frames are sent */
   const void **pointers, **sums; /* [size] sources of a reduction */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote; /* lowest rank on another host; its header is written last */
@@ -12864,14 +12864,15 @@ static void cddp__hosts_read_messages(cddp_group *g) {
 /* A frame that the thread of collectives sends from, or receives into, `data`. */
 typedef struct cddp__posted_frame {
   int rank; /* the peer's, in the group */
-  enum cddp__direction out;
+  enum cddp__direction out; /* CDDP__GOES_OUT: this rank sends it */
   int type; /* CDDP__FRAME_HEADERS or _PIECE */
-  const void *data;
-  size_t size; /* bytes; of awaited headers the limit */
-  long step; /* of cddp__flow_run: in which a frame to send was posted */
+  const void *data; /* stays valid until the frame is sent or received */
+  size_t size; /* bytes; of headers to receive: at most */
+  long step; /* hosts.flow_step at the post */
 } cddp__posted_frame;
 
-/* Adds a frame for cddp__deliver. Those to a rank, and those from it, move in posting order. */
+/* Adds a frame, which cddp__deliver will send or receive. The frames to a rank are sent in posting
+   order, and those from it are received in posting order. */
 static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, int rank,
                              const void *data, size_t size) {
   cddp__posted_frame *frame = &g->hosts->posted[g->hosts->posted_count++];
@@ -12881,44 +12882,47 @@ static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, 
   frame->type = type;
   frame->data = data;
   frame->size = size;
-  frame->step = g->hosts->step;
+  frame->step = g->hosts->flow_step;
 }
 
-/* Sends more of a frame. Returns whether it is complete. */
+/* Sends more of a frame, without blocking. Returns whether all of it is sent. */
 static bool cddp__send_frame(cddp_group *g, const cddp__posted_frame *frame,
                              cddp__connection *link) {
-  if (!cddp__link_progress(g->hosts->net, link)) return false;
-  if (link->sent == 0) { /* not begun */
-    if (cddp__buffer_size(&link->out) > 0) return false; /* messages first */
+  if (!cddp__link_progress(g->hosts->net, link)) return false; /* not UP */
+  if (link->sent == 0) { /* the frame has not begun */
+    if (cddp__buffer_size(&link->out) > 0) return false; /* messages that wait are sent first */
     link->out_head = cddp__frame_head_of(frame->type, g->round, CDDP_U8, frame->size, frame->size);
   }
   if (cddp__connection_send(link, &link->out_head, frame->data, frame->size, &link->sent,
-                            CDDP__PIECE_FRAME) <= 0)
+                            CDDP__PIECE_FRAME /* most: then other links continue */) <= 0)
     return false;
-  link->sent = 0;
+  link->sent = 0; /* the next frame can begin */
   CDDP__POINT("frame");
   return true;
 }
 
-/* The same for receiving. */
+/* Receives more of a frame from one of the peer's links, without blocking. Returns whether it is
+   complete. A piece with another head than expected ends the link. */
 static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
                                 cddp__connection *link) {
   size_t size = frame->size;
-  cddp__frame_head head = cddp__frame_head_of(frame->type, g->round, CDDP_U8, size, size);
+  cddp__frame_head expected = cddp__frame_head_of(frame->type, g->round, CDDP_U8, size, size);
   void *data = (void *)(uintptr_t)frame->data; /* not const: an awaited frame is written */
   cddp__hosts *hosts = g->hosts;
   cddp__message *m;
-  cddp__read_link(g, link, CDDP__FOR_FRAME);
+  cddp__read_link(g, link, CDDP__FOR_FRAME); /* stores headers; stops at a piece */
   if (frame->type == CDDP__FRAME_HEADERS &&
       (m = cddp__take_message(g, CDDP__FRAME_HEADERS, frame->rank, -1 /* any tag */)) != NULL) {
     memcpy(data, m + 1, cddp__min(m->head.size, size));
+    /* cddp__hosts_exchange checks the size, once it knows the call of the headers */
     hosts->group_hosts[hosts->peers[frame->rank].host].received = m->head.size;
     cddp__free(&hosts->net->allocator, m);
     return true;
   }
-  if (link->state != CDDP__CONNECTION_UP || link->message != NULL || link->got < sizeof head)
+  if (link->state != CDDP__CONNECTION_UP || link->message != NULL /* a message comes first */ ||
+      link->got < sizeof expected)
     return false; /* no head of a piece yet */
-  if (memcmp(&link->in_head, &head, sizeof head) != 0) /* another round or size */
+  if (memcmp(&link->in_head, &expected, sizeof expected) != 0) /* another type, round or size */
     cddp__connection_end(link, EPROTO);
   if (link->state != CDDP__CONNECTION_UP ||
       cddp__connection_read(link, &link->in_head, data, size, &link->got, CDDP__PIECE_FRAME) <= 0)
@@ -12927,13 +12931,15 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
   return true;
 }
 
-/* Continues the posted frames. Returns a rank that the caller must wait for, preferably a lost one;
-   -1: none, but frames to send of step `due` or later can be left. *r: the error of a link that
-   cannot be made now. */
-static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
+/* Continues the posted frames, in one pass. Returns a rank with a frame that the caller must wait
+   for, preferably a lost rank. -1: there is none. Frames to send that were posted in `due_step` or
+   later can be left even then.
+     moved   set if bytes have moved
+     r       set to the error of a link that cannot be made now */
+static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_result *r) {
   cddp__hosts *hosts = g->hosts;
-  int i, k, kept = 0, late = -1;
-  hosts->pass++;
+  int i, k, kept = 0, late = -1; /* kept: number of incomplete frames */
+  hosts->pass++; /* in the new pass no peer is stuck yet */
   for (i = 0; i < hosts->posted_count; i++) {
     cddp__posted_frame frame = hosts->posted[i];
     cddp__peer *p = &hosts->peers[frame.rank];
@@ -12941,58 +12947,60 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *
     int links = frame.out ? 1 : 2; /* this rank sends on the first, and receives on both */
     if (p->link[0] == NULL && *r == CDDP_OK) {
       if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__ensure_link(g, frame.rank);
-      else cddp__claim_links(g); /* the lower rank connects */
+      else cddp__claim_links(g); /* the lower rank connects: one link, not two */
     }
     for (k = 0; !done && p->stuck_pass[frame.out] != hosts->pass && k < links; k++) {
       cddp__connection *link = p->link[k];
-      size_t before = link == NULL ? 0 : frame.out ? link->sent : link->got;
-      if (link == NULL) break;
+      size_t before = link == NULL ? 0 : frame.out ? link->sent : link->got; /* bytes */
+      if (link == NULL) break; /* the peer has fewer links */
       done = frame.out ? cddp__send_frame(g, &frame, link) : cddp__receive_frame(g, &frame, link);
       *moved = *moved || (frame.out ? link->sent : link->got) != before;
       cddp__handle_link_end(g, link);
     }
     *moved = *moved || done;
     if (done) continue;
-    p->stuck_pass[frame.out] = hosts->pass; /* the rank's other frames wait for this one */
+    p->stuck_pass[frame.out] = hosts->pass; /* the rank's later frames wait for this one */
     hosts->posted[kept++] = frame;
-    if ((!frame.out || frame.step < due) &&
-        (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0))
+    if ((!frame.out || frame.step < due_step) && /* the caller must wait for it */
+        (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0)) /* a lost rank stays */
       late = frame.rank;
   }
   hosts->posted_count = kept;
   return late;
 }
 
-/* Sleeps until a frame can move. Fails if the awaited rank `late` is lost or its time is over. */
+/* Sleeps until a frame can move, or slot.events differs from `events`, which was read before the
+   last attempt. Fails if the awaited rank `late` is lost, or at the deadline. */
 static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, uint32_t events) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp_result r = cddp__wait_tick(g, w);
   uint32_t starved;
   bool unconnected;
   if (r != CDDP_OK) return r;
-  /* for cddp__find_late: the awaited rank is late, not this one */
+  /* For this host's other ranks (cddp__find_late): `late` is late, not this rank. */
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
-  if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r;
+  if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r; /* ranks of this host */
   if (cddp__rank_gone(g, late)) return cddp__break_lost(g, late, NULL /* in a round */);
   starved = cddp__load32(&g->hosts->net->starved); /* errno: no descriptor or memory */
   if (w->due && starved != 0) {
-    pthread_mutex_lock(&g->p2p.lock);
+    pthread_mutex_lock(&g->p2p.lock); /* another thread can add a link */
     unconnected = g->hosts->peers[late].link[0] == NULL;
     pthread_mutex_unlock(&g->p2p.lock);
-    errno = (int)starved; /* for the text */
-    if (unconnected)
+    errno = (int)starved; /* cddp__fail_errno puts it into the text */
+    if (unconnected) /* the rank waits for this process to accept its connection */
       return cddp__break(g, cddp__fail_errno("accept of a connection from another rank"));
   }
   return w->late ? cddp__break_late(g, late) : CDDP_OK;
 }
 
-/* Moves posted frames until all awaited ones are received, and those posted before step `due` are
-   sent. The deadline restarts when bytes move. It is CDDP__REMOTE_CAUSE_S longer than the group's,
-   so that ranks that know more about a late rank report it first. */
-static cddp_result cddp__deliver(cddp_group *g, long due) {
+/* Moves posted frames until all those to receive are complete, and those posted before `due_step`
+   are sent. The deadline restarts when bytes move. It is CDDP__REMOTE_CAUSE_S longer than the
+   group's, so that ranks that know more about a late rank report it first. */
+static cddp_result cddp__deliver(cddp_group *g, long due_step) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  bool moved = true, polls = g->spin >= CDDP__SPIN; /* this rank has its own core */
+  bool moved = true; /* sets the first deadline */
+  bool polls = g->spin >= CDDP__SPIN; /* this rank has its own core */
   cddp_result r = CDDP_OK;
   cddp__wait w;
   uint32_t events;
@@ -13003,19 +13011,19 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
       w.yields = polls ? CDDP__LINK_POLLS : 1; /* on a shared core one yield, then sleeps */
     }
     moved = false;
-    events = cddp__load32(&slot->events);
+    events = cddp__load32(&slot->events); /* before the attempt: later changes end the sleep */
     pthread_mutex_lock(&g->p2p.lock);
-    late = cddp__move_frames(g, due, &moved, &r);
+    late = cddp__move_frames(g, due_step, &moved, &r);
     pthread_mutex_unlock(&g->p2p.lock);
-    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* OUT_OF_MEMORY: tries again */
+    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* OUT_OF_MEMORY: connects again */
     if (late < 0 || moved || r != CDDP_OK) continue;
     if (cddp__wait_yields_spent(&w))
       r = cddp__await_frames(g, &w, late, events);
     else if (!polls || w.yields % CDDP__POLLS_PER_YIELD == 0)
       sched_yield();
   } while (late >= 0 && r == CDDP_OK);
-  cddp__store64(&slot->awaits, 0);
-  if (r != CDDP_OK) g->hosts->posted_count = 0;
+  cddp__store64(&slot->awaits, 0); /* this rank awaits no other host's rank */
+  if (r != CDDP_OK) g->hosts->posted_count = 0; /* the caller is free to reuse their memory */
   return r;
 }
 
@@ -13031,27 +13039,29 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
   return (cddp__op_header *)(void *)(hosts->headers + hosts->group_hosts[host].headers_at) + i;
 }
 
-/* Bytes of a rank's staging buffer that travel with a round's headers. header: any of its host. */
+/* Bytes of a rank's staging buffer that travel with a round's headers; 0: none. header: that of the
+   leader on the rank's host, which tells the call. */
 static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *header, int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
   size_t element; /* bytes of a rank's shares per `count` */
-  if (cddp__code_phase(header->call) != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW ||
-      !cddp__dtype_ok(dtype))
+  if (cddp__code_phase(header->call) != CDDP__PHASE_STAGED ||
+      kind >= CDDP__KIND_GROUP_NEW /* no data */ || !cddp__dtype_ok(dtype) /* damaged */)
     return 0;
   element = cddp__dtype_size(dtype);
   if (cddp__shapes[kind].scatters) element *= (size_t)g->size;
   if (header->count > g->staging_size / element || header->count <= CDDP__PAYLOAD / element)
-    return 0; /* the share needs more rounds, or is in the header */
-  if (cddp__shapes[kind].from_root && rank != header->root) return 0;
+    return 0; /* the share takes more than this round, or is in the header */
+  if (cddp__shapes[kind].from_root && rank != header->root) return 0; /* sends nothing */
   return element * (size_t)header->count;
 }
 
-/* Copies the shares of a host's ranks from their staging buffers into hosts.headers, behind the
-   host's headers (OUT), or back. Returns the bytes of headers and shares. */
+/* Copies the shares of a host's ranks between their staging buffers and hosts.headers, where they
+   follow the host's headers. OUT: to hosts.headers, for sending. IN: back, for this host's ranks to
+   read. Returns the bytes of headers and shares. */
 static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction out) {
   cddp__hosts *hosts = g->hosts;
   char *headers = (char *)cddp__header_in(hosts, host, 0);
-  size_t at = (size_t)hosts->group_hosts[host].size * CDDP__HEADER_BYTES;
+  size_t at = (size_t)hosts->group_hosts[host].size * CDDP__HEADER_BYTES; /* behind the headers */
   int i;
   for (i = 0; i < hosts->group_hosts[host].size; i++) {
     int rank = cddp__rank_on(hosts, host, i);
@@ -13063,24 +13073,26 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
   return at;
 }
 
-/* Before each turn a leader knows the headers of `known` hosts in a row, its own first. In a turn
-   each of CDDP__DIRECT_HOSTS - 1 leaders sends it `known` more. A host in another call can send
-   other shares, up to in_limit; then all ranks find the mismatch in its headers. */
+/* Exchanges this host's headers and shares for those of all hosts, in hosts.headers. Before each
+   turn a leader knows the headers of `known` hosts in a row, its own first. In a turn each of
+   CDDP__DIRECT_HOSTS - 1 leaders, `distance` hosts away, sends it `known` more. A host in another
+   call can send other shares, up to in_limit; then all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   size_t out_bytes, in_limit;
-  int known, i, k, n, count = hosts->count;
+  int known, distance, k, n, count = hosts->count;
   cddp_result r = CDDP_OK;
   out_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__GOES_OUT);
   for (known = 1; r == CDDP_OK && known < count; known *= CDDP__DIRECT_HOSTS) {
-    for (i = known; i < count && i < known * CDDP__DIRECT_HOSTS; i += known) {
-      int to = (hosts->mine + count - i) % count, from = (hosts->mine + i) % count;
-      n = known < count - i ? known : count - i; /* hosts in this frame */
+    for (distance = known; distance < count && distance < known * CDDP__DIRECT_HOSTS;
+         distance += known) {
+      int to = (hosts->mine + count - distance) % count, from = (hosts->mine + distance) % count;
+      n = known < count - distance ? known : count - distance; /* hosts in this frame */
       in_limit = 0;
       for (k = 0; k < n; k++)
         in_limit += (size_t)hosts->group_hosts[(from + k) % count].size *
                     (CDDP__HEADER_BYTES + g->staging_size);
-      if (known > 1) /* no shares; n hosts' headers, this one's first */
+      if (known > 1) /* with more than CDDP__DIRECT_HOSTS no shares: n hosts' headers */
         out_bytes = hosts->group_hosts[(hosts->mine + n) % count].headers_at;
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT, cddp__rank_on(hosts, to, 0),
                        hosts->headers, out_bytes);
@@ -13092,7 +13104,8 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
   return r;
 }
 
-/* The leader's part in a round. */
+/* The leader's part in a round. Waits for this host's headers, and exchanges them with the other
+   hosts. Publishes the others' shares and headers in this host's control block. */
 static cddp_result cddp__hosts_exchange(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   cddp_result r = CDDP_OK;
@@ -13104,34 +13117,36 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
     cddp__poll_all_groups(g); /* other hosts can have sent headers, and failed since */
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
   }
-  if (g->oversubscribed) /* waits for all ranks of this host except itself */
+  if (g->oversubscribed) /* arrivals are counted: waits for all ranks of this host except itself */
     r = cddp__wait_word(g, &g->block->arrivals, g->arrive_target + (uint32_t)g->local_size - 1);
   for (i = 0; i < g->local_size; i++) {
     cddp__op_header *header = cddp__op_header_of(g, cddp__rank_on(hosts, hosts->mine, i), g->round);
     if (r == CDDP_OK && !g->oversubscribed) r = cddp__wait_word(g, &header->seq, g->round);
     if (r != CDDP_OK) return r;
-    memcpy(cddp__header_in(hosts, hosts->mine, i), header, CDDP__HEADER_BYTES);
+    memcpy(cddp__header_in(hosts, hosts->mine, i), header, CDDP__HEADER_BYTES); /* to be sent */
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
-  for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS; i++)
+  for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS /* else no shares */; i++)
     if (i != hosts->mine &&
         cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->group_hosts[i].received)
       return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
                                        cddp__rank_on(hosts, i, 0)));
-  for (p = g->size - 1; p >= 0; p--) { /* lowest_remote's is last: _has_remote_headers */
+  for (p = g->size - 1; p >= 0; p--) { /* lowest_remote's last: see cddp__has_remote_headers */
     cddp__op_header *header = cddp__op_header_of(g, p, g->round);
-    const cddp__op_header *in =
+    const cddp__op_header *got =
         cddp__header_in(hosts, hosts->peers[p].host, hosts->peers[p].local_rank);
-    if (g->host_index[p] >= 0) continue;
-    if (in->seq.v != g->round)
+    if (g->host_index[p] >= 0) continue; /* a rank of this host has written its own */
+    if (got->seq.v != g->round) /* in private memory: not atomic */
       return cddp__break(
           g, cddp__fail(CDDP_NETWORK, "rank %d is at round %u of the group, rank %d at %u", p,
-                        in->seq.v, g->rank, g->round));
-    memcpy((char *)header + sizeof in->seq, (const char *)in + sizeof in->seq,
-           CDDP__HEADER_BYTES - sizeof in->seq);
+                        got->seq.v, g->rank, g->round));
+    memcpy((char *)header + sizeof got->seq, (const char *)got + sizeof got->seq,
+           CDDP__HEADER_BYTES - sizeof got->seq);
     cddp__exchange32(&header->seq, g->round); /* full fence before `sleepers` is read */
   }
-  if (!g->oversubscribed && cddp__load32(&g->block->sleepers) != 0) /* perhaps on this: */
+  /* Ranks that miss remote headers sleep on the one written last. Oversubscribed: cddp__arrive
+     wakes them. */
+  if (!g->oversubscribed && cddp__load32(&g->block->sleepers) != 0)
     cddp__futex_wake(&cddp__op_header_of(g, hosts->lowest_remote, g->round)->seq);
   return CDDP_OK;
 }
@@ -13141,20 +13156,22 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
    of several f16 or bf16 elements unrounded, as f32. The owner adds up the rest of the tree, so the
    bits are those of one host. */
 
-/* A largest subtree of the canonical tree on one host: leaves [low, high) are there, but not all of
-   its parent node. */
+/* A largest subtree of the canonical tree on one host: its leaves [low, high) are ranks of the
+   host, but not all leaves of its parent node are. */
 typedef struct cddp__subtree {
-  int low, high;
-  int host;  /* index in the group */
+  int low, high; /* indices in hosts.leaves */
+  int host;  /* index in hosts.group_hosts */
   size_t at; /* offset of its sum among its host's sums, in bytes per element */
 } cddp__subtree;
 
-/* Finds the subtrees over leaves [low, high). The root, unless it is a leaf, is divided in any
-   case: the owner adds it up, rounds and averages. */
+/* Finds the subtrees over leaves [low, high), and adds them to hosts.subtrees. The root, unless it
+   is a leaf, is divided even if it is on one host: the owner of a part adds up the root, rounds and
+   averages. */
 static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
   int host = hosts->peers[hosts->leaves[low]].host, end, half = 1;
   for (end = low; end < high && hosts->peers[hosts->leaves[end]].host == host; end++) {}
-  if (end == high && (high - low == 1 || high - low < hosts->leaf_count)) { /* on one host */
+  if (end == high /* on one host */ &&
+      (high - low == 1 /* a leaf */ || high - low < hosts->leaf_count /* not the root */)) {
     cddp__subtree *s = &hosts->subtrees[hosts->subtree_count];
     s->low = low;
     s->high = high;
@@ -13162,14 +13179,14 @@ static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
     hosts->widths[hosts->subtree_count++] = high - low;
     return;
   }
-  while (2 * half < high - low) half *= 2; /* as the canonical tree divides leaves */
+  while (2 * half < high - low) half *= 2; /* leaves of the left child in the canonical tree */
   cddp__find_subtrees(hosts, low, low + half);
   cddp__find_subtrees(hosts, low + half, high);
 }
 
 enum cddp__leaves { CDDP__LEAVES_ALL, CDDP__LEAVES_PRESENT };
-/* Sets the ranks to sum over: all, or those not in cddp_ddp_join: byte 0 of their headers, which
-   cddp__reduce_bucket writes, is 0. */
+/* Sets the ranks to sum over, and their subtrees. ALL ranks; or those PRESENT, that is not in
+   cddp_ddp_join: byte 0 of their headers' payload, which cddp__reduce_bucket writes, is 0. */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp__leaves which) {
   int p;
   hosts->leaf_count = hosts->subtree_count = 0;
@@ -13179,21 +13196,22 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp_
   cddp__find_subtrees(hosts, 0, hosts->leaf_count);
 }
 
-/* Sets the sizes of the hosts' sums and the offset of each, in bytes per element. Sums of several
-   ranks are first: unrounded, they can be wider, and stay aligned. Returns the total. */
+/* Sets the sizes of the hosts' sums and the offset of each sum, in bytes per element of the call.
+   Each host's sums of several ranks are first: those of f16 are f32, and stay aligned so. Returns
+   the total of all hosts. */
 static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
   size_t wide = cddp__dtype_half(c->dtype) ? 4 /* f32 */ : c->esize, total = 0;
   int i, single; /* single: a sum of one rank, which is its element */
   for (i = 0; i < hosts->count; i++) hosts->group_hosts[i].bytes = 0;
   for (single = 0; single < 2; single++)
     for (i = 0; i < hosts->subtree_count; i++) {
-      cddp__group_host *node = &hosts->group_hosts[hosts->subtrees[i].host];
-      if ((hosts->widths[i] == 1) != single) continue;
-      hosts->subtrees[i].at = node->bytes;
-      node->bytes += single ? c->esize : wide;
+      cddp__group_host *host = &hosts->group_hosts[hosts->subtrees[i].host];
+      if ((hosts->widths[i] == 1) != single) continue; /* in the other pass */
+      hosts->subtrees[i].at = host->bytes;
+      host->bytes += single ? c->esize : wide;
     }
   for (i = 0; i < hosts->count; i++) {
-    hosts->group_hosts[i].bytes_at = total;
+    hosts->group_hosts[i].bytes_at = total; /* in the owner's stage: host after host */
     total += hosts->group_hosts[i].bytes;
   }
   return total;
@@ -13201,10 +13219,11 @@ static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
 
 /* --- the flow of a chunk --- */
 
-/* What a rank does with a piece k of a part, in each step s = -ahead, -ahead + 1, .. of a chunk. */
+/* The moves of a rank in each step s = -ahead, -ahead + 1, .. of a chunk. Each is of piece k of
+   parts; a piece that does not exist is left out. */
 enum cddp__move {
   CDDP__SEND_CONTRIBUTION, /* k = s + ahead, to the owner of the part */
-  CDDP__RECV_CONTRIBUTION, /* k = s, for this rank's part; then it adds up the piece */
+  CDDP__RECV_CONTRIBUTION, /* k = s, for this rank's part; then this rank adds up the piece */
   CDDP__SEND_RESULT, /* k = s - 1, of this rank's part */
   CDDP__RECV_RESULT /* k = s - ahead - 1, from the owner of the part */
 };
@@ -13214,15 +13233,15 @@ typedef struct cddp__flow {
   cddp_group *g;
   const cddp__call *c;
   const cddp__shape *shape; /* of c */
-  int root_host; /* -1: the call has no root */
-  int local_root; /* the root's number on this host; -1: not here */
+  int root_host; /* index in hosts.group_hosts; -1: the call has no root */
+  int local_root; /* the root's number on this host; -1: it is on another host, or none */
   bool in_scratch; /* this rank's view is in scratch */
   int scratch_half; /* 0 or 1: which half this chunk uses */
   /* The chunk. */
-  size_t begin, n;
+  size_t begin, n; /* elements of each share */
   size_t piece_max; /* elements of a piece of a part; the last one can have fewer */
   long pieces, ahead; /* of each part; see enum cddp__move */
-  bool hosts_sum_whole; /* short all_reduce: each host adds up the array, a rank a slice of it */
+  bool hosts_sum_whole; /* short all_reduce: each host adds up the array, so no results move */
   /* Sums in transit, in hosts.stage. */
   char *out; /* contributions to others' parts: CDDP__SUM_AREAS areas, used in turn */
   size_t out_bytes; /* of one area */
@@ -13231,7 +13250,8 @@ typedef struct cddp__flow {
   char *result; /* the sums of a reduce for a root elsewhere: CDDP__SUM_AREAS areas */
 } cddp__flow;
 
-/* scatter, gather, all_to_all: every two ranks exchange their own bytes; none acts for its host. */
+/* Whether every two ranks exchange their own bytes, so none acts for its host: scatter, gather,
+   all_to_all. */
 static bool cddp__is_pairwise(const cddp__flow *f) {
   const cddp__shape *s = f->shape;
   return !s->reduces && (s->scatters || (s->gathers && s->to_root));
@@ -13246,38 +13266,40 @@ static size_t cddp__view_shares(const cddp__flow *f) { /* number of shares in a 
 static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__call *c = f->c;
-  size_t at = cddp__view_shares(f) > 1 ? (size_t)p : 0;
-  if (f->g->buffers[t] == NULL)
+  size_t share = cddp__view_shares(f) > 1 ? (size_t)p : 0, at; /* at: in elements */
+  if (f->g->buffers[t] == NULL) /* the view is in scratch, which has the chunks of all shares */
     return hosts->scratch[t] +
-           ((size_t)f->scratch_half * CDDP__SCRATCH_HALF + at * f->n * c->esize);
-  at *= c->count;
+           ((size_t)f->scratch_half * CDDP__SCRATCH_HALF + share * f->n * c->esize);
+  at = share * c->count;
   if (c->shares != NULL && cddp__is_pairwise(f) && t != f->g->local_rank)
-    at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].peer_at; /* this rank's share there */
+    at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].peer_at; /* of this rank's share there */
   else if (c->shares != NULL)
     at = c->shares[p].in_at;
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
 }
 
-/* Rank p's share from `begin` on, in the view of the root if on this host, else of this rank. */
+/* Rank p's share from `begin` on (in the chunk), in the view of the root if the root is on this
+   host, else in this rank's view. */
 static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   int t = f->local_root >= 0 ? f->local_root : f->g->local_rank;
   return cddp__view_of(f, t, p) + begin * f->c->esize;
 }
 
-/* The rank that acts for its host towards the owner of a part: on the owner's host, the owner. */
+/* The rank that acts for its host towards the owner of a part. On the owner's host that is the
+   owner; on others the rank with the same number, modulo the host's ranks: they share the work. */
 static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
   return cddp__rank_on(hosts, host, hosts->peers[owner].local_rank % hosts->group_hosts[host].size);
 }
 
-/* Number of elements in piece k of a rank's part. *begin: its offset in the chunk. */
+/* Number of elements in piece k of a rank's part; 0: there is none. *begin: offset in the chunk. */
 static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t *begin) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__peer *p = &hosts->peers[rank];
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize;
-  int host_count = f->hosts_sum_whole ? 1 : hosts->count;
-  bool one_buffer = cddp__in_one_buffer(f->c);
+  int host_count = f->hosts_sum_whole ? 1 : hosts->count; /* hosts that share the slices */
+  bool one_buffer = cddp__in_one_buffer(f->c); /* else each rank owns its share: [0, n) */
   *begin = 0;
-  if (one_buffer && p->local_rank >= hosts->min_locals) return 0; /* only min_locals own slices */
+  if (one_buffer && p->local_rank >= hosts->min_locals) return 0; /* each host has as many owners */
   if (one_buffer)
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->local_rank * host_count + (f->hosts_sum_whole ? 0 : p->host), begin, &end);
@@ -13291,18 +13313,19 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
 static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool result) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__shape *s = f->shape;
-  int owner = result ? from : to, other = result ? to : from, host = hosts->peers[other].host;
-  if (cddp__in_one_buffer(f->c) ? result && f->hosts_sum_whole : s->scatters == result)
-    return false;
+  int owner = result ? from : to, other = result ? to : from; /* of the part; the other end */
+  int host = hosts->peers[other].host;
+  bool lacks = cddp__in_one_buffer(f->c) ? result && f->hosts_sum_whole : s->scatters == result;
+  if (lacks) return false; /* the call has no such frames */
   if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, owner)) return false;
-  if (s->from_root) /* the root's host contributes, the others get the results */
+  if (s->from_root) /* broadcast: the root's host contributes, the others get the results */
     return result != (host == f->root_host);
-  return !result || !s->to_root || host == f->root_host;
+  return !result || !s->to_root || host == f->root_host; /* reduce: results for the root's host */
 }
 
-/* The sum of a subtree of this host: n elements of an owner's part, from `begin` on. In `space`, or
-   the only rank's view. */
+/* The sum of a subtree of this host: n elements of an owner's part, from `begin` on. Returns
+   `space`, or for a subtree of one rank the place in that rank's view. */
 static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner, size_t begin,
                                      size_t n, void *space) {
   cddp__hosts *hosts = f->g->hosts;
@@ -13312,20 +13335,22 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
     hosts->pointers[i - s->low] =
         cddp__view_of(f, hosts->peers[hosts->leaves[i]].local_rank, owner) + begin * f->c->esize;
   if (s->high - s->low == 1) return hosts->pointers[0];
-  cddp__reduce_nodes(space, hosts->pointers, NULL, s->high - s->low, 0 /* ranks: partial */, n,
-                     (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
+  cddp__reduce_nodes(space, hosts->pointers, NULL /* widths: leaves */, s->high - s->low,
+                     0 /* ranks: a partial sum, not rounded */, n, (cddp_dtype)f->c->dtype,
+                     (cddp_op)f->c->op);
   return space;
 }
 
-/* The sum of all ranks. f->in has the other hosts' sums, those of a host behind space for piece_max
-   elements of all earlier hosts. Adds this host's. */
+/* Writes the sum of all ranks to `result`: n elements of this rank's part, from `begin` on. f->in
+   has the other hosts' sums. Those of a host follow space for the earlier hosts' sums of piece_max
+   elements. This host's sums are computed here. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
   cddp__hosts *hosts = f->g->hosts;
   int i;
   for (i = 0; i < hosts->subtree_count; i++) {
     const cddp__subtree *s = &hosts->subtrees[i];
     char *at = f->in + f->piece_max * hosts->group_hosts[s->host].bytes_at + n * s->at;
-    hosts->sums[i] = at;
+    hosts->sums[i] = at; /* received; or, of this host, computed now */
     if (s->host == hosts->mine) hosts->sums[i] = cddp__subtree_sum(f, i, f->g->rank, begin, n, at);
   }
   if (hosts->subtree_count > 1)
@@ -13335,7 +13360,7 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
     cddp__copy(result, hosts->sums[0], n * f->c->esize);
 }
 
-/* Where piece k of this rank's part is completed: if possible in the receiver's buffer. */
+/* Where the result of piece k of this rank's part is: if possible in a receiver's buffer. */
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
   if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root) /* reduce, root elsewhere */
@@ -13351,30 +13376,33 @@ static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_
   const cddp__hosts *hosts = f->g->hosts;
   char *sums = f->sums, *to;
   int i;
-  f->sums += f->piece_max * hosts->group_hosts[hosts->mine].bytes;
+  f->sums += f->piece_max * hosts->group_hosts[hosts->mine].bytes; /* for the next owner */
   for (i = 0; i < hosts->subtree_count; i++) {
     if (hosts->subtrees[i].host != hosts->mine) continue;
     to = sums + n * hosts->subtrees[i].at;
+    /* copies one rank's elements; a sum of several ranks is in `to` already */
     cddp__copy(to, cddp__subtree_sum(f, i, owner, begin, n, to), n * f->c->esize);
   }
   return sums;
 }
 
-/* The memory of a frame to or from rank p: n elements of piece k, from `begin` on. */
+/* The memory of a frame to or from rank p: n elements of piece k, from `begin` on. Before a host
+   sends sums, computes them. */
 static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n,
                                   enum cddp__move move) {
   const cddp__hosts *hosts = f->g->hosts;
   bool reduces = f->shape->reduces, contributes = move == CDDP__SEND_CONTRIBUTION;
   if (cddp__is_pairwise(f) && (contributes || move == CDDP__SEND_RESULT))
-    return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
+    return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize; /* in the send buffer */
   if (move == CDDP__SEND_RESULT) return cddp__own_piece(f, k, begin);
   if (reduces && move == CDDP__RECV_CONTRIBUTION)
     return f->in + f->piece_max * hosts->group_hosts[hosts->peers[p].host].bytes_at;
   if (reduces && contributes && f->g->local_size > 1) return cddp__host_sums(f, p, begin, n);
-  return cddp__local_view(f, p, begin);
+  return cddp__local_view(f, p, begin); /* to receive; or to send, with nothing to add */
 }
 
-/* Posts the frames of piece k, if it exists. Copies those between ranks of this host. */
+/* Posts the frames of one move of piece k, if that piece exists. Bytes that this rank sends to a
+   rank of this host are copied now. */
 static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
@@ -13385,10 +13413,11 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   int i, p, me = g->rank;
   const char *at;
   if (k < 0 || k >= f->pieces) return;
-  f->sums = f->out + (size_t)(k % CDDP__SUM_AREAS) * f->out_bytes;
+  f->sums = f->out + (size_t)(k % CDDP__SUM_AREAS) * f->out_bytes; /* start of the piece's area */
   for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size; /* each rank begins with another peer */
-    if (g->host_index[p] >= 0 && !(cddp__is_pairwise(f) && sends)) continue; /* shares views */
+    if (g->host_index[p] >= 0 && !(cddp__is_pairwise(f) && sends))
+      continue; /* on this host: it reads and writes the views, or sends to this rank itself */
     if (!cddp__sends_frames(f, sends ? me : p, sends ? p : me, result)) continue;
     if ((n = cddp__piece_elements(f, own ? me : p, k, &begin)) == 0) continue;
     if (f->shape->reduces && !result) /* the sums of a host's ranks */
@@ -13406,7 +13435,8 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   }
 }
 
-/* Copies pieces k of all parts for which this rank acts into the views of this host's ranks. */
+/* Copies the results of pieces k into the views of this host's ranks: of all parts for which this
+   rank acts, its own too. */
 static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
@@ -13414,7 +13444,8 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const char *from;
   int p, t;
   for (p = 0; p < g->size; p++) {
-    if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank || (f->hosts_sum_whole && p != g->rank))
+    if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank ||
+        (f->hosts_sum_whole && p != g->rank) /* an owner on another host sends nothing */)
       continue;
     n = cddp__piece_elements(f, p, k, &begin);
     bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
@@ -13425,22 +13456,24 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   }
 }
 
-/* Moves a chunk: see enum cddp__move. */
+/* Moves a chunk, step by step: see enum cddp__move. */
 static cddp_result cddp__flow_run(cddp__flow *f) {
   const cddp__shape *shape = f->shape;
-  bool spreads = !cddp__is_pairwise(f) && !shape->to_root && !shape->scatters; /* to all ranks */
+  /* Whether all ranks of a host get what one of them has received for the host. */
+  bool spreads = !cddp__is_pairwise(f) && !shape->to_root && !shape->scatters;
   cddp_group *g = f->g;
-  long s, complete, last = f->pieces + f->ahead;
+  long s, complete, last = f->pieces + f->ahead; /* complete: the piece that this step ends */
   cddp_result r = CDDP_OK;
   size_t begin, n;
   for (s = -f->ahead; r == CDDP_OK && s <= last; s++) {
-    g->hosts->step = s;
+    g->hosts->flow_step = s;
     complete = s - f->ahead - 1;
     cddp__post_piece(f, s + f->ahead, CDDP__SEND_CONTRIBUTION);
     cddp__post_piece(f, s - 1, CDDP__SEND_RESULT);
     cddp__post_piece(f, s, CDDP__RECV_CONTRIBUTION);
     cddp__post_piece(f, complete, CDDP__RECV_RESULT);
-    /* first sends what step s + 1 overwrites, from step s + 1 - CDDP__SUM_AREAS, or whole arrays */
+    /* Step s + 1 overwrites the area of step s + 1 - CDDP__SUM_AREAS: its frames must be sent now.
+       With hosts_sum_whole all must, since this step's sum can overwrite the array. */
     r = cddp__deliver(
         g, s == last || f->hosts_sum_whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
     if (r != CDDP_OK) break;
@@ -13448,7 +13481,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
       n = cddp__piece_elements(f, g->rank, s, &begin);
       if (n > 0) cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
     }
-    if (spreads && complete >= 0) cddp__copy_to_views(f, complete);
+    if (spreads && complete >= 0) cddp__copy_to_views(f, complete); /* on this host */
   }
   return r;
 }
@@ -13466,14 +13499,15 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   return f;
 }
 
-/* Divides a chunk into pieces. sum_bytes: all hosts' sums of an element. */
+/* Divides a chunk into pieces. sum_bytes: of all hosts' sums of one element. */
 static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   const cddp__hosts *hosts = f->g->hosts;
   bool one_buffer = cddp__in_one_buffer(f->c);
-  size_t granule = CDDP__CACHE_LINE / f->c->esize, host_count = (size_t)hosts->count;
+  size_t granule = CDDP__CACHE_LINE / f->c->esize; /* elements: slices begin at a cache line */
+  size_t host_count = (size_t)hosts->count;
   size_t whole_most = host_count == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
   size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, then in all */
-  size_t longest = f->n; /* elements of a rank's part */
+  size_t longest = f->n; /* elements of the longest part of a rank */
   size_t piece = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count); /* of a host's sums */
   f->hosts_sum_whole =
       f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
@@ -13484,15 +13518,16 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
     f->piece_max = cddp__min(longest, piece * host_count / sum_bytes);
   f->piece_max = cddp__round_up(cddp__max(f->piece_max, 1), granule);
   f->pieces = (long)((longest + f->piece_max - 1) / f->piece_max);
-  f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1;
+  f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1; /* one piece: 0 */
 }
 
 /* Sets the areas for sums in transit, in hosts.stage, which it can enlarge. */
 static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   cddp__hosts *hosts = f->g->hosts;
   size_t locals = (size_t)hosts->group_hosts[hosts->mine].size;
-  size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals; /* owners on one host */
-  size_t in, bytes;
+  /* Most owners on one host for which this rank acts. */
+  size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals;
+  size_t in, bytes; /* of f->in; of the stage */
   f->out_bytes =
       f->piece_max * hosts->group_hosts[hosts->mine].bytes * (size_t)hosts->count * acts_for;
   f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
@@ -13510,6 +13545,7 @@ static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   return CDDP_OK;
 }
 
+/* Moves the chunk [begin, begin + n) between the views of all hosts' ranks. */
 static cddp_result cddp__move_chunk(cddp__flow *f) {
   size_t sum_bytes = cddp__measure_sums(f->g->hosts, f->c);
   cddp_result r = CDDP_OK;
@@ -13520,8 +13556,9 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
 
 /* --- a call --- */
 
-/* Sets g->buffers to this host's views; NULL: in hosts.scratch. *any_scratch: a view is in scratch,
-   on any host. */
+/* Sets g->buffers, by local rank, to the views of this host's ranks as mapped here; NULL: the view
+   is in hosts.scratch. *any_scratch: set if a view of any host is in scratch. Fails, and breaks the
+   group, if a rank has no memory for its view. */
 static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   cddp_group *g = f->g;
   cddp__hosts *hosts = g->hosts;
@@ -13532,14 +13569,14 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
     void *at = NULL;
     bool scratch = ref->kind == CDDP__REF_NONE;
     *any_scratch = *any_scratch || scratch;
-    if (g->host_index[p] < 0) continue;
-    if (scratch) ref = &cddp__slot_of(g, p)->scratch; /* NONE: it could not be allocated */
+    if (g->host_index[p] < 0) continue; /* this rank needs no address of it */
+    if (scratch) ref = &cddp__slot_of(g, p)->scratch; /* NONE: its allocation failed */
     if (ref->kind == CDDP__REF_NONE) /* elastic: the others continue without that rank */
       r = cddp__fail(g->elastic && p != g->rank ? CDDP_PEER_LOST : CDDP_OUT_OF_MEMORY,
                      "rank %d has no memory for the pieces of this call", p);
     else if (ref->kind != CDDP__REF_UNUSED && (p != g->rank || scratch))
       r = cddp__map_ref(g->host, ref, &at);
-    else if (p == g->rank)
+    else if (p == g->rank) /* this rank's buffer: the call has its address */
       at = f->shape->reduces ? (void *)(uintptr_t)f->c->send : f->c->recv;
     t = hosts->peers[p].local_rank;
     if (scratch) hosts->scratch[t] = (char *)at;
@@ -13548,24 +13585,26 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
-static cddp_result cddp__chunk_round(cddp_group *g, const cddp__call *c) { /* of this host */
-  return cddp__run_round(g, CDDP__ROUND_OF_HOST, c, CDDP__PHASE_CHUNK, NULL, 0);
+/* A barrier of this host's ranks between two uses of their views. */
+static cddp_result cddp__chunk_round(cddp_group *g, const cddp__call *c) {
+  return cddp__run_round(g, CDDP__ROUND_OF_HOST, c, CDDP__PHASE_CHUNK, NULL /* payload */, 0);
 }
 
-/* Runs a chunk, with copies to and from views in scratch. has_sources: views hold the data to send.
-   After the last round no other rank accesses this chunk in this rank's view. */
+/* Runs a chunk, with copies to and from views in scratch. has_sources: views hold the data to send,
+   so ranks read them before they hold results. After the last round no other rank accesses this
+   chunk in this rank's view. */
 static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
   bool one_buffer = cddp__in_one_buffer(c), has_sources = one_buffer || f->shape->reduces;
   int p, shares = (int)cddp__view_shares(f);
-  size_t at = f->begin * c->esize;
+  size_t at = f->begin * c->esize; /* bytes of a share before the chunk */
   cddp_result r = CDDP_OK;
   for (p = 0; f->in_scratch && has_sources && cddp__is_read(c, g->rank) && p < shares; p++)
     memcpy(cddp__view_of(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
-  if (any_scratch && has_sources) r = cddp__chunk_round(g, c);
+  if (any_scratch && has_sources) r = cddp__chunk_round(g, c); /* scratch has all data to send */
   if (r == CDDP_OK) r = cddp__move_chunk(f);
-  if (r == CDDP_OK) r = cddp__chunk_round(g, c);
+  if (r == CDDP_OK) r = cddp__chunk_round(g, c); /* the views have the results */
   if (r != CDDP_OK || !f->in_scratch || !cddp__is_written(c, g->rank) ||
       (f->shape->reduces && !one_buffer)) /* reduce_scatter: the result is in recv */
     return r;
@@ -13575,12 +13614,13 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   return CDDP_OK;
 }
 
-/* Announces this rank's view and runs the call. UNUSED: only this rank needs the view. NONE: it is
-   in scratch, as others cannot access the buffer, or receiving would overwrite bytes to send. */
+/* cddp__carrier.run: announces this rank's view and runs the call; in chunks if a view is in
+   scratch. ref.kind UNUSED: only this rank needs the view. NONE: the view is in scratch, as others
+   cannot access the buffer, or received bytes would overwrite bytes to send. */
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
   char **scratch = &g->hosts->scratch[g->local_rank];
-  size_t most = SIZE_MAX, sent, received;
+  size_t most = SIZE_MAX /* elements of a chunk */, sent, received; /* sent: only for sums */
   bool any_scratch = false;
   cddp__ref ref;
   cddp_result r;
@@ -13592,15 +13632,16 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   else if (!cddp__is_in_place_all_to_all(c))
     ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, received);
   f.in_scratch = ref.kind == CDDP__REF_NONE;
-  if (f.in_scratch && *scratch == NULL) {
+  if (f.in_scratch && *scratch == NULL) { /* the first time */
     *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH_HALF, CDDP__EXTENT_OPEN);
-    if (*scratch != NULL)
+    if (*scratch != NULL) /* else slot.scratch stays NONE: cddp__find_views fails on all ranks */
       cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH_HALF);
   }
   r = cddp__round_of(g, c, CDDP__PHASE_REFS, &ref, sizeof ref);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) r = cddp__find_views(&f, &any_scratch);
-  if (any_scratch) most = CDDP__SCRATCH_HALF / (cddp__view_shares(&f) * c->esize);
+  if (any_scratch) /* on all ranks, as all move the same chunks */
+    most = CDDP__SCRATCH_HALF / (cddp__view_shares(&f) * c->esize);
   for (; r == CDDP_OK && f.begin < c->count; f.begin += f.n, f.scratch_half ^= 1) {
     f.n = cddp__min(most, c->count - f.begin);
     r = cddp__run_chunk(&f, any_scratch);
@@ -13608,17 +13649,17 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   return cddp__end_access(g, r);
 }
 
-/* carrier.average, over the ranks outside cddp_ddp_join. */
+/* cddp__carrier.average: one chunk, over the ranks that are not in cddp_ddp_join. */
 static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
   cddp__hosts *hosts = g->hosts;
   cddp__flow f = cddp__flow_of(g, c);
   cddp_result r;
   int k;
   f.n = c->count;
-  for (k = 0; k < g->local_size; k++) g->buffers[k] = arrays[k];
+  for (k = 0; k < g->local_size; k++) g->buffers[k] = arrays[k]; /* the views */
   cddp__set_leaves(g, hosts, CDDP__LEAVES_PRESENT);
   r = cddp__move_chunk(&f);
-  cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL);
+  cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL); /* for other calls */
   return r;
 }
 
@@ -13628,7 +13669,8 @@ static const cddp__carrier cddp__hosts_carrier = {
 
 /* --- creation and end of a group --- */
 
-/* Numbers the hosts by their lowest ranks. index: [net.host_count] zeros. */
+/* Numbers the hosts of the group by their lowest ranks, and sets all that depends on it: peers,
+   group_hosts, ranks, staging buffers. index: scratch, [net.host_count] zeros. */
 static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   int p, h, first = 0;
   size_t at = 0;
@@ -13640,29 +13682,29 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   }
   hosts->min_locals = g->size;
   for (h = 0; h < hosts->count; h++) {
-    cddp__group_host *node = &hosts->group_hosts[h];
-    node->first = first;
-    first += node->size;
-    if (node->size > hosts->max_locals) hosts->max_locals = node->size;
-    if (node->size < hosts->min_locals) hosts->min_locals = node->size;
+    cddp__group_host *host = &hosts->group_hosts[h];
+    host->first = first;
+    first += host->size;
+    if (host->size > hosts->max_locals) hosts->max_locals = host->size;
+    if (host->size < hosts->min_locals) hosts->min_locals = host->size;
   }
-  for (p = g->size - 1; p >= 0; p--) {
+  for (p = g->size - 1; p >= 0; p--) { /* downward: the last remote rank seen is the lowest */
     hosts->ranks[hosts->group_hosts[hosts->peers[p].host].first + hosts->peers[p].local_rank] = p;
     if (g->host_index[p] < 0) hosts->lowest_remote = p;
   }
   hosts->mine = hosts->peers[g->rank].host;
-  if (hosts->count <= CDDP__DIRECT_HOSTS) { /* equal for all, in whole cache lines */
+  if (hosts->count <= CDDP__DIRECT_HOSTS) { /* else 0: leaders send no shares */
     g->staging_size = cddp__piggyback_bytes(g->size) / (size_t)g->size;
-    g->staging_size -= g->staging_size % CDDP__CACHE_LINE;
+    g->staging_size -= g->staging_size % CDDP__CACHE_LINE; /* no line has two writers */
   }
   for (h = 0; h < hosts->count; h++) {
-    cddp__group_host *node = &hosts->group_hosts[(hosts->mine + h) % hosts->count];
-    node->headers_at = at;
-    at += (size_t)node->size * (CDDP__HEADER_BYTES + g->staging_size);
+    cddp__group_host *host = &hosts->group_hosts[(hosts->mine + h) % hosts->count];
+    host->headers_at = at; /* this host's first, as cddp__exchange_headers needs them */
+    at += (size_t)host->size * (CDDP__HEADER_BYTES + g->staging_size);
   }
 }
 
-/* The struct and its arrays, in one block. */
+/* The struct and its arrays, in one zeroed block; NULL: no memory. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__POSTED_MAX * n;
   size_t shares = cddp__piggyback_bytes(g->size);
@@ -13686,49 +13728,52 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   return hosts;
 }
 
-/* Sets g->world of a new group (world NULL: the same numbers), and prepares a group on several
-   hosts. net NULL: the job has one host. */
+/* Sets g->world of a new group, and prepares the group if it is on several hosts.
+     net     NULL: the job has one host, so this does nothing
+     world   the ranks' numbers in the job; NULL: the same as in g
+   After a failure cddp__group_leave frees all memory. */
 static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *world) {
   cddp_result r = CDDP_OK;
   cddp__hosts *hosts;
   int p;
   if (net == NULL) return CDDP_OK;
-  /* host_count more: `index` of cddp__sort_hosts */
+  /* Behind the array: host_count zeros, the `index` of cddp__sort_hosts. */
   g->world = (int *)cddp__calloc(&g->host->allocator, (size_t)g->size + (size_t)net->host_count,
                                  sizeof *g->world);
   if (g->world == NULL) return CDDP_OUT_OF_MEMORY;
   for (p = 0; p < g->size; p++) g->world[p] = world != NULL ? world[p] : p;
-  if (g->local_size == g->size) return CDDP_OK;
+  if (g->local_size == g->size) return CDDP_OK; /* all ranks are on this host */
   if ((hosts = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   hosts->net = net;
-  cddp__add32(&net->uses, 1);
-  hosts->pass = 1; /* no peer is stuck: stuck_pass is 0 */
-  hosts->stored_end = &hosts->stored;
+  cddp__add32(&net->uses, 1); /* until cddp__hosts_leave */
+  hosts->pass = 1; /* not 0, the stuck_pass of peers: no peer is stuck */
+  hosts->stored_end = &hosts->stored; /* the list is empty */
   hosts->wake_fd = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   hosts->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   if (hosts->wake_fd < 0 || hosts->epoll < 0 || !cddp__watch_fd(hosts, hosts->wake_fd, EPOLLIN) ||
       !cddp__watch_fd(hosts, net->listener, EPOLLIN))
-    r = cddp__fail_errno("eventfd or epoll");
+    r = cddp__fail_errno("eventfd or epoll"); /* cddp__hosts_leave needs the rest */
   cddp__sort_hosts(g, hosts, g->world + g->size);
   cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL);
   g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD);
   g->carrier = &cddp__hosts_carrier;
-  pthread_mutex_lock(&g->host->lock); /* notices now reach this group */
+  pthread_mutex_lock(&g->host->lock); /* a thread that receives a notice reads g->hosts */
   g->hosts = hosts;
   pthread_mutex_unlock(&g->host->lock);
-  cddp__serve_in_waits(g);
+  cddp__serve_in_waits(g); /* from now on waits in other groups send and read for this one */
   return r;
 }
 
-/* Sends waiting bytes, until the system accepts none for a second, and closes all links. */
+/* Sends waiting bytes, until none is left or the system accepts none for a second. Then closes all
+   links, with BYE, and frees what the struct owns. cddp__group_leave frees the struct. */
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   cddp__net *net;
   cddp__connection *link;
   cddp__message *m;
-  size_t unsent = SIZE_MAX, before;
+  size_t unsent = SIZE_MAX /* not known */, before;
   cddp__wait w;
-  if (hosts == NULL) return;
+  if (hosts == NULL) return; /* one host */
   net = hosts->net;
   cddp__early_notice(g, CDDP__RANK_LEAVING);
   cddp__wait_begin(&w, 1);
@@ -13737,14 +13782,14 @@ static void cddp__hosts_leave(cddp_group *g) {
     pthread_mutex_lock(&g->p2p.lock);
     unsent = cddp__hosts_send_queued(g);
     pthread_mutex_unlock(&g->p2p.lock);
-    if (unsent < before) cddp__wait_begin(&w, 1);
+    if (unsent < before) cddp__wait_begin(&w, 1); /* progress: another second */
   } while (unsent > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
   pthread_mutex_lock(&net->lock);
-  if ((g->id & 1) == 0) /* else of a split: cddp__has_left */
-    net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* 0: none */
+  if ((g->id & 1) == 0) /* a split has an odd id: cddp__has_left finds that no list has it */
+    net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* + 1: an entry of 0 is none */
   pthread_mutex_unlock(&net->lock);
-  cddp__net_serve(g->host, net); /* ends late links to this group: net.left */
-  cddp__claim_links(g); /* those that another thread accepted before */
+  cddp__net_serve(g->host, net); /* ends links that peers have just made to this group: net.left */
+  cddp__claim_links(g); /* and those that another thread accepted before: closed below */
   while ((link = hosts->links) != NULL) {
     hosts->links = link->next;
     cddp__link_close(link);
@@ -13753,7 +13798,7 @@ static void cddp__hosts_leave(cddp_group *g) {
     hosts->stored = m->next;
     cddp__free(&net->allocator, m);
   }
-  cddp__arena_free(g->host, hosts->scratch[g->local_rank]);
+  cddp__arena_free(g->host, hosts->scratch[g->local_rank]); /* the other entries are peers' */
   cddp__free(&net->allocator, hosts->stage);
   cddp__close_fd(&hosts->wake_fd);
   cddp__close_fd(&hosts->epoll);
@@ -13779,13 +13824,13 @@ static void cddp__hosts_leave(cddp_group *g) {
      4. A thread that waits, in any group, serves the pending receives of its process.
      5. A receive without a handle polls the requests itself before it is put into the list. */
 
-#define CDDP__EAGER_MAX ((size_t)64 << 10) /* messages up to here are always copied, bytes */
+#define CDDP__EAGER_MAX ((size_t)64 << 10) /* bytes; messages up to here are always copied */
 /* Result of a wait whose own limit, not the group's, has passed: the operation continues. */
 #define CDDP__CONTINUES CDDP__RESULT_COUNT
 enum { CDDP__NO_LIMIT = -1 }; /* of a wait: until the group's deadline */
 #define CDDP__SPIN_MESSAGE 4 /* a scan for a message takes as long as 4 polls of a header */
 
-/* This rank's send request `index`. Block i has CDDP__SENDS << i of them. */
+/* This rank's send request `index`, counted through all blocks. Block i has CDDP__SENDS << i. */
 static cddp__send_request *cddp__send_at(const cddp_group *g, int index) {
   int block = 0, size = CDDP__SENDS;
   for (; index >= size; block++, size *= 2) index -= size;
@@ -13802,7 +13847,7 @@ static bool cddp__send_open(const cddp__send_request *p) {
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
-/* Allocates a block of send requests. Returns its first index; -1: error set. */
+/* Allocates a block of send requests. Returns the index of its first; -1: error set. */
 static int cddp__grow_sends(cddp_group *g) {
   int block = g->p2p.send_blocks, count = cddp__send_count(g);
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
@@ -13813,14 +13858,15 @@ static int cddp__grow_sends(cddp_group *g) {
     return -1;
   }
   if ((p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_OPEN)) == NULL) return -1;
-  g->p2p.sends[block] = (cddp__send_request *)p;
+  g->p2p.sends[block] = (cddp__send_request *)p; /* zeroed: all are CDDP__SEND_FREE */
   g->p2p.send_blocks++;
+  /* receivers find the block there */
   cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, p, bytes);
   return count;
 }
 
-/* Frees the request of a copy that its receiver has taken: cddp__finish_send frees the others.
-   Returns whether the request is free. p2p.lock held. */
+/* Frees the request of a copy that its receiver has taken: cddp__finish_send frees the requests
+   without a copy. Returns whether the request is free. p2p.lock held. */
 static bool cddp__reclaim_send(cddp__send_request *p) {
   if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
   p->staged = false;
@@ -13828,18 +13874,19 @@ static bool cddp__reclaim_send(cddp__send_request *p) {
   return true;
 }
 
-/* Frees the requests of taken copies, and their memory beyond CDDP__STAGED_MAX. Counts the sends in
-   flight to rank `to`, and their copies' bytes. Returns the free request whose memory fits `bytes`
-   best; -1: none. */
+/* Frees the requests of taken copies, and the memory of free requests beyond CDDP__STAGED_MAX.
+   Counts the sends in flight to rank `to`, and their copies' bytes: sends_open, sends_staged.
+   Returns the free request whose memory fits `bytes` best; -1: none is free. */
 static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
-  size_t kept = 0, best_size = 0;
+  size_t kept = 0 /* bytes of free requests' memory */, best_size = 0; /* best's stage_size */
   int i, best = -1, n = cddp__send_count(g);
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
   CDDP__HELD(&g->p2p.lock);
-  if ((uint32_t)n > top) n = (int)top + 1; /* and a never used one */
+  if ((uint32_t)n > top) n = (int)top + 1; /* those used so far, and one never used */
   g->p2p.sends_open = g->p2p.sends_staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *p = cddp__send_at(g, i);
+    /* p's memory is large enough, and best's is not, or is larger than p's */
     bool better = p->stage_size >= bytes && (best_size < bytes || p->stage_size < best_size);
     bool is_free = cddp__reclaim_send(p);
     if (cddp__load32(&p->state) == CDDP__POSTED_TO(to)) {
@@ -13859,14 +13906,15 @@ static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
   return best;
 }
 
-/* Whether the counted sends, the last one with `bytes`, are within the limits: else a send
-   without a handle waits. A single one can have any size. p2p.lock held. */
+/* Whether the counted sends, of which the last has `bytes`, are within the limits: else a send
+   without a handle waits. A single send can have any size. p2p.lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
   return g->p2p.sends_open <= CDDP__SENDS &&
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
-/* Copies a message to its request's memory; enlarges that if necessary. */
+/* Copies a message to its request's memory. Enlarges that if necessary: to a power of two from
+   4 KiB on; beyond a huge page to a multiple of huge pages. */
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
@@ -13885,11 +13933,12 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
   return CDDP_OK;
 }
 
-/* The lost rank because of which the wait is useless; -1: none. With CDDP_ANY: a rank that has
-   died, or, if all others have left, one of them. */
+/* The lost rank because of which a wait for the message is useless; -1: there is none. With
+   CDDP_ANY: a rank that has died, since its message may be the one that is missing; or, if all
+   other ranks have left, one of them. */
 static int cddp__lost_peer(const cddp_work *work) {
   const cddp_group *g = work->group;
-  int p, gone = -1, left = 1 /* this rank */, peer = work->call.root;
+  int p, gone = -1 /* a rank that left */, left = 1 /* with this rank */, peer = work->call.root;
   if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_gone(g, p)) continue;
@@ -13900,22 +13949,23 @@ static int cddp__lost_peer(const cddp_work *work) {
   return left == g->size ? gone : -1;
 }
 
+/* Example: "recv from rank 1, tag 7". peer: the text for the peer, unless that is CDDP_ANY. */
 static cddp__text cddp__describe_message(const cddp_work *work, const char *peer) {
   return cddp__textf("%s %s, tag %d", work->call.kind == CDDP__KIND_RECV ? "recv from" : "send to",
                      work->call.root == CDDP_ANY ? "any rank" : peer, work->call.tag);
 }
 
-/* Breaks the group if the peer is lost. */
+/* Breaks the group if the peer is lost: cddp__lost_peer. */
 static cddp_result cddp__check_peer(const cddp_work *work) {
   int gone = cddp__lost_peer(work);
   if (gone < 0) return CDDP_OK;
   return cddp__break_lost(work->group, gone, cddp__describe_message(work, "it" /* gone */).s);
 }
 
-/* Posts a send to a rank of this host. Sets work->send if the buffer stays in use.
-     fits    receives cddp__sends_fit
-   If the message is a copy, no wait checks the receiver: fails if it has exited without taking it.
-   (Checked after the post, as a receiver marks what it takes, and only then exits.) */
+/* Posts a send to a rank of this host. Sets work->send if the caller's buffer stays in use.
+     fits    receives cddp__sends_fit; unchanged after a failure
+   If the message is a copy, no wait checks the receiver. So this fails if the receiver has exited
+   without taking it. (Checked after the post: a receiver marks a taken message before it exits.) */
 static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   cddp_group *g = work->group;
   const cddp__call *call = &work->call;
@@ -13924,28 +13974,29 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   size_t bytes = call->count * call->esize;
   bool eager = bytes <= CDDP__EAGER_MAX, to_self = call->root == g->rank, lost = false;
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i = 0; /* a short message uses request 0 without a scan, if it is free */
+  int i = 0; /* the request's index. A short message uses request 0 without a scan, if it is free */
   pthread_mutex_lock(&g->p2p.lock);
   if (!eager || !cddp__reclaim_send(cddp__send_at(g, 0)))
     i = cddp__scan_sends(g, call->root, bytes);
-  if (i < 0) i = cddp__grow_sends(g);
-  if (i >= 0) {
+  if (i < 0) i = cddp__grow_sends(g); /* all requests are in use */
+  if (i >= 0) { /* else CDDP_OUT_OF_MEMORY, with its text */
     p = cddp__send_at(g, i);
     if (!eager && !to_self) p->u.ref = cddp__ref_of(g->host, call->send, bytes);
     p->staged = eager || to_self || p->u.ref.kind == CDDP__REF_NONE /* private memory */;
     r = CDDP_OK;
     if (bytes <= sizeof p->u.bytes) cddp__copy(p->u.bytes, call->send, bytes);
     else if (p->staged) r = cddp__stage(g, p, call->send, bytes);
-    else work->send = i;
+    else work->send = i; /* the receiver reads the caller's buffer */
     if (r != CDDP_OK) p->staged = false; /* the request stays free */
     cddp__store32(&p->tag, (uint32_t)call->tag);
     p->dtype = call->dtype;
     p->count = call->count;
     cddp__store64_crash_safe(&p->number, ++g->p2p.send_number);
-    CDDP__POINT("post");
-    if ((uint32_t)i >= cddp__load32(&slot->send_top))
+    CDDP__POINT("post"); /* the request is filled, and receivers do not see it yet */
+    if ((uint32_t)i >= cddp__load32(&slot->send_top)) /* receivers scan up to send_top */
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
-    if (r == CDDP_OK) cddp__exchange32(&p->state, CDDP__POSTED_TO(call->root)); /* a full fence */
+    /* Receivers see it now. A full fence, as cddp__notify needs. */
+    if (r == CDDP_OK) cddp__exchange32(&p->state, CDDP__POSTED_TO(call->root));
     g->p2p.sends_open++;
     if (p->staged) g->p2p.sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
@@ -13954,7 +14005,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
            cddp__send_open(p);
   }
   pthread_mutex_unlock(&g->p2p.lock);
-  return lost ? cddp__check_peer(work) : r;
+  return lost ? cddp__check_peer(work) /* breaks the group */ : r;
 }
 
 /* Returns the oldest send of rank work->from to this rank with work's tag, or NULL. It can miss one
@@ -13962,7 +14013,8 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
    slot, which needs no p2p.lock. Without memory to map the others, work is done and has failed. */
 static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
-  uint32_t i, size = CDDP__SENDS /* of a block */, left = cddp__load32(&slot->send_top);
+  uint32_t i, size = CDDP__SENDS /* of a block */;
+  uint32_t left = cddp__load32(&slot->send_top); /* requests not scanned yet */
   cddp__send_request *best = NULL;
   int block;
   for (block = 0; left > 0 && block < blocks; block++, size *= 2) {
@@ -13986,13 +14038,15 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int b
   return best;
 }
 
-/* Scans twice: the second scan sees every send that is older than one that the first saw. */
+/* The oldest matching send; NULL: none. Scans twice: the second scan sees every send that is older
+   than one that the first scan saw, since the sender had posted it before. */
 static cddp__send_request *cddp__find_send(cddp_group *g, cddp_work *work) {
   if (cddp__scan_peer(g, work, CDDP__SEND_BLOCKS) == NULL) return NULL;
   return cddp__scan_peer(g, work, CDDP__SEND_BLOCKS);
 }
 
-/* Whether a message's count and dtype are those of the receive. If not, the group fails. */
+/* Whether a message's count and dtype are those of the receive. If not, breaks the group, and
+   completes the receive with the failure. */
 static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint32_t dtype) {
   const cddp__call *call = &work->call;
   if (count == call->count && dtype == call->dtype) return true;
@@ -14005,7 +14059,8 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
   return false;
 }
 
-/* Copies a send's message, or refuses a mismatch, unless the sender has withdrawn it. */
+/* Copies a send's message into the receive's buffer and completes both, unless the sender has
+   withdrawn it. With another count or dtype both fail. */
 static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *p) {
   size_t bytes = work->call.count * work->call.esize;
   void *from = p->u.bytes;
@@ -14015,8 +14070,8 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     cddp__copy(work->call.recv, from, bytes);
     work->result = CDDP_OK;
     work->done = true;
-    /* The sender never withdraws such a message, so this store needs no barrier. (A sender that
-       misses the notice looks again within 20 ms.) */
+    /* No compare-and-swap: a sender never withdraws a message inside its request. No full fence: a
+       sender that misses the notice looks again within 20 ms. */
     cddp__store32(&p->state, CDDP__SEND_DONE);
     cddp__notify(g, work->from);
     return;
@@ -14034,13 +14089,13 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     if (r == CDDP_OK) r = cddp__check_failure(g); /* g can be of another thread's rank */
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
-    cddp__exchange32(&p->state, CDDP__SEND_DONE);
+    cddp__exchange32(&p->state, CDDP__SEND_DONE); /* a full fence, for cddp__notify */
   }
   CDDP__POINT("taken");
   cddp__notify(g, work->from);
 }
 
-/* Completes a receive if another host's message for it is stored. */
+/* Completes a receive if a message for it, from rank work->from of another host, is stored. */
 static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, work->from, work->call.tag);
   if (m == NULL) return;
@@ -14052,7 +14107,8 @@ static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__free(&g->hosts->net->allocator, m);
 }
 
-/* Whether an older receive must get the message of rank work->from. p2p.lock held. */
+/* Whether an older pending receive, with the same tag, must get rank work->from's next message
+   before this one. p2p.lock held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   const cddp_work *older;
   for (older = g->p2p.recvs; older != work; older = older->next)
@@ -14061,8 +14117,8 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   return false;
 }
 
-/* Completes a receive from rank work->from if its message has arrived, unless an older receive must
-   get it. p2p.lock held. */
+/* Completes a receive if a message from rank work->from has arrived, unless an older receive must
+   get that message. p2p.lock held. */
 static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
   cddp__send_request *p;
   if (cddp__is_claimed(g, work)) return;
@@ -14074,8 +14130,9 @@ static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
   if (p != NULL) cddp__take_send(g, work, p);
 }
 
-/* Reads the links, and completes receives, the oldest first. CDDP_ANY checks the ranks in turn,
-   from the last sender's successor on. Returns whether a receive is done now. */
+/* Reads the links, and completes receives for which messages have arrived, the oldest first. A
+   receive from CDDP_ANY checks the ranks in turn, from the last sender's successor on, so that none
+   is starved. Returns whether a receive was completed. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
   cddp_work *work;
@@ -14085,7 +14142,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
   if (g->hosts != NULL) cddp__hosts_read_messages(g);
   for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
-    int senders = any ? g->size : 1;
+    int senders = any ? g->size : 1; /* number of ranks to check */
     for (i = 0; !work->done && !work->filling /* by a link */ && i < senders; i++) {
       work->from = any ? (g->p2p.next_any + i) % g->size : work->call.root;
       cddp__serve_recv(g, work);
@@ -14097,7 +14154,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
 }
 
 /* Polls for the message of a receive without a handle, in a group of one host, unless another
-   receive is pending. Returns whether it is complete, or has failed. */
+   receive is pending. This saves posting the receive. Returns whether it is complete, or failed. */
 static bool cddp__spin_recv(cddp_work *work) {
   cddp_group *g = work->group;
   cddp__send_request *p;
@@ -14107,23 +14164,24 @@ static bool cddp__spin_recv(cddp_work *work) {
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
     bool found = cddp__scan_peer(g, work, 1 /* block */) != NULL;
-    if (found || i == 0 /* sets alone */ || /* or sends are in blocks that this scan left out */
+    if (found || i == 0 /* sets `alone` */ || /* or sends are in blocks that this scan left out: */
         cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
       pthread_mutex_lock(&g->p2p.lock);
       alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
       if (alone && (p = cddp__find_send(g, work)) != NULL) /* another thread may have taken it */
         cddp__take_send(g, work, p);
       pthread_mutex_unlock(&g->p2p.lock);
-      if (found || work->done || !alone) return work->done;
+      if (found || work->done || !alone) return work->done; /* found, but taken: post the receive */
     }
     cddp__pause();
   }
   return false;
 }
 
-/* Sends waiting bytes and completes receives in each healthy group of the list cddp__served.
-   g: the group in which this thread waits, or NULL. Returns whether a receive is done now. Keeps
-   this thread's error text. */
+/* Sends waiting bytes and completes receives in each healthy group of the list cddp__served. Leaves
+   out a group if another thread holds its lock.
+     g   the group in which this thread waits; NULL: none
+   Returns whether a receive was completed. Keeps this thread's error text. */
 static bool cddp__serve_all_recvs(cddp_group *g) {
   char kept[CDDP__ERROR_MAX];
   bool served = false;
@@ -14146,20 +14204,21 @@ static bool cddp__serve_all_recvs(cddp_group *g) {
   return served;
 }
 
-/* Appends a receive to the list, and completes it if its message is here. */
+/* Appends a receive to the list, and completes it if its message has arrived. */
 static void cddp__post_recv(cddp_group *g, cddp_work *work) {
   cddp_work **at = &g->p2p.recvs;
   work->next = NULL;
   pthread_mutex_lock(&g->p2p.lock);
-  while (*at != NULL) at = &(*at)->next;
+  while (*at != NULL) at = &(*at)->next; /* to the end: the oldest is first */
   *at = work;
-  cddp__serve_in_waits(g);
+  cddp__serve_in_waits(g); /* from now on each waiting thread of the process serves g */
   cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p.lock);
 }
 
-/* Whether work's wait can end: for a message, for the end of a send (send >= 0), or until the sends
-   in flight are within the limits. */
+/* Serves the group's receives. Then returns whether a wait for `work` can end. A receive must be
+   done. A send of the caller's buffer (work->send >= 0) must be taken. After the send of a copy,
+   the sends in flight must be within the limits. */
 static bool cddp__message_ready(cddp_work *work) {
   cddp_group *g = work->group;
   size_t bytes = work->call.count * work->call.esize;
@@ -14180,7 +14239,8 @@ static bool cddp__message_ready(cddp_work *work) {
   return ready;
 }
 
-/* Reports a timeout: of the caller's limit, or (limit < 0) of the group's, which breaks it. */
+/* The error of a wait that has reached its time limit. limit: the caller's, in seconds; returns
+   CDDP__CONTINUES. < 0: the group's; breaks the group with CDDP_TIMEOUT. */
 static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
   bool any = work->call.root == CDDP_ANY;
@@ -14196,8 +14256,9 @@ static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
-/* Publishes this thread's wait for a message, for others' texts, unless the rank has several
-   threads: another one's wait for a round says more. */
+/* Publishes this thread's wait for a message, for other ranks' error texts, unless the rank has
+   several threads: then another thread's wait for a round says more. Returns whether it did: the
+   caller then clears it. */
 static bool cddp__show_message_wait(const cddp_work *work) {
   cddp_group *g = work->group;
   const cddp__slot *slot = cddp__wait_slot(g, g->rank);
@@ -14208,8 +14269,9 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
 }
 
-/* For calls that do not wait: whether the operation cannot succeed. Connects to a remote peer: only
-   a connection shows its end. Looks once a ms. */
+/* For calls that do not wait (cddp_test): whether the operation cannot succeed since the peer is
+   lost. Connects to a remote peer: only a connection shows its end. Looks once a millisecond, and
+   returns false in between. */
 static bool cddp__peer_is_lost(cddp_work *work) {
   cddp_group *g = work->group;
   int p, peer = work->call.root;
@@ -14217,7 +14279,7 @@ static bool cddp__peer_is_lost(cddp_work *work) {
   cddp__connection *link;
   if (cddp__now() < work->next_look) return false;
   work->next_look = cddp__now() + 1e-3;
-  memcpy(text, cddp__error_text, sizeof text);
+  memcpy(text, cddp__error_text, sizeof text); /* cddp__ensure_link can overwrite it */
   if (g->hosts != NULL) {
     pthread_mutex_lock(&g->p2p.lock);
     for (p = 0; p < g->size; p++)
@@ -14226,11 +14288,12 @@ static bool cddp__peer_is_lost(cddp_work *work) {
     pthread_mutex_unlock(&g->p2p.lock);
   }
   memcpy(cddp__error_text, text, sizeof text);
-  return cddp__lost_peer(work) >= 0 && !cddp__message_ready(work);
+  return cddp__lost_peer(work) >= 0 && !cddp__message_ready(work) /* it came before the end */;
 }
 
-/* Waits until cddp__message_ready, at most `limit` seconds (0: one look), or CDDP__NO_LIMIT. Checks
-   the peer meanwhile. */
+/* Waits until cddp__message_ready, at most `limit` seconds (0: one look); CDDP__NO_LIMIT: until the
+   group's deadline. Meanwhile breaks the group if the peer is lost. Result CDDP__CONTINUES: the
+   limit has passed. */
 static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
@@ -14240,27 +14303,29 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   int i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s);
   w.yields = limit == 0 ? 0 : CDDP__YIELDS;
-  for (i = 0; i < spin && limit != 0 && !cddp__is_broken(g); i++) {
+  for (i = 0; i < spin && limit != 0 && !cddp__is_broken(g); i++) { /* polls */
     if (cddp__message_ready(work)) return CDDP_OK;
     if (g->hosts == NULL || i % CDDP__POLLS_PER_YIELD != 0) cddp__pause();
-    else if (!cddp__wait_yields(&w)) break;
+    else if (!cddp__wait_yields(&w)) break; /* no yields left: sleep */
   }
-  for (;;) {
-    uint32_t events = cddp__load32(&slot->events); /* before the check */
+  for (;;) { /* yields, then sleeps */
+    uint32_t events = cddp__load32(&slot->events); /* read first: later changes end the sleep */
     if (cddp__message_ready(work)) break;
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
     if (cddp__wait_yields(&w)) continue;
     if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
+    /* The message is checked again: it can have arrived just before the peer ended. */
     if (cddp__lost_peer(work) >= 0 && !cddp__message_ready(work)) r = cddp__check_peer(work);
+    /* A short limit, or 0, may leave no other time to look at a remote peer's connection. */
     if (r == CDDP_OK && w.late && limit >= 0 && cddp__peer_is_lost(work))
       r = cddp__check_peer(work);
     if (r == CDDP_OK && w.late) r = cddp__message_timeout(work, limit);
     if (r != CDDP_OK) break;
-    if (w.due && !shown) shown = cddp__show_message_wait(work);
+    if (w.due && !shown) shown = cddp__show_message_wait(work); /* after 20 ms */
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, work->call.root, events);
     else {
-      cddp__add32(&slot->event_sleepers, 1); /* from now on changes of a send increment events */
+      cddp__add32(&slot->event_sleepers, 1); /* from now on peers that change a send notify it */
       if (!cddp__message_ready(work))
         cddp__wait_sleep(g, &w, &slot->event_sleepers, &slot->events, events);
       cddp__add32(&slot->event_sleepers, (uint32_t)-1);
@@ -14270,41 +14335,44 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   return r;
 }
 
-/* Posts a send. waits: waits while too many messages are in flight. If work->send >= 0, the
-   buffer is in use until cddp__finish_send. */
+/* Posts a send. waits: after posting a copy, waits while too many messages are in flight. If
+   work->send >= 0 afterwards, the caller's buffer is in use until cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_work *work, bool waits) {
   cddp_group *g = work->group;
   bool here = g->host_index[work->call.root] >= 0, fits = false;
   bool eager = work->call.count * work->call.esize <= CDDP__EAGER_MAX;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && !(here && eager)) r = cddp__check_peer(work); /* else _post_send checks */
+  if (r == CDDP_OK && !(here && eager)) /* else cddp__post_send checks the peer */
+    r = cddp__check_peer(work);
   if (r != CDDP_OK) return r;
   if (here) {
     r = cddp__post_send(work, &fits);
     waits = waits && !fits;
   } else {
-    r = cddp__hosts_post(g, &work->call); /* if the rank is lost, the wait reports the cause */
+    r = cddp__hosts_post(g, &work->call);
+    /* If the rank is lost, only the wait can report the cause: it waits for a notice. */
     waits = waits || cddp__load32(&g->hosts->peers[work->call.root].lost) != 0;
   }
   if (r != CDDP_OK || !waits || work->send >= 0 /* cddp__finish_send waits */) return r;
   return cddp__message_wait(work, CDDP__NO_LIMIT);
 }
 
-/* Waits until a posted send is taken. limit: see cddp__message_wait; CDDP__CONTINUES changes
-   nothing. After another failure the send is withdrawn, so that the caller can reuse the buffer. A
-   receiver that has begun to copy finishes first, unless it dies. */
+/* Waits until a posted send is taken, and frees its request. limit: see cddp__message_wait;
+   CDDP__CONTINUES: the send continues. After a failure withdraws the send, so that the caller can
+   reuse the buffer. A receiver that has begun to copy finishes first, unless it dies. */
 static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__send_request *p;
   cddp__wait w;
   cddp_result r;
-  if (work->send < 0) return CDDP_OK; /* a copy */
+  if (work->send < 0) return CDDP_OK; /* a copy: the buffer is not in use */
   p = cddp__send_at(g, work->send);
   r = cddp__message_wait(work, limit);
   if (r == CDDP__CONTINUES) return r;
-  if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
+  if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED)
+    r = cddp__check_failure(g); /* a mismatch: the receiver has broken the group */
   if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
-  if (r == CDDP_OK ||
+  if (r == CDDP_OK || /* or withdrawn: */
       cddp__compare_swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
   cddp__wait_begin(&w, CDDP__STOPPED_S);
@@ -14312,7 +14380,8 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   return r;
 }
 
-/* Aborts a receive. Returns false if its message has arrived or it has failed. */
+/* Aborts a pending receive: it is done, with CDDP_ABORTED. Returns false, and changes nothing, if
+   its message has arrived or it has failed. */
 static bool cddp__abort_recv(cddp_work *work) {
   bool pending;
   pthread_mutex_lock(&work->group->p2p.lock);
@@ -14329,7 +14398,8 @@ static bool cddp__abort_recv(cddp_work *work) {
 /* The sender of the message that this thread received last; -1: none yet. */
 static __thread int cddp__last_source = -1;
 
-/* Ends a receive that is in no list. r: the result of its wait. */
+/* Ends a receive that is in no list (anymore): notes the sender, for cddp_source and the flight
+   recorder. r: the result of its wait. Returns the receive's result. */
 static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
   cddp_group *g = work->group;
   if (r == CDDP_OK && work->result == CDDP_OK) {
@@ -14338,11 +14408,12 @@ static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
       cddp__record_at(g, work->record)->root = work->from;
   }
   if (r != CDDP_OK || work->result == CDDP_OK) return r;
-  r = cddp__check_failure(g);
+  r = cddp__check_failure(g); /* a mismatch has broken the group: this sets the text */
   return r != CDDP_OK ? r : work->result /* it was aborted */;
 }
 
-/* Waits for a posted receive, and removes it from the list unless `limit` has passed. */
+/* Waits for a posted receive, and removes it from the list unless `limit` has passed
+   (CDDP__CONTINUES). Then no link or thread writes to its buffer anymore. */
 static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_work **at = &g->p2p.recvs;
