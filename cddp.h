@@ -10800,6 +10800,8 @@ static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, ui
 static cddp__atomic_u32 cddp__node_hashes[16]; /* a ring */
 static cddp__atomic_u32 cddp__node_hash_count;
 
+#define CDDP__CLAIM "?" /* sent to the holder of a name by another process that wants it */
+
 /* Binds this rank's socket on the host. Fails if a living process holds the name, so that a running
    job is not disturbed. A holder that is still in its rendezvous sees the connection, and fails
    too: cddp__find_second_claim. */
@@ -10822,6 +10824,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
       return CDDP_OK; /* a rank of the previous group still holds it */
     error = cddp__connect_address(&a, rdv->deadline, &fd);
     if (error == 0) (void)cddp__peer_process(fd, peer);
+    if (error == 0) (void)!send(fd, CDDP__CLAIM, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     pid = peer[0]; /* 0: not known */
     ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
                                         cddp__exit_status(-1 /* pidfd */, pid, &status)));
@@ -10851,14 +10854,19 @@ static void cddp__hold_name(cddp__job_info *job) {
 }
 
 /* The pid of another process that also claims this rank: cddp__claim_rank found the name in use and
-   connected to it. 0: none. */
+   connected to it. 0: none. A program that only connects, such as a scanner, sends no claim. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3], second = 0;
+  char byte = 0;
   int tries;
   for (tries = 0; tries < 64 && second == 0 && job->rank_claim_fd >= 0; tries++) {
     int fd = cddp__accept(job->rank_claim_fd);
+    struct pollfd claim = {fd, POLLIN, 0};
     if (fd < 0 && errno != ECONNABORTED) break;
-    if (fd >= 0 && cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid()) second = peer[0];
+    if (fd >= 0 && cddp__poll(&claim, 1, 20 /* ms */) > 0 &&
+        recv(fd, &byte, 1, MSG_DONTWAIT) == 1 && byte == CDDP__CLAIM[0] &&
+        cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid())
+      second = peer[0];
     if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* this rank lives */
     cddp__close_fd(&fd);
   }
@@ -25440,6 +25448,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               whose server's name means that was not reached from other hosts.
               Long unix:// names, CDDP_HOST_IDs and TORCHELASTIC_RUN_IDs were cut, and could mean
               the same.
+              A program of the same user that connected to the names of waiting ranks.
               Elastic: a process on a new host could not join when all first ranks had been
               replaced, with shards = 0, a job of one rank before its model existed, behind a round
               trip of 0.1 s, beside silent strangers, or many at a time.

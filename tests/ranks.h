@@ -355,6 +355,41 @@ RANKS_DEF int ranks_meet_stranger(int rank, int world_size) {
   return (int)r;
 }
 
+/* Connects to the process's abstract Unix socket whose name has `end` behind its hash; -1: none. */
+RANKS_DEF int ranks_connect(pid_t pid, const char *end) {
+  char path[64], line[512], target[64], name[101];
+  unsigned long inode, own;
+  struct sockaddr_un a;
+  struct dirent *e;
+  int fd = -1;
+  DIR *d;
+  FILE *f = fopen("/proc/net/unix", "r");
+  snprintf(path, sizeof path, "/proc/%d/fd", (int)pid);
+  d = opendir(path);
+  while (d != NULL && f != NULL && fd < 0 && (e = readdir(d)) != NULL) {
+    ssize_t size = readlinkat(dirfd(d), e->d_name, target, sizeof target - 1);
+    target[size > 0 ? size : 0] = 0;
+    if (sscanf(target, "socket:[%lu]", &own) != 1) continue;
+    rewind(f);
+    while (fd < 0 && fgets(line, sizeof line, f) != NULL) {
+      if (sscanf(line, "%*s %*s %*s %*s %*s %*s %lu @%100s", &inode, name) != 2) continue;
+      if (inode != own || strlen(name) < 37 || strncmp(name + 37, end, strlen(end)) != 0) continue;
+      memset(&a, 0, sizeof a);
+      a.sun_family = AF_UNIX;
+      memcpy(a.sun_path + 1, name, strlen(name));
+      fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+      if (connect(fd, (struct sockaddr *)&a, (socklen_t)(sizeof(sa_family_t) + 1 + strlen(name))) ==
+          0)
+        break;
+      close(fd);
+      fd = -1;
+    }
+  }
+  if (f != NULL) fclose(f);
+  if (d != NULL) closedir(d);
+  return fd;
+}
+
 /* Waits for children; one that is still there after `seconds` is killed. status[i]: as of waitpid,
    -1 after a kill from here. */
 RANKS_DEF void ranks_join(const pid_t *pid, int n, double seconds, int *status) {

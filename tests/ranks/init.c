@@ -1712,6 +1712,30 @@ static void test_two_jobs(void) {
     for (i = 0; i < 12; i += most) two_jobs(first + i, most, apart[loop]);
 }
 
+/* Another program of the user, such as a scanner, connects to the names of ranks that wait for the
+   last one: silently, or with bytes of its own. */
+static void test_scanner(void) {
+  static const char *const ends[] = {"-0", "-1"};
+  double end;
+  member m[3];
+  pid_t pid[3];
+  int status[3], i, calls = 0;
+  prepare(m, 3);
+  for (i = 0; i < 2; i++) pid[i] = start_member(&m[i]);
+  for (end = test_now() + 10; calls < 30 && test_now() < end; ranks_sleep(0.005))
+    for (i = 0; i < 2; i++) {
+      int fd = ranks_connect(pid[i], ends[i]);
+      if (fd < 0) continue;
+      if (++calls % 2 == 0) (void)!send(fd, "GET /\r\n", 7, MSG_NOSIGNAL);
+      close(fd);
+    }
+  CHECK(calls >= 30);
+  pid[2] = start_member(&m[2]);
+  ranks_join(pid, 3, 20, status);
+  CHECK(ranks_exited_well(status, 3));
+  check_joined(m, 3);
+}
+
 /* A job runs. The same command is started again on its port, at several ages of the first job: on
    the same hosts (one or two), for more ranks, or as if on other hosts. The first job goes on. A
    process of the second start whose rank lives there fails immediately and says what to do. */
@@ -2608,6 +2632,7 @@ int main(void) {
   RUN(test_strangers);
   RUN(test_allocator);
   RUN(test_threads_of_one_process);
+  RUN(test_scanner);
   munmap(shared_seen, 64 * sizeof *shared_seen);
   return TEST_END();
 }

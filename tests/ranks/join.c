@@ -1222,42 +1222,12 @@ static void test_two_models(void) {
 
 /* Connects n sockets to the process's listener for joins. Returns the number of connections. */
 static int connect_join_sockets(pid_t pid, int *fds, int n) {
-  char path[64], line[512], target[64], name[101];
-  struct sockaddr_un a;
-  struct dirent *e;
-  DIR *d;
-  FILE *f;
   int made = 0, i;
-  snprintf(path, sizeof path, "/proc/%d/fd", (int)pid);
-  d = opendir(path);
-  f = fopen("/proc/net/unix", "r");
-  while (d != NULL && f != NULL && (e = readdir(d)) != NULL) {
-    unsigned long inode, own;
-    ssize_t size;
-    snprintf(path, sizeof path, "/proc/%d/fd/%.20s", (int)pid, e->d_name);
-    size = readlink(path, target, sizeof target - 1);
-    if (size <= 0) continue;
-    target[size] = 0;
-    if (sscanf(target, "socket:[%lu]", &own) != 1) continue;
-    rewind(f);
-    while (fgets(line, sizeof line, f) != NULL) {
-      if (sscanf(line, "%*s %*s %*s %*s %*s %*s %lu @%100s", &inode, name) != 2) continue;
-      if (inode != own || strstr(name, "join-") == NULL) continue;
-      memset(&a, 0, sizeof a);
-      a.sun_family = AF_UNIX;
-      snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "%s", name);
-      for (i = 0; i < n; i++) {
-        if (fds[i] >= 0) close(fds[i]);
-        fds[i] = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0);
-        if (connect(fds[i], (struct sockaddr *)&a,
-                    (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name))) == 0)
-          made += send(fds[i], "C", 1, MSG_NOSIGNAL) == 1;
-      }
-      break;
-    }
+  for (i = 0; i < n; i++) {
+    if (fds[i] >= 0) close(fds[i]);
+    fds[i] = ranks_connect(pid, "-join-");
+    made += fds[i] >= 0 && send(fds[i], "C", 1, MSG_NOSIGNAL) == 1;
   }
-  if (f != NULL) fclose(f);
-  if (d != NULL) closedir(d);
   return made;
 }
 
