@@ -6574,6 +6574,58 @@ static void cddp__discover_secret(cddp__config *config, const char *given) {
   if (config->secret == NULL) config->secret = "";
 }
 
+/* Checks rank and world size, which the caller has given, or else the environment. */
+static cddp_result cddp__check_ranks(const cddp__config *config, const char *method, bool given) {
+  bool alone = !given && !config->launched; /* one process, because nothing says otherwise */
+  const char *name = cddp__env("MASTER_ADDR") != NULL   ? "MASTER_ADDR"
+                     : cddp__env("MASTER_PORT") != NULL ? "MASTER_PORT"
+                                                        : NULL;
+  if (given && (config->rank < 0 || (config->rank >= config->world_size && !config->joins)))
+    return CDDP__REFUSE("rank is %d but world_size is %d; ranks go from 0 to %d", config->rank,
+                        config->world_size, config->world_size - 1);
+  if (config->joins && config->rank >= CDDP__MAX_RANKS)
+    return CDDP__REFUSE("CDDP_JOIN: the rank is %d; it must be below %d", config->rank,
+                        CDDP__MAX_RANKS);
+  if (config->joins && alone)
+    return CDDP__REFUSE("CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
+                        "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
+  if (alone && strcmp(method, "env://") == 0 && name != NULL) /* half of a job's variables */
+    return CDDP__REFUSE("%s is set, but RANK and WORLD_SIZE are not set. For one process unset %s; "
+                        "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
+                        name, name);
+  return CDDP_OK;
+}
+
+/* Sets local_world_size, if the launcher tells it. given: the caller has set world_size. */
+static cddp_result cddp__env_local_size(cddp__config *config, bool given) {
+  const char *const *variables = cddp__launchers[config->launcher].variables;
+  const char *size = cddp__env(variables[CDDP__VAR_SIZE]);
+  int k = 3; /* the local size's other name; CDDP__VAR_LOCAL_SIZE, if set, overrides it */
+  cddp_result r = CDDP_OK;
+  /* If the caller's world size is not the launcher's, the launcher's local size means nothing. */
+  if (given && (size == NULL || atoi(size) != config->world_size)) return CDDP_OK;
+  for (; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--)
+    r = cddp__env_int(variables[k], 1, INT_MAX, &config->local_world_size);
+  return r;
+}
+
+/* Sets init_method to `method`, which is valid, or (env://) from the environment; of a TCP address
+   also host and port. key: cddp__job_key. */
+static cddp_result cddp__discover_address(cddp__config *config, const char *method, uint64_t key) {
+  const char *name;
+  cddp_result r = CDDP_OK;
+  if (strcmp(method, "env://") == 0)
+    r = cddp__env_master(config, key);
+  else
+    snprintf(config->init_method, sizeof config->init_method, "%s", method);
+  if (r != CDDP_OK || cddp__url_scheme(config->init_method, &name) != CDDP__URL_TCP) return r;
+  r = cddp__host_port(name, config->host, &config->port);
+  if (r == CDDP_OK && config->port == 0)
+    r = CDDP__REFUSE("init_method \"tcp://%.80s\" has port 0: choose a free port of rank 0's "
+                     "host, the same for all ranks", name);
+  return r;
+}
+
 /* Fills `config` from desc, else from the environment. The strings of desc and of the environment
    that it points to (secret, origins) must outlive it. */
 static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
@@ -6582,8 +6634,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   bool given = desc->world_size > 0; /* by the caller; else by the environment */
   bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0;
   uint64_t key; /* cddp__job_key */
-  const char *size; /* the launcher's world size, as text */
-  int k = 3 /* index of a variable of the local size */, first, last;
+  int first, last;
   cddp_result r;
   memset(config, 0, sizeof *config);
   config->listen_fd = config->local_world_size = -1;
@@ -6596,51 +6647,23 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   r = cddp__discover_timeout(desc->timeout_s, &config->timeout_s);
   if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* checks CDDP_PORTS before any use */
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &config->joins);
-  if (r == CDDP_OK && given &&
-      (desc->rank < 0 || (desc->rank >= desc->world_size && !config->joins)))
-    return CDDP__REFUSE("rank is %d but world_size is %d; ranks go from 0 to %d", desc->rank,
-                        desc->world_size, desc->world_size - 1);
   if (r == CDDP_OK && !given) r = cddp__env_ranks(config);
-  if (r == CDDP_OK && config->joins && config->rank >= CDDP__MAX_RANKS)
-    return CDDP__REFUSE("CDDP_JOIN: the rank is %d; it must be below %d", config->rank,
-                        CDDP__MAX_RANKS);
-  if (r == CDDP_OK && config->joins && !given && !config->launched)
-    return CDDP__REFUSE("CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
-                        "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
-  if (r == CDDP_OK && !given && !config->launched && strcmp(method, "env://") == 0 &&
-      (cddp__env("MASTER_ADDR") != NULL || cddp__env("MASTER_PORT") != NULL)) {
-    name = cddp__env("MASTER_ADDR") != NULL ? "MASTER_ADDR" : "MASTER_PORT";
-    return CDDP__REFUSE("%s is set, but RANK and WORLD_SIZE are not set. For one process unset %s; "
-                        "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
-                        name, name);
-  }
-  size = cddp__env(cddp__launchers[config->launcher].variables[CDDP__VAR_SIZE]);
-  /* If the caller's world size is not the launcher's, the launcher's local size means nothing. */
-  if (given && (size == NULL || atoi(size) != desc->world_size)) k = 0;
-  for (; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--) /* VAR_LOCAL_SIZE, if set, overrides [3] */
-    r = cddp__env_int(cddp__launchers[config->launcher].variables[k], 1, INT_MAX,
-                      &config->local_world_size);
+  if (r == CDDP_OK) r = cddp__check_ranks(config, method, given);
+  if (r == CDDP_OK) r = cddp__env_local_size(config, given);
   if (r != CDDP_OK) return r;
   key = cddp__job_key(config->launcher, cddp__one_host(config));
   cddp__set_key_prefix(config, key);
-  if (strcmp(method, "env://") == 0)
-    r = cddp__env_master(config, key);
-  else if (cddp__url_scheme(method, &name) == CDDP__URL_NONE ||
-           strlen(method) >= sizeof config->init_method)
+  if (strcmp(method, "env://") != 0 && (cddp__url_scheme(method, &name) == CDDP__URL_NONE ||
+                                        strlen(method) >= sizeof config->init_method))
     return CDDP__REFUSE("init_method \"%s\" is not one of env://, tcp://host:port, "
                         "unix://name, file:///absolute/path, or is longer than %zu bytes",
                         cddp__cut(method, 128).s, sizeof config->init_method - 1);
-  else
-    snprintf(config->init_method, sizeof config->init_method, "%s", method);
-  if (r == CDDP_OK && cddp__url_scheme(config->init_method, &name) == CDDP__URL_TCP) {
-    r = cddp__host_port(name, config->host, &config->port);
-    if (r == CDDP_OK && config->port == 0)
-      r = CDDP__REFUSE("init_method \"tcp://%.80s\" has port 0: choose a free port of rank 0's "
-                       "host, the same for all ranks", name);
-  }
+  r = cddp__discover_address(config, method, key);
   cddp__discover_secret(config, desc->secret); /* reads what cddp__env_master has set */
-  return config->world_size > 1 || config->joins ? r : CDDP_OK; /* one rank: an address or none */
+  /* One rank needs no address: without one, processes cannot join it. */
+  return config->world_size > 1 || config->joins ? r : CDDP_OK;
 }
+
 /* >>arena -----------------------------------------------------------------------------------------
    Job: allocates memory that the ranks of a host share, and maps that of other ranks.
    Owns: the memfd, its locks, and a cddp__host with its segments and processes (`others`: those
@@ -6723,7 +6746,7 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   /* With a memfd `area` is only a range of addresses: the memfd is mapped over it. */
   int access = fd >= 0 ? PROT_NONE : PROT_READ | PROT_WRITE;
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | (fd >= 0 ? MAP_NORESERVE : 0);
-  char *area = (char *)mmap(NULL, span, access, flags, -1 /* no file */, 0), *at;
+  char *area = (char *)mmap(NULL, span, access, flags, -1 /* no file */, 0 /* offset */), *at;
   if (area == (char *)MAP_FAILED) return NULL;
   at = area + (align - (uintptr_t)area % align) % align; /* the first aligned address */
   if (fd >= 0 && mmap(at, (size_t)size, PROT_READ | PROT_WRITE,
@@ -6805,7 +6828,8 @@ static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t s
   if (!cddp__memfd_is_open(host)) return true; /* fd can be a file of the program now */
   for (; base < end; base += n) {
     n = cddp__min(piece, end - base);
-    if (syscall(SYS_fallocate, host->arena.fd, 0, (off_t)base, (off_t)n) == 0) continue;
+    if (syscall(SYS_fallocate, host->arena.fd, 0 /* allocates */, (off_t)base, (off_t)n) == 0)
+      continue;
     if (errno == ENOMEM || errno == ENOSPC) return false;
     if (errno != EINTR) return true; /* not supported: the first access allocates */
     if (piece > (uint64_t)64 << 10) piece /= 2;
@@ -6903,8 +6927,8 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
            (base <= window_end && n * size <= window_end - base);
     if (fits) address = cddp__map_segment(host, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
-    if (n == 1) size = bytes;
-    n = 1;
+    if (n == 1) size = bytes; /* the third attempt */
+    n = 1;                    /* the second */
   }
   if (!fits)
     cddp__fail(CDDP_OUT_OF_MEMORY,
@@ -6997,15 +7021,16 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
   char *address = cddp__extent_address(extent);
   struct cddp__extents *list;
+  bool freed;
   cddp__pending_remove(host, extent);
   extent->use = CDDP__EXTENT_FREE;
-  if (host->arena.fd >= 0
-          ? !cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
-          : madvise(address, segment->extent_size, MADV_DONTNEED) != 0)
-    memset(address, 0, segment->extent_size); /* the memory stays: the next user expects zeros */
+  freed = host->arena.fd >= 0
+              ? cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
+              : madvise(address, segment->extent_size, MADV_DONTNEED) == 0;
+  if (!freed) memset(address, 0, segment->extent_size); /* the next user expects zeros */
   if (segment->extent_size >= CDDP__HUGE_PAGE) /* for smaller ones: too many mappings */
     cddp__set_dumped(host, address, segment->extent_size, false);
-  if (extent->quarantined) return;
+  if (extent->quarantined) return; /* in no list: never allocated again */
   list = &host->arena.lists[cddp__size_class(segment->extent_size)];
   extent->next = list->free;
   list->free = extent;
@@ -7124,7 +7149,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
     extent->use = use;
-    if (dumped && extent->segment->extent_size >= CDDP__HUGE_PAGE) /* else never excluded */
+    if (dumped && extent->segment->extent_size >= CDDP__HUGE_PAGE) /* smaller: always dumped */
       cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) { /* private memory: accesses allocate it */
       if (use != CDDP__EXTENT_BLOCK_LAZY) /* of which few pages are used */
