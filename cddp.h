@@ -58,14 +58,15 @@
      local        a call that waits for no other rank. local rank: a rank's number on its host
      any thread   several threads of a rank can make the call at the same time
      lost         of a rank: its process has ended, or its host does not answer
-     host         a machine; containers: see SEVERAL HOSTS. Host memory: the CPU's
+     host         a machine; containers: see SEVERAL HOSTS (>>fine-print). Host memory: the CPU's
      device       a GPU; device memory: the GPU's. "On GPUs": desc.device is "cuda"
      message      what cddp_send sends and cddp_recv receives
      handle       a cddp_work: an operation that is still running
      model        a cddp_ddp: parameters (weights), and the averaging of their gradients
      bucket       gradients that are reduced together; a hook is your function that reduces one
+     elastic      a model or job that goes on when ranks are lost, and which ranks can join
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    elements of a parameter updated by one rank (CPUs: one rank per host)
+     partition    a range of a parameter that one rank updates (CPUs: one rank of each host)
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -182,11 +183,13 @@ extern "C" {
      broken   every further call on the group, on all ranks, returns this failure immediately
      either   broken if other ranks had begun the call, else usable
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
-   made the call, and none was lost, timed out, or had no memory left at all. If cddp_ddp_ready,
-   _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the model is broken: its
-   collective calls fail on all ranks (in elastic models: on this rank). (CDDP_UNSUPPORTED, or a
-   _step while no_sync is on, leaves it usable.) The group breaks too if it uses NCCL, or if a rank
-   was lost. Groups of elastic jobs: see the fine print.
+   made the call, and none was lost, timed out, or had no memory left at all.
+
+   If cddp_ddp_ready, _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the
+   model is broken: its collective calls fail on all ranks (in elastic models: on this rank).
+   With it the group breaks if it uses NCCL, or if a rank was lost. CDDP_UNSUPPORTED, an argument
+   that does not exist (NULL, an index), a _step while no_sync is on, and an _all_gather without
+   _reduce_scatter break nothing. Groups of elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -223,7 +226,7 @@ CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; nev
 CDDPDEF const char *cddp_error(void);
 
 /* Element types. f16 is IEEE binary16, bf16 the upper half of an f32. Both are summed in f32 and
-   rounded once (NCCL and MPI: by their own rules). Name and type in C: */
+   rounded once (NCCL and MPI: by their own rules). Name and type in C, and cddp's own columns: */
 #define CDDP__DTYPES(X) \
   X(CDDP_F32, "f32", float, FLOAT, f32) \
   X(CDDP_F64, "f64", double, FLOAT, f64) \
@@ -268,7 +271,8 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
      cddp_destroy(half);
      cddp_destroy(g);
 
-   Call a group's collectives from one thread at a time; meanwhile another may train its model.
+   Call a group's collectives from one thread at a time. At the same time another thread can run
+   the steps of a model of the group.
    Fine print: threads. */
 
 /* Your functions for memory and logging, called on any thread. NULL means malloc and free, and no
@@ -359,8 +363,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    device memory the call and cddp_wait only enqueue: the GPU waits, not the calling thread
    (>>api-gpus). Operations of one group start in the order of their calls.
 
-   BITS. A reduction gives the same bits on every rank, and in every run unless it uses NCCL or
-   MPI. Fine print: mismatches and deadlocks. */
+   BITS. A reduction gives the same bits on every rank. Without NCCL and MPI it gives the same bits
+   in every run, too. Fine print: mismatches and deadlocks. */
 
 /* buf[count] of every rank becomes the reduction of all ranks' buf. */
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -455,8 +459,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      for (int i = 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i)); // last layer first, as backward ends
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
-   Buckets are reduced during the backward pass; after it in elastic models, with more shards than
-   ranks, and on one CPU host if the last step was a cddp_ddp_step.
+   Buckets are reduced during the backward pass. In three cases they are reduced after it: in
+   elastic models; with more shards than ranks; and on one CPU host if the last step was a
+   cddp_ddp_step, which averages and updates in one pass through the memory.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -513,9 +518,9 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
-  bool find_unused_parameters; /* a gradient not ready on this rank counts as zero in the mean; one
-                                  not ready on any rank is not averaged: the optimizer skips it
-                                  if its desc.ddp is set, else applies each rank's own grad */
+  bool find_unused_parameters; /* a gradient not ready on this rank counts as zero in the mean. If
+                                  no rank has it ready, it is not averaged: an optimizer with
+                                  desc.ddp skips it, any other uses it as it is */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -536,8 +541,10 @@ typedef struct cddp_ddp_desc {
    the first difference), and copies rank 0's data to all ranks. Collective. Destroy the model
    before g. A group can have several models: make their calls in one order on all ranks. Like
    DistributedDataParallel(module).
-     params   the array, each data and each grad must stay in place until cddp_ddp_destroy, without
-              overlap: a std::vector<cddp_param> must not grow after this call
+
+   The array params, each data and each grad must stay in place until cddp_ddp_destroy (so a
+   std::vector<cddp_param> must not grow), and must not overlap.
+
    Tied weights, such as an embedding and the output layer, are one cddp_param: both layers add to
    its gradient, and cddp_ddp_ready follows the later one. Fine print: gradients in memory. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
@@ -565,7 +572,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
    of d. Without sharded_states the ranks of a host share one set of states on CPUs, and each rank
    updates a part of the weights (in elastic models, and on GPUs: each rank has all states and
-   updates all weights). Weights in memory of cddp_alloc are updated in place, others are copied. */
+   updates all weights). Weights in other memory than cddp_alloc's cost a copy in each step. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
@@ -614,8 +621,8 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 /* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an embedding:
    adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width = count /
    sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
-   cddp_ddp_ready follows as for other parameters. A step's end drops the rows, but cddp_ddp_wait
-   keeps those of a parameter that no rank had ready.
+   cddp_ddp_ready follows as for other parameters. The step uses the rows up. If no rank had the
+   parameter ready, cddp_ddp_wait keeps them for the next step.
 
    Only these rows are sent; the mean has the bits that a whole gradient would give. grad stays
    NULL. Any thread, but one at a time for a parameter. cddp's only optimizer for it is SGD without
@@ -744,8 +751,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *p
 CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                                    const cddp_adamw_desc *desc);
 
-/* Updates all data by grad. Local. Later steps may use it after steps by
-   cddp_ddp_step: their cddp_ddp_wait copies the host's states to each rank. */
+/* Updates all data by grad. Local. After steps by cddp_ddp_step you can change to cddp_ddp_wait and
+   cddp_optim_step: the first wait copies the host's states to each rank. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
@@ -908,10 +915,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    join. Its rank 0 can be any process. Ask for it anew in each step that uses it, at the same place
    on all ranks. NULL, with a cddp_error, if the model has failed. Local.
 
-   If one of its ranks is lost, its calls return CDDP_PEER_LOST (the one during the loss can succeed
-   on some ranks), and training continues; ask again in the next step. A handle can be waited for in
-   a later step, but not while cddp_ddp_next_shard runs: CDDP_PEER_LOST if it had not ended when
-   ranks were lost or joined. */
+   If one of its ranks is lost, its calls return CDDP_PEER_LOST (a call during the loss can succeed
+   on some ranks), and training continues; ask again in the next step. Handles can be waited for in
+   a later step, but not by another thread during cddp_ddp_next_shard. If ranks were lost or joined
+   before an operation ended, its handle returns CDDP_PEER_LOST. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -1031,9 +1038,10 @@ CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg
                                        int max_restarts);
 
 /* Calls fn on n threads, each with its own rank of one group, and waits for them. fn returns 0 for
-   success. When one fails, or calls pthread_exit, the others' waits end with CDDP_PEER_LOST. Groups
-   that fn has not destroyed are destroyed. On GPUs fn begins with cddp_set_device. fn and hooks
-   have stacks of at least 8 MiB. Like nn.DataParallel. */
+   success. When one fails, or calls pthread_exit, the others' waits end with CDDP_PEER_LOST, and so
+   does cddp_run_threads: its text names the first one that failed. Groups that fn has not destroyed
+   are destroyed. On GPUs fn begins with cddp_set_device. fn and hooks have stacks of at least 8
+   MiB. Like nn.DataParallel. */
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
 
 /* >>api-gpus --------------------------------------------------------------------------------------
@@ -1130,11 +1138,12 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
 /* Adds amount to the decimal number at key (absent = 0) in one atomic step. *total, unless NULL, is
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
-/* Stores desired if the value equals expected (expected_size 0: if key is absent). value[capacity]
-   and *size get the key's value after the call; absent key: `expected`. *swapped:
-   whether that value equals desired, even if another process stored it; so in an election no two
-   processes may pass the same desired. If the value exceeds capacity: CDDP_INVALID_ARGUMENT, but
-   the call has been made, and *swapped and *size are set. */
+/* Stores desired if the value equals expected (expected_size 0: if key is absent). On return
+   value[capacity] and *size hold the value that the key then has; if it is absent and expected_size
+   is not 0, they hold expected. *swapped: whether that value equals desired, even if another
+   process stored it; so in an election no two processes may pass the same desired. If the value
+   exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
+   set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1164,7 +1173,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
    on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s after the
    failure, it can later write to the call's buffers from cddp_alloc. Free those buffers (cddp does
-   not reuse them), and create anew the models that used it.
+   not reuse them), and create anew the models that used them.
 
    STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or as its only machine is
    suspended). If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine
@@ -1178,10 +1187,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    ADDRESSES. Unless a launcher has its own way (below), rank 0 accepts ranks at
    MASTER_ADDR:MASTER_PORT until all have connected, and keeps the port while the group lives.
-   MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host resolves
-   the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses (not for
-   "localhost"); so does a store's server. The other ranks retry an unknown name for a minute. Ranks
-   on rank 0's host use no port. A job on one host needs no network (elastic: a loopback interface).
+   MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host
+   resolves the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses
+   (not for "localhost"); so does a store's server.
+
+   The other ranks retry an unknown name for a minute. Ranks on rank 0's host reach it without
+   the port. A job on one host needs no network (elastic: a loopback interface).
 
    LAUNCHERS. torchrun's ranks find each other by its store, at MASTER_PORT. On one host the ranks
    of srun and mpirun (Open MPI, MPICH) connect without a port. So should those of Intel MPI,
@@ -1246,9 +1257,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
    in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
-   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out. A
-   thread counts from its first call: start it by cddp_synchronize, else two threads can seem to
-   be in a deadlock.
+   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
+   cddp knows a thread from its first call on. Let each new thread first call cddp_synchronize: else
+   cddp can report a deadlock where there is none.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
    without a handle to a rank of this host blocks while 128 messages, or 256 MiB of copies, from
