@@ -3322,9 +3322,9 @@ static bool cddp__record_path(char *path, size_t size, uint64_t job, int rank, i
 }
 
 /* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. job: a number for the names of
-   the files, the same on all ranks. size: of the world. join: the number of a process that joined,
-   because an earlier process of the rank can have a file; else 0. The file gets its full size now:
-   a full disk cannot kill the program later (SIGBUS). */
+   the files, the same on all ranks. size: of the world. join: the number of a process that joined;
+   else 0. An earlier process of its rank can have a file, which it keeps. The file gets its full
+   size now: a full disk cannot kill the program later (SIGBUS). */
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
                                      int join) {
   size_t bytes = CDDP__RECORD_BYTES;
@@ -4124,8 +4124,8 @@ static cddp_result cddp__port_range(int *first, int *last) {
                       text);
 }
 
-/* Listens on all addresses at one port, and sets the port in them; 0: the port that the system
-   chooses for the first address is used at the others too. Skips an address that fails (example:
+/* Listens on all addresses at one port, and sets the port in them. port 0: the system chooses the
+   port for the first address; the others get the same. Skips an address that fails (example:
    ::1 on a host without IPv6); if the port is in use at one, closes all. fds: [count] receives
    *fd_count listeners. Returns 0, or the errno of the last failure; *failed: its address. */
 static int cddp__listen_port(cddp__address *addresses, int count, int port, int *fds, int *fd_count,
@@ -4272,7 +4272,7 @@ typedef struct cddp__buffer { /* a growing queue of bytes */
   const cddp_allocator *allocator;
   size_t *total; /* NULL, or the sum of the capacities of several buffers */
   unsigned char *data;
-  size_t start, end; /* the bytes in use are data[start .. end) */
+  size_t start, end; /* the bytes in use are data[start .. end); those before start are consumed */
   size_t capacity;
   bool failed; /* an addition failed because memory was exhausted */
 } cddp__buffer;
@@ -4296,11 +4296,12 @@ static cddp__span cddp__buffer_span(const cddp__buffer *buffer) {
                        cddp__buffer_size(buffer));
 }
 
-/* Reserves `more` bytes behind the end; false: no memory. The bytes in use move to the front if at
-   least as many were consumed, else to a block of twice the size: so all moves cost linear time. */
+/* Reserves `more` bytes behind the end; false: no memory, and the error text is set. If that needs
+   a move, the bytes in use move to the front if at least as many were consumed. Else they move to a
+   block of twice their size or more. So all moves together cost linear time. */
 static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
   size_t size = cddp__buffer_size(buffer), capacity = cddp__max(buffer->capacity, 256);
-  unsigned char *data = buffer->data;
+  unsigned char *data = buffer->data; /* where the bytes move to */
   if (buffer->capacity - buffer->end >= more) return true;
   if (buffer->start < size || buffer->capacity - size < more) {
     while (capacity / 2 < size || capacity - size < more) capacity *= 2;
@@ -4319,8 +4320,8 @@ static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
   return true;
 }
 
-/* Appends bytes. Without memory it sets `failed`, and later calls do nothing: so a message of many
-   calls needs one check. */
+/* Appends bytes. Without memory it sets `failed`, and later calls do nothing. So a message that is
+   built by many calls needs one check. */
 static void cddp__buffer_add(cddp__buffer *buffer, const void *data, size_t size) {
   if (buffer->failed || !cddp__buffer_reserve(buffer, size)) {
     buffer->failed = true;
@@ -4332,9 +4333,9 @@ static void cddp__buffer_add(cddp__buffer *buffer, const void *data, size_t size
 
 /* Appends the lowest `bytes` bytes of a number, little-endian. */
 static void cddp__buffer_add_number(cddp__buffer *buffer, uint64_t number, size_t bytes) {
-  unsigned char all[8];
-  cddp__put64(all, number);
-  cddp__buffer_add(buffer, all, bytes);
+  unsigned char number_bytes[8];
+  cddp__put64(number_bytes, number);
+  cddp__buffer_add(buffer, number_bytes, bytes);
 }
 
 /* Empties the buffer. Frees memory of more than `keep` bytes. */
@@ -4350,17 +4351,18 @@ static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
 
 /* A frame is this struct and `size` bytes. With another byte order the magic number differs. */
 typedef struct cddp__frame_head {
-  uint32_t magic, type; /* CDDP__FRAME_* */
-  uint32_t number; /* MESSAGE: its tag, or what the owner defines; else the group's round */
-  uint32_t dtype;
+  uint32_t magic; /* CDDP__FRAME_MAGIC */
+  uint32_t type; /* CDDP__FRAME_HEADERS to _BYE */
+  uint32_t number; /* MESSAGE: its tag, or what the owner defines; BYE: flags; else the round */
+  uint32_t dtype; /* of the elements; U8 for bytes */
   uint64_t count, size; /* elements; number of bytes that follow */
 } cddp__frame_head;
 #define CDDP__FRAME_MAGIC 0x52464443u /* "CDFR" */
 enum {
-  CDDP__FRAME_HEADERS = 1, /* of a round: >>hosts */
+  CDDP__FRAME_HEADERS = 1, /* a host's headers of a round: >>hosts */
   CDDP__FRAME_PIECE,       /* of a collective: >>hosts reads its bytes to their place */
-  CDDP__FRAME_MESSAGE,     /* of cddp_send, of an elastic model */
-  CDDP__FRAME_BYE          /* the last one; number: CDDP__BYE_* */
+  CDDP__FRAME_MESSAGE,     /* of cddp_send, of the rendezvous, or of an elastic model */
+  CDDP__FRAME_BYE          /* the last frame of a connection; number: CDDP__BYE_* */
 };
 
 struct cddp__message { /* a received frame; its bytes follow the struct */
@@ -4370,13 +4372,14 @@ struct cddp__message { /* a received frame; its bytes follow the struct */
 };
 
 typedef struct cddp__hello { /* a link's first message: >>links */
-  uint32_t purpose, secret; /* CDDP__LINK_FRAMES or _NOTICE; 1: the caller has one */
-  uint32_t from, to; /* ranks of the job */
+  uint32_t purpose; /* CDDP__LINK_FRAMES or _NOTICE */
+  uint32_t secret; /* 1: the caller has a secret; 0: it has none */
+  uint32_t from, to; /* ranks of the job: the caller's, the called one's */
   uint64_t group; /* the group's id; in a meeting: the called member's life */
-  unsigned char token[16];
+  unsigned char token[16]; /* net.token: a hello of another job is refused */
 } cddp__hello;
 
-enum cddp__connection_state {
+enum cddp__connection_state { /* see the head of the room */
   CDDP__CONNECTION_NEW,
   CDDP__CONNECTION_PROVING,
   CDDP__CONNECTION_UP,
@@ -4385,28 +4388,31 @@ enum cddp__connection_state {
 
 struct cddp__connection {
   cddp__connection *next; /* in a list of its owner */
-  int fd, state; /* -1: closed; cddp__connection_state */
+  int fd; /* -1: closed */
+  int state; /* cddp__connection_state */
   int error; /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
-  bool caller; /* this end has connected */
+  bool caller; /* this end has connected; false: it has accepted */
   bool local; /* a Unix socket: descriptors can travel with the bytes */
   bool ready; /* the last cddp__connections_poll found an event */
   bool ended_early; /* it ended before it was UP */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
   cddp__challenge challenge;
   cddp__buffer out, in; /* to be sent; received and not parsed */
-  size_t sent, got; /* bytes so far, of a hello, proof or frame (with head) not in out, in */
+  size_t sent; /* bytes sent of a hello, proof or frame (with head) that is not in `out`; 0: none
+                  is partly sent */
+  size_t got; /* bytes read of the hello, or of the next frame: of in_head, then of its body */
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
   cddp__frame_head in_head; /* of the next frame; valid if got >= sizeof in_head */
   cddp__message *message; /* the incoming frame; NULL: none, or a piece */
   cddp_work *into; /* the receive with the buffer for the frame's bytes; NULL: behind message */
   int fds[2]; /* received descriptors, closed with the connection; -1: none */
   int send_fds[2]; /* the owner's descriptors, to be sent with the next bytes; -1: none */
-  int peer; /* the owner's number of the other end; a link: rank of the job */
+  int peer; /* the owner's number of the other end; a link: rank of the job; -1: not known yet */
   /* of links only: */
   int rank; /* the peer's rank in the group; -1: not known yet */
-  bool over; /* this rank has left its elastic model: for BYE */
+  bool over; /* this rank has left its elastic model: its BYE says so */
   bool peer_failed; /* the peer's BYE says that the group is broken */
-  bool peer_over; /* the BYE says that the peer has left the elastic model */
+  bool peer_over; /* the peer's BYE says that the peer has left the elastic model */
   double retry_at; /* when to connect again; a joining process's: time of its first message */
   cddp__hello hello;
 };
@@ -4416,24 +4422,26 @@ struct cddp__connection {
 enum cddp__end {
   CDDP__IS_ALIVE,      /* or not known: the caller connects again, and a dead process refuses */
   CDDP__HAS_LEFT,      /* in good order: cddp_destroy, BYE */
-  CDDP__HAS_ENDED,     /* or another program has its port */
+  CDDP__HAS_ENDED,     /* without leaving: it died; or another program has its port */
   CDDP__IS_UNREACHABLE /* its host does not answer */
 };
 
 static enum cddp__end cddp__end_from_error(int error) {
   if (error == CDDP__LEFT) return CDDP__HAS_LEFT;
-  if (error == ECONNREFUSED || error == EPROTO /* not cddp */) return CDDP__HAS_ENDED;
+  if (error == ECONNREFUSED /* no listener */ || error == EPROTO /* not cddp */)
+    return CDDP__HAS_ENDED;
   if (error == 0 || error == ECONNRESET || error == EPIPE || error == ENOBUFS || error == ENOMEM ||
       error == EADDRNOTAVAIL)
     return CDDP__IS_ALIVE; /* the peer closed the connection, or one call failed */
-  return CDDP__IS_UNREACHABLE;
+  return CDDP__IS_UNREACHABLE; /* ETIMEDOUT, EHOSTUNREACH and others */
 }
 
-/* The most unproven connections of a listener; all ranks can connect at the same time. Of more the
-   oldest is closed; its rank connects again. */
+/* The most connections of a listener whose proof is not complete. All ranks can connect at the same
+   time. When there are more, the oldest is closed; if a rank made it, that connects again. */
 static int cddp__unproven_most(int ranks) { return 128 + 4 * ranks; }
 
-/* The connection owns fd. It is UP until the owner sets another state. */
+/* Initializes the struct. The connection owns fd. It is UP, unless the owner sets another state or
+   begins a proof. */
 static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *allocator, int fd,
                                    bool caller) {
   memset(c, 0, sizeof *c);
@@ -4444,7 +4452,8 @@ static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *al
   c->peer = c->rank = c->fds[0] = c->fds[1] = c->send_fds[0] = c->send_fds[1] = -1;
 }
 
-/* Ends the connection; later calls change nothing. The system still sends the bytes that it has. */
+/* Ends the connection; later calls change nothing. The peer sees the end now, not at _close, and
+   after the bytes that the system has accepted. */
 CDDP__OUT_OF_LINE void cddp__connection_end(cddp__connection *c, int error) {
   if (c->state == CDDP__CONNECTION_ENDED) return;
   c->ended_early = c->state != CDDP__CONNECTION_UP;
@@ -4465,7 +4474,8 @@ static void cddp__connection_close(cddp__connection *c) {
   c->message = NULL;
 }
 
-/* Begins the proof of the secret: cddp__challenge_begin. */
+/* Begins the proof of the secret, whose state is PROVING until cddp__connection_progress completes
+   it. Parameters as in cddp__challenge_begin. */
 static cddp_result cddp__connection_begin_proof(cddp__connection *c, const char *secret,
                                               const char *purpose, const void *context, size_t n) {
   cddp_result r = cddp__challenge_begin(&c->challenge, secret, purpose, c->caller, context, n);
@@ -4482,7 +4492,7 @@ typedef struct cddp__socket_message {
   size_t control[CMSG_SPACE(2 * sizeof(int)) / sizeof(size_t) + 1]; /* aligned for a cmsghdr */
 } cddp__socket_message;
 
-/* control_bytes: space for descriptors; 0: none travel. */
+/* io: [count] the bytes. control_bytes: space for descriptors; 0: none travel. */
 static void cddp__socket_message_init(cddp__socket_message *message, struct iovec *io, size_t count,
                                       size_t control_bytes) {
   memset(&message->m, 0, sizeof message->m);
@@ -4494,8 +4504,8 @@ static void cddp__socket_message_init(cddp__socket_message *message, struct iove
   message->m.msg_controllen = (socklen_t)control_bytes; /* musl's type; glibc's is size_t */
 }
 
-/* n: what sendmsg or recvmsg returned. Ends the connection if the peer has closed it or the call
-   has failed, but not if it can succeed later. */
+/* n: the result of sendmsg or recvmsg, which this returns. Ends the connection if the peer has
+   closed it or the call has failed, but not if the call can succeed later. */
 static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
   if (n == 0) cddp__connection_end(c, 0);
   if (n < 0 && errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM)
@@ -4506,40 +4516,41 @@ static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
 /* One sendmsg, with the descriptors of send_fds that are not -1. None travels with bytes of the
    proof: the peer can still be a stranger. */
 static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, size_t count) {
-  size_t fds = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0; /* number */
+  size_t fd_count = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0;
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
-  if (!c->local || c->state != CDDP__CONNECTION_UP) fds = 0;
-  cddp__socket_message_init(&message, io, count, fds > 0 ? CMSG_SPACE(fds * sizeof(int)) : 0);
-  if (fds > 0) {
+  if (!c->local || c->state != CDDP__CONNECTION_UP) fd_count = 0;
+  cddp__socket_message_init(&message, io, count,
+                            fd_count > 0 ? CMSG_SPACE(fd_count * sizeof(int)) : 0);
+  if (fd_count > 0) {
     head = CMSG_FIRSTHDR(&message.m);
     head->cmsg_level = SOL_SOCKET;
-    head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = (socklen_t)CMSG_LEN(fds * sizeof(int));
-    memcpy(CMSG_DATA(head), c->send_fds, fds * sizeof(int));
+    head->cmsg_type = SCM_RIGHTS; /* descriptors */
+    head->cmsg_len = (socklen_t)CMSG_LEN(fd_count * sizeof(int));
+    memcpy(CMSG_DATA(head), c->send_fds, fd_count * sizeof(int));
   }
   do n = sendmsg(c->fd, &message.m, MSG_NOSIGNAL | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
-  if (n > 0 && fds > 0) c->send_fds[0] = c->send_fds[1] = -1;
+  if (n > 0 && fd_count > 0) c->send_fds[0] = c->send_fds[1] = -1; /* they have travelled */
   return cddp__connection_result(c, n);
 }
 
-/* One recvmsg. Received descriptors, one or two, replace those in c->fds. */
+/* One recvmsg. Received descriptors, one or two, replace those in c->fds, which are closed. */
 static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, size_t count) {
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
-  size_t fds; /* number */
+  size_t fd_count;
   cddp__socket_message_init(&message, io, count, c->local ? CMSG_SPACE(2 * sizeof(int)) : 0);
   do n = recvmsg(c->fd, &message.m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
   head = n > 0 && c->local ? CMSG_FIRSTHDR(&message.m) : NULL;
   if (head != NULL && head->cmsg_type == SCM_RIGHTS && head->cmsg_len >= CMSG_LEN(sizeof(int))) {
-    fds = cddp__min((head->cmsg_len - CMSG_LEN(0)) / sizeof(int), 2);
-    cddp__close_fd(&c->fds[0]);
+    fd_count = cddp__min((head->cmsg_len - CMSG_LEN(0)) / sizeof(int), 2);
+    cddp__close_fd(&c->fds[0]); /* now -1, if only one arrives too */
     cddp__close_fd(&c->fds[1]);
-    memcpy(c->fds, CMSG_DATA(head), fds * sizeof(int));
+    memcpy(c->fds, CMSG_DATA(head), fd_count * sizeof(int));
     c->fds[0] = cddp__above_stdio(c->fds[0]);
     c->fds[1] = cddp__above_stdio(c->fds[1]);
   }
@@ -4551,7 +4562,7 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
 static int cddp__connection_fill(cddp__connection *c, size_t space) {
   struct iovec io;
   ssize_t n;
-  if (cddp__buffer_size(&c->in) == 0) c->in.start = c->in.end = 0;
+  if (cddp__buffer_size(&c->in) == 0) c->in.start = c->in.end = 0; /* all of it is free */
   if (!cddp__buffer_reserve(&c->in, space)) {
     cddp__connection_end(c, ENOMEM);
     return -1;
@@ -4577,49 +4588,50 @@ static int cddp__connection_fill(cddp__connection *c, size_t space) {
 static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *head,
                                  const void *data, size_t size, size_t *sent, size_t most) {
   size_t head_size = head != NULL ? sizeof *head : 0, end = head_size + size;
-  size_t stop = most < end - *sent ? *sent + most : end;
+  size_t stop = most < end - *sent ? *sent + most : end; /* where this call stops */
   while (*sent < stop) {
     bool in_head = *sent < head_size;
     uintptr_t at = in_head ? (uintptr_t)head + *sent : (uintptr_t)data + (*sent - head_size);
-    struct iovec io[2]; /* the rest of the head and the body; or the rest of the body */
+    struct iovec io[2]; /* the rest of the head and the body; or the rest of the body, and nothing */
     ssize_t n;
     io[0].iov_base = (char *)at;
     io[0].iov_len = cddp__min((in_head ? head_size : stop) - *sent, CDDP__SEND_BYTES);
-    io[1].iov_base = (char *)(uintptr_t)data;
+    io[1].iov_base = (char *)(uintptr_t)data; /* sendmsg takes no const */
     io[1].iov_len = in_head ? cddp__min(stop, CDDP__SEND_BYTES) - head_size : 0;
-    n = cddp__connection_sendmsg(c, io, 2);
+    n = cddp__connection_sendmsg(c, io, 2 /* elements of io */);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
     *sent += (size_t)n;
   }
-  return stop == end;
+  return stop == end; /* 0: only `most` bytes are sent */
 }
 
-/* Reads the rest of a frame, first from `in`: like cddp__connection_send. Reads ahead into `in`: a
-   short frame, or a piece and the head of the next one, takes one system call. */
+/* Reads the rest of a frame, first from `in`. Parameters and results as in cddp__connection_send.
+   *got: bytes of head and body read so far. Reads ahead into `in`: so a short frame, or a piece and
+   the head of the next one, takes one system call. */
 static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, void *data,
                                  size_t size, size_t *got, size_t most) {
   size_t head_size = head != NULL ? sizeof *head : 0, end = head_size + size;
-  size_t stop = most < end - *got ? *got + most : end;
+  size_t stop = most < end - *got ? *got + most : end; /* where this call stops */
   while (*got < stop) {
     bool in_head = *got < head_size;
     uintptr_t at = in_head ? (uintptr_t)head + *got : (uintptr_t)data + (*got - head_size);
     size_t left = (in_head ? head_size : stop) - *got; /* of the head, or of the body */
-    size_t have = cddp__min(left, cddp__buffer_size(&c->in));
+    size_t buffered = cddp__min(left, cddp__buffer_size(&c->in));
     struct iovec io[2]; /* the memory at `at`; then `in`, which is empty */
     ssize_t n;
-    if (have > 0) {
-      memcpy((char *)at, c->in.data + c->in.start, have);
-      c->in.start += have;
-      *got += have;
+    if (buffered > 0) {
+      memcpy((char *)at, c->in.data + c->in.start, buffered);
+      c->in.start += buffered;
+      *got += buffered;
       continue;
     }
     io[0].iov_base = (char *)at;
     io[0].iov_len = left;
     io[1].iov_base = c->in.data;
     io[1].iov_len = c->in.capacity;
-    n = cddp__connection_recvmsg(c, io, 2);
+    n = cddp__connection_recvmsg(c, io, 2 /* elements of io */);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
-    if ((size_t)n > left) { /* the other bytes are in `in` */
+    if ((size_t)n > left) { /* the bytes behind the first `left` are in `in` */
       c->in.start = 0;
       c->in.end = (size_t)n - left;
       n = (ssize_t)left;
@@ -4633,28 +4645,29 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
    the connection is UP. */
 static bool cddp__connection_progress(cddp__connection *c) {
   cddp__challenge *challenge = &c->challenge;
-  cddp__buffer *b = &c->out;
-  size_t n;
+  cddp__buffer *out = &c->out;
   while (c->state == CDDP__CONNECTION_PROVING) {
     cddp__span in = cddp__buffer_span(&c->in);
     if (challenge->out_size > 0) {
-      n = challenge->out_size;
-      if (cddp__connection_send(c, NULL, challenge->out, n, &c->sent, SIZE_MAX) <= 0) break;
+      if (cddp__connection_send(c, NULL /* head */, challenge->out, challenge->out_size, &c->sent,
+                                SIZE_MAX) <= 0)
+        break; /* the rest later */
       challenge->out_size = c->sent = 0;
     } else if (challenge->state == CDDP__CHALLENGE_PROVEN) {
       c->state = CDDP__CONNECTION_UP;
-    } else if (challenge->state != CDDP__CHALLENGE_ON) { /* failed; a refusal is sent */
+    } else if (challenge->state != CDDP__CHALLENGE_ON) { /* failed; a refusal has been sent */
       cddp__connection_end(c, EPROTO);
     } else if (in.size > 0) {
       c->in.start += cddp__challenge_feed(challenge, in.data, in.size);
-    } else if (cddp__connection_fill(c, 1) <= 0) {
-      break;
+    } else if (cddp__connection_fill(c, 1 /* byte */) <= 0) {
+      break; /* nothing has arrived, or the connection has ended */
     }
   }
   if (c->state != CDDP__CONNECTION_UP) return false;
-  if (cddp__buffer_size(b) > 0 && c->sent == 0) { /* else the rest of a frame is first */
-    (void)cddp__connection_send(c, NULL /* no head */, b->data, b->end, &b->start, SIZE_MAX);
-    if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, CDDP__BUFFER_KEEP);
+  if (cddp__buffer_size(out) > 0 && c->sent == 0) { /* else a frame that is partly sent is first */
+    (void)cddp__connection_send(c, NULL /* head */, out->data, out->end,
+                                &out->start /* bytes before it are sent */, SIZE_MAX);
+    if (cddp__buffer_size(out) == 0) cddp__buffer_clear(out, CDDP__BUFFER_KEEP);
   }
   return c->state == CDDP__CONNECTION_UP;
 }
@@ -4665,12 +4678,13 @@ static cddp__frame_head cddp__frame_head_of(int type, uint32_t number, int dtype
   return h;
 }
 
-/* Appends a MESSAGE to `out`. CDDP_OUT_OF_MEMORY ends the connection. */
+/* Appends a MESSAGE to `out`: cddp__connection_progress sends it. CDDP_OUT_OF_MEMORY also ends the
+   connection. */
 static cddp_result cddp__connection_post(cddp__connection *c, uint32_t number, const void *body,
                                          size_t size) {
   cddp__frame_head head =
-      cddp__frame_head_of(CDDP__FRAME_MESSAGE, number, CDDP_U8, size, size);
-  if (!cddp__buffer_reserve(&c->out, sizeof head + size)) {
+      cddp__frame_head_of(CDDP__FRAME_MESSAGE, number, CDDP_U8, size /* elements */, size);
+  if (!cddp__buffer_reserve(&c->out, sizeof head + size)) { /* so both additions succeed */
     cddp__connection_end(c, ENOMEM);
     return CDDP_OUT_OF_MEMORY;
   }
@@ -4679,13 +4693,14 @@ static cddp_result cddp__connection_post(cddp__connection *c, uint32_t number, c
   return CDDP_OK;
 }
 
-/* A failure as a message: its number is FAILED + the result, its body the text. */
-#define CDDP__FAILED 256u
+/* A failure as a message: its number is CDDP__FAILED + the result, its body the text, no NUL. */
+#define CDDP__FAILED 256u /* numbers of other messages are below it */
 static cddp_result cddp__post_failure(cddp__connection *c, cddp_result r, const char *text) {
   return cddp__connection_post(c, CDDP__FAILED + (uint32_t)r, text, strlen(text));
 }
 
-/* If the message is a failure, sets its text and returns its result; else returns CDDP_OK. */
+/* If the message is a failure, makes its text this thread's error text and returns its result; else
+   returns CDDP_OK. */
 static cddp_result cddp__fail_by_message(const cddp__message *m) {
   uint32_t result = m->head.number - CDDP__FAILED;
   if (m->head.number < CDDP__FAILED) return CDDP_OK;
@@ -4694,17 +4709,19 @@ static cddp_result cddp__fail_by_message(const cddp__message *m) {
                     m->head.size > 0 ? (const char *)(m + 1) : "another rank has failed");
 }
 
-/* Whether no bytes wait, and no frame is partly sent. */
+/* Whether the connection is UP, no bytes wait to be sent, and no frame is partly sent. */
 static bool cddp__connection_is_idle(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP && c->sent == 0 && cddp__buffer_size(&c->out) == 0;
 }
 
 /* Flags of a BYE: the group is BROKEN; the rank has left its elastic model (OVER). */
 enum { CDDP__BYE_ORDERLY, CDDP__BYE_BROKEN = 1, CDDP__BYE_OVER = 2 };
-/* Sends BYE if no other frame waits. BYE is too short to be sent in part. */
-static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
-  cddp__frame_head bye = cddp__frame_head_of(
-      CDDP__FRAME_BYE, c->over ? kind | CDDP__BYE_OVER : kind, CDDP_U8, 0, 0);
+/* Sends BYE, unless other bytes wait: then the peer sees only that the connection is closed. BYE is
+   too short to be sent in part. */
+static void cddp__connection_say_bye(cddp__connection *c, uint32_t flags) {
+  cddp__frame_head bye =
+      cddp__frame_head_of(CDDP__FRAME_BYE, c->over ? flags | CDDP__BYE_OVER : flags, CDDP_U8,
+                          0 /* elements */, 0 /* bytes */);
   if (cddp__connection_is_idle(c) &&
       send(c->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
     cddp__connection_end(c, errno);
@@ -4713,9 +4730,10 @@ static void cddp__connection_say_bye(cddp__connection *c, uint32_t kind) {
 /* Receives more of the next frame's head, unless an earlier frame's body is next. Returns whether
    in_head is complete. */
 static bool cddp__connection_peek(cddp__connection *c) {
-  if (c->message != NULL) return false;
+  if (c->message != NULL) return false; /* its body is next */
   return c->got >= sizeof c->in_head ||
-         cddp__connection_read(c, &c->in_head, NULL, 0, &c->got, SIZE_MAX) > 0;
+         cddp__connection_read(c, &c->in_head, NULL /* body */, 0 /* its size */, &c->got,
+                               SIZE_MAX) > 0;
 }
 
 /* Receives more of the next frame, and returns it when complete. NULL: not yet, or the
@@ -4733,7 +4751,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
     good = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
            head->size % esize == 0 && head->size / esize == head->count &&
            head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE;
-    if (good && head->type == CDDP__FRAME_PIECE) return NULL;
+    if (good && head->type == CDDP__FRAME_PIECE) return NULL; /* >>hosts reads the body */
     if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
       c->peer_failed = (head->number & CDDP__BYE_BROKEN) != 0;
       c->peer_over = (head->number & CDDP__BYE_OVER) != 0;
@@ -4742,7 +4760,8 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
     }
     if (good)
       c->message = (cddp__message *)cddp__malloc(
-          c->in.allocator, sizeof *m + (c->into != NULL ? 0 /* see into */ : (size_t)head->size));
+          c->in.allocator,
+          sizeof *m + (c->into != NULL ? 0 /* the receive has the memory */ : (size_t)head->size));
     if (c->message == NULL) {
       cddp__connection_end(c, good ? ENOMEM : EPROTO);
       return NULL;
@@ -4755,8 +4774,8 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
   if (cddp__connection_read(c, head, c->into != NULL ? c->into->call.recv : (void *)(m + 1),
                             head->size, &c->got, SIZE_MAX) <= 0)
     return NULL;
-  c->got = 0;
-  c->message = NULL;
+  c->got = 0; /* of the next frame */
+  c->message = NULL; /* the caller owns it now */
   return m;
 }
 
@@ -4773,8 +4792,8 @@ static short cddp__connection_events(const cddp__connection *c) {
 static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, double deadline) {
   cddp_result r = c->out.failed ? CDDP_OUT_OF_MEMORY : CDDP_OK;
   while (r == CDDP_OK) {
-    size_t have = cddp__buffer_size(&c->in);
-    if (cddp__connection_progress(c) && cddp__buffer_size(&c->out) == 0) {
+    if (cddp__connection_progress(c) && cddp__buffer_size(&c->out) == 0) { /* UP, all is sent */
+      size_t have = cddp__buffer_size(&c->in);
       if (have >= n) return CDDP_OK;
       if (cddp__connection_fill(c, n - have) > 0) continue;
     }
@@ -4784,41 +4803,43 @@ static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, doub
       r = cddp__fail(CDDP_NETWORK, "%s", strerror(c->error));
     else if (c->state == CDDP__CONNECTION_ENDED)
       r = cddp__fail(CDDP_NETWORK, "the other side closed the connection");
-    else /* not for both: with bytes to send, unread ones would end each wait immediately */
+    else /* not for both events: while bytes wait, unread ones would end each poll immediately */
       r = cddp__wait_fd(c->fd, cddp__connection_events(c) & POLLOUT ? POLLOUT : POLLIN, deadline);
   }
   return r;
 }
 
-/* Waits until a connection can continue or a listener has a caller, at most until the time `until`.
-   Sets `ready`, and listeners[i] to -1 if it has no caller. list[i] can be NULL, a listener -1. */
-static cddp_result cddp__connections_poll(const cddp_allocator *a, cddp__connection *const *list,
-                                          size_t n, int *listeners, size_t listener_count,
-                                          double until) {
+/* Waits until one of n connections can continue or a listener has a caller, at most until the time
+   `until`, and at most CDDP__POLL_MAX_MS. Sets `ready` of each connection, and listeners[i] to -1
+   if that has no caller. list[i] can be NULL, a listener -1. */
+static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
+                                          cddp__connection *const *list, size_t n, int *listeners,
+                                          size_t listener_count, double until) {
   struct pollfd few[32], *fds = few; /* few: a wait for some peers needs no memory */
-  size_t i, all = n + listener_count;
+  size_t i, total = n + listener_count; /* in fds: the connections, then the listeners */
   cddp_result r = CDDP_OK;
-  if (all > sizeof few / sizeof *few)
-    fds = (struct pollfd *)cddp__malloc(a, all * sizeof *fds);
+  if (total > sizeof few / sizeof *few)
+    fds = (struct pollfd *)cddp__malloc(allocator, total * sizeof *fds);
   if (fds == NULL) return CDDP_OUT_OF_MEMORY;
-  for (i = 0; i < all; i++) {
+  for (i = 0; i < total; i++) {
     const cddp__connection *c = i < n ? list[i] : NULL;
     fds[i].fd = i >= n ? listeners[i - n]
-                : c == NULL || c->state == CDDP__CONNECTION_ENDED ? -1 : c->fd;
+                : c == NULL || c->state == CDDP__CONNECTION_ENDED ? -1 /* poll skips it */ : c->fd;
     fds[i].events = c != NULL ? cddp__connection_events(c) : POLLIN;
     fds[i].revents = 0;
   }
-  if (cddp__poll(fds, all, cddp__poll_ms(until, CDDP__POLL_MAX_MS)) < 0 && errno != EINTR)
+  if (cddp__poll(fds, total, cddp__poll_ms(until, CDDP__POLL_MAX_MS)) < 0 && errno != EINTR)
     r = cddp__fail_errno("poll");
   for (i = 0; i < n; i++)
     if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
-  for (; i < all; i++)
+  for (; i < total; i++)
     if (fds[i].revents == 0) listeners[i - n] = -1;
-  if (fds != few) cddp__free(a, fds);
+  if (fds != few) cddp__free(allocator, fds);
   return r;
 }
 
-/* Whether cddp can use descriptor fd: the last 64, or 1/4 of a low limit, are the program's. */
+/* Whether cddp can use descriptor fd, and still leave enough to the program: the last 64 below the
+   limit, or 1/4 of a low limit. */
 static bool cddp__has_spare_fd(int fd) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
