@@ -20224,11 +20224,12 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
         member leads.
      4. Each member creates the table's two groups and confirms them to the leader. When all have
         confirmed, the leader tells all to continue.
-   A split network: if a member's host does not answer, the members that reported must be more than
-   half of the last table that all confirmed, and of each later one that the leader has received. No
-   report may have a later table than the leader. So two halves never train separately
-   (tests/models/halves.pml). The rule also holds if all members of an address were lost by resets,
-   as a firewall sends: `ended` has those whose system closed a connection without one.
+   A split network: if a member's host does not answer, a table needs a majority. The members that
+   reported must be more than half of the last table that all confirmed, and of each later one that
+   the leader has received. No report may have a later table than the leader. So two halves never
+   train separately (tests/models/halves.pml). The rule also holds if all members of an address were
+   lost by resets, as a firewall sends: `ended` has those whose system closed a connection without
+   one.
    If its calls failed, a rank can count a living leader as lost. So a leader calls each member
    that has not reported. One that has counted it as lost since the last table reports then. One
    that has a table without the leader refuses, and the leader ends (CDDP_ABORTED).
@@ -20481,40 +20482,41 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
 
 /* --- reports and the table --- */
 
-/* Whether a member's connection has ended for good; notes how. */
+/* Whether a member's connection has ended for good: the member is lost, or its link was cut. Sets
+   m->ended if that proves its end, m->unreachable if its host does not answer. */
 static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connection *link) {
   const cddp__host *host = m->group->host;
-  uint32_t state = host->one_process && host->slots != NULL
-                       ? cddp__load32(&host->slots[m->members[member].index].state)
-                       : 0;
+  bool threads = host->one_process && host->slots != NULL; /* the ranks are; their slots tell */
+  uint32_t state = threads ? cddp__load32(&host->slots[m->members[member].index].state) : 0;
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
-    return true; /* a rank that is a thread has ended */
+    return true; /* the rank's thread has ended; its process can keep the socket open */
   cddp__link_end_if_unacked(link);
   if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(m->net, link)) return false;
-  if (link->error == 0) m->ended[member] = 1; /* no reset */
+  if (link->error == 0) m->ended[member] = 1; /* closed: a firewall could only reset the link */
   if (cddp__end_from_error(link->error) == CDDP__IS_UNREACHABLE) m->unreachable = member;
   return true;
 }
 
-/* Notes a cut (first: of that life). Returns whether to connect again, at cut->retry_at; false: the
-   member is lost. */
+/* Notes a cut of a member's link. Returns whether to connect again, at cut->retry_at; false: cuts
+   have gone on for CDDP__CUT_S, so the member is lost. */
 static bool cddp__retries_member(cddp__meeting *m, int member) {
   cddp__link_cuts *cut = &m->cuts[member];
   double now = cddp__now();
-  bool first = cut->life != m->members[member].life;
+  bool first = cut->life != m->members[member].life; /* the first cut of this process */
   if (first) cut->first_at = now;
   cut->life = m->members[member].life;
-  cut->retry_at = first ? now : now + CDDP__RECONNECT_S;
+  cut->retry_at = first ? now /* a dead process then refuses */ : now + CDDP__RECONNECT_S;
   if (now < cut->first_at + CDDP__CUT_S) return true;
-  if (m->ended[member] == 0) m->unreachable = member; /* no proof of its end */
+  if (m->ended[member] == 0) m->unreachable = member; /* no proof of its end: needs a majority */
   return false;
 }
 
+/* Counts a member as lost, until the table or, if it calls, cddp__revive_member. */
 static void cddp__remove_member(cddp__meeting *m, int member) {
   m->members[member].life = 0;
-  if (cddp__has_no_number(m)) { /* this process joins: it asks others for a leader */
-    cddp__sleep(0.01); /* by then they know of the loss */
-    return;
+  if (cddp__has_no_number(m)) { /* this process joins, and next asks a rank for the new leader */
+    cddp__sleep(0.01); /* until that rank knows of the loss, too */
+    return; /* no member: the loss is not its to log */
   }
   CDDP__POINT("elastic lost");
   cddp__log(&m->group->host->logger, CDDP__LOG_WARNING,
@@ -20524,21 +20526,23 @@ static void cddp__remove_member(cddp__meeting *m, int member) {
   cddp__record_event(m->group, "lost", (uint64_t)m->members[member].rank, CDDP_PEER_LOST);
 }
 
-/* Waits at most 5 ms for data, or a new connection. */
+/* Waits for data on the links, or a new connection. At most 5 ms, as the caller also serves sockets
+   that are not polled here: those of joining processes and of net->incoming. */
 static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links, int n) {
   int listener = m->net->listener;
-  (void)cddp__connections_poll(&m->net->allocator, links, (size_t)n, &listener, 1,
+  (void)cddp__connections_poll(&m->net->allocator, links, (size_t)n, &listener, 1 /* listeners */,
                                cddp__now() + 0.005);
-  cddp__serve_all_recvs(NULL); /* pending receives */
+  cddp__serve_all_recvs(NULL); /* the program's receives: senders can wait for them */
 }
 
-/* Sends the error text to a process that is no member. */
+/* Sends r and the error text to a process that is no member, says BYE, and frees the link. */
 static void cddp__refuse_process(cddp__meeting *m, cddp__connection *link, cddp_result r) {
   (void)cddp__post_failure(link, r, cddp__error_text);
   (void)cddp__link_progress(m->net, link);
   cddp__link_close(link);
 }
 
+/* Refuses the process of `rank` (in the job), which has called or reported. Frees the link. */
 static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank) {
   cddp_result r = cddp__fail(
       CDDP_ABORTED, "the other ranks counted rank %d's process as lost and continue without it",
@@ -20546,21 +20550,22 @@ static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank
   cddp__refuse_process(m, link, r);
 }
 
-/* Whether the process `life`, which has sent bytes, so it lives, is member p of the last table. If
-   this rank counted it as lost, it is a member again. */
+/* Whether the process `life` is member p of the last table. It has sent bytes, so it lives: if this
+   rank counted it as lost, it is a member again. */
 static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   size_t n = (size_t)m->capacity;
-  if (p >= m->capacity || m->table_count == 0 || life == 0 ||
+  if (p >= m->capacity /* it joins */ || m->table_count == 0 /* this rank does */ || life == 0 ||
       m->lives[(m->table_count - 1) * n + (size_t)p] != life)
     return false;
   if (m->members[p].life == 0) {
     m->members[p].life = life;
-    m->ended[p] = 0;
+    m->ended[p] = 0; /* the proof of its end was wrong */
   }
   return true;
 }
 
-/* A leader has called. Returns whether to keep the link: to the leader its end would be a loss. */
+/* A leader has called. Returns whether to keep the link, since the leader counts this rank as lost
+   when it ends; false: the caller is not in the last table. */
 static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
                               const cddp__member *caller) {
   int p = link->peer;
@@ -20570,36 +20575,36 @@ static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
   return true;
 }
 
-/* Stores or discards a report and its connection. leads: this rank leads a meeting. */
+/* Stores a report and its link, or frees both. leads: this rank leads a meeting. */
 static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__message *message,
                                 bool leads) {
   cddp__report *report = cddp__report_at(m, message, 0);
   cddp__member *self = &report->self;
   int n = m->capacity, p = 0, k; /* p: the sender's number; n: none */
   bool sound = message->head.size == m->report_bytes && self->life != 0 && self->pid != 0 &&
-               self->host >= 0 && self->port > 0 && self->port < 65536;
+               self->host >= 0 && self->port > 0 && self->port < 65536; /* else damaged */
   if (sound) (void)cddp__revive_member(m, link->peer, self->life);
   while (sound && p < n && m->members[p].life != self->life) p++;
-  if (sound) self->name[sizeof self->name - 1] = 0;
-  link->next = NULL;
+  if (sound) self->name[sizeof self->name - 1] = 0; /* it can lack its end */
+  link->next = NULL; /* it has left net->incoming */
   if (sound && p < n && p != m->me && leads) {
     *self = m->members[p]; /* after a leader's death, a member might not know its number */
-    cddp__drop_link_and_report(m, p);
-    m->ended[p] = 0;
-    m->cuts[p].life = 0;
-    for (k = 0; k < n; k++) /* only members that the sender knew, and that have not reported */
+    cddp__drop_link_and_report(m, p); /* of its earlier attempt, or this rank's call to it */
+    m->ended[p] = 0; /* it lives */
+    m->cuts[p].life = 0; /* not cut */
+    for (k = 0; k < n; k++) /* losses that it saw; not of members that reported or joined later */
       if (cddp__ended_of(m, report)[k] == 1 && m->reports[k] == NULL &&
           m->members[k].since <= report->epoch)
         m->ended[k] = 1;
   } else if (sound && report->joining != 0 && m->requests < CDDP__JOIN_REQUESTS) {
     p = n + m->requests++;
-    for (k = n; k < p; k++) /* an earlier request of this process */
+    for (k = n; k < p; k++) /* ends its earlier requests: cddp__admit_joining discards them */
       if (cddp__report_at(m, m->reports[k], 0)->self.life == self->life)
         cddp__connection_end(m->links[k], 0 /* error */);
   } else {
     if (sound && p == n && report->joining == 0) /* this rank has a table without it */
       cddp__refuse_lost(m, link, self->rank);
-    else
+    else /* damaged, too early, or one request too many: a living sender tries again */
       cddp__link_free(link);
     cddp__free(&m->group->host->allocator, message);
     return;
@@ -20612,52 +20617,57 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
    processes, too; of all, as the leader of a meeting. */
 enum cddp__accepts { CDDP__ACCEPT_LOST, CDDP__ACCEPT_JOINING, CDDP__ACCEPT_MEMBERS };
 
+/* Accepts connections, and handles the reports and calls that have arrived. Does not wait. Links of
+   other ranks stay in net->incoming. */
 static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
   cddp__net *net = m->net;
   cddp__connection **at, *link;
   bool is_call;
-  cddp__net_serve(m->group->host, net);
+  cddp__net_serve(m->group->host, net); /* accepts; proofs of new links */
   pthread_mutex_lock(&net->lock);
   for (at = &net->incoming; (link = *at) != NULL;) {
     cddp__message *message = NULL;
-    if (cddp__link_is_for(link, m->members[m->me].life) &&
+    /* else the link is of a group, a notice, or not UP yet */
+    bool is_meeting = cddp__link_is_for(link, m->members[m->me].life);
+    if (is_meeting &&
         (accepts == CDDP__ACCEPT_MEMBERS ||
          (link->peer == m->capacity /* joins */ ? accepts == CDDP__ACCEPT_JOINING
-                                                : m->members[link->peer].life == 0)))
+                                                : m->members[link->peer].life == 0 /* lost */)))
       message = cddp__connection_receive(link, m->report_bytes);
-    else if (cddp__link_is_for(link, m->members[m->me].life)) /* stays, unless its peer closed it */
+    else if (is_meeting) /* it waits until this rank leads a meeting, unless its peer closes it */
       cddp__link_detect_close(link);
-    is_call = message != NULL && message->head.size == sizeof(cddp__member); /* no report */
+    is_call = message != NULL && message->head.size == sizeof(cddp__member); /* not a report's */
     if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
         (is_call && cddp__handle_call(m, link, (cddp__member *)(void *)(message + 1)))) {
       cddp__free(&net->allocator, message);
-      at = &link->next; /* stays incoming */
+      at = &link->next; /* the link stays in net->incoming */
       continue;
     }
     *at = link->next;
     if (is_call) /* of a rank that is not in the last table */
       cddp__refuse_lost(m, link, ((cddp__member *)(void *)(message + 1))->rank);
-    else if (message != NULL)
+    else if (message != NULL) /* takes both */
       cddp__handle_report(m, link, message, accepts == CDDP__ACCEPT_MEMBERS);
-    else
+    else /* it has ended */
       cddp__link_free(link);
     if (is_call) cddp__free(&net->allocator, message);
   }
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Answers joining processes. In a meeting, too: a process that became a member as the leader died
-   asks for the new leader, and the meeting waits for its report. */
+/* Updates the table for joining processes, and answers those that ask for the leader. In a meeting,
+   too: a process that became a member as the leader died asks for the new leader, and the meeting
+   waits for its report. */
 static void cddp__answer_joins(cddp__meeting *m) {
   const cddp__net *net = m->net;
   cddp__host *host = m->group->host;
   cddp__join_table *table;
   cddp__address here;
-  if (host->job_info == NULL || cddp__has_no_number(m)) return; /* none can join */
+  if (host->job_info == NULL /* no process can join */ || cddp__has_no_number(m)) return;
   here = cddp__internet_address(&net->hosts[net->host].address);
   table = &host->job_info->table;
   pthread_mutex_lock(&host->joins.lock);
-  table->lead.self = m->members[cddp__choose_leader(m)];
+  table->lead.self = m->members[cddp__choose_leader(m)]; /* not -1: this rank lives */
   cddp__set_scope(&table->lead.self.address, &here); /* as seen from this host */
   memcpy(table->lead.token, net->token, sizeof table->lead.token);
   table->lead.model = m->model;
@@ -20665,13 +20675,14 @@ static void cddp__answer_joins(cddp__meeting *m) {
   table->host = net->host;
   table->several_hosts = table->several_hosts || host->net != NULL;
   table->shards = m->capacity;
-  table->record_number = (int)m->epoch + 1; /* names the process's flight record */
-  cddp__join_listen(host);
+  table->record_number = (int)m->epoch + 1; /* names the joining process's flight record */
+  cddp__join_listen(host); /* unless it listens already */
   pthread_mutex_unlock(&host->joins.lock);
   cddp__join_serve(host, CDDP__JOIN_WAIT);
 }
 
-/* Connects to a member, posts a report or a call. The hello names the member's life, no group. */
+/* Begins to connect to a member, in m->links[member], and posts `data`: a report or a call. The
+   hello names the member's life instead of a group. cddp__link_progress sends both. */
 static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const void *data,
                                          size_t size) {
   cddp__connection **link = &m->links[member];
@@ -20681,7 +20692,8 @@ static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const voi
   return cddp__connection_post(*link, CDDP_OK, data, size);
 }
 
-/* Fails with a member's answer to a call: it answers only if it continues without this rank. */
+/* Fails with a member's answer to a call, if it has arrived: a member answers only if it continues
+   without this rank. */
 static cddp_result cddp__check_answer(cddp__connection *link) {
   cddp__message *answer = cddp__connection_receive(link, CDDP__ERROR_MAX);
   cddp_result r = answer != NULL ? cddp__fail_by_message(answer) : CDDP_OK;
@@ -20692,7 +20704,7 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
 /* Leader: waits until each member has reported or is lost, or m->lost_leader_called. */
 static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   cddp__connection **links = m->links;
-  int missing, late = -1, p; /* missing: number of reports; late: first member without one */
+  int missing, late = -1, p; /* missing: number of reports; late: first member without, for texts */
   for (;;) {
     cddp__answer_joins(m);
     cddp__accept_reports(m, CDDP__ACCEPT_MEMBERS);
@@ -20702,19 +20714,20 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
       if (p == m->me || m->members[p].life == 0) continue;
       if (links[p] == NULL && m->cuts[p].life != 0 && cddp__now() < m->cuts[p].retry_at) {
         if (missing++ == 0) late = p;
-        continue; /* its link was cut: later */
+        continue; /* its link was cut, and it is too early to connect again */
       }
-      if (links[p] == NULL) /* a call: the member can have counted this rank as lost */
+      /* No link: the member can have counted this rank as lost. So this calls it. */
+      if (links[p] == NULL)
         r = cddp__meeting_connect(m, p, &m->members[m->me], sizeof *m->members);
-      if (r == CDDP_OK && cddp__link_progress(m->net, links[p])) /* this detects its end */
-        r = cddp__check_answer(links[p]);
-      if (r != CDDP_OK) return r;
+      if (r == CDDP_OK && cddp__link_progress(m->net, links[p]))
+        r = cddp__check_answer(links[p]); /* it reads, so it also detects the link's end */
+      if (r != CDDP_OK) return r; /* no memory or socket, or the others continue without it */
       if (cddp__member_link_ended(m, p, links[p])) {
-        bool cut = cddp__link_is_cut(links[p]) && !links[p]->ended_early; /* it was up */
-        cddp__drop_link_and_report(m, p);
+        bool cut = cddp__link_is_cut(links[p]) && !links[p]->ended_early; /* it was UP */
+        cddp__drop_link_and_report(m, p); /* a living member reports again */
         if (!cut || !cddp__retries_member(m, p))
           cddp__remove_member(m, p);
-        else if (missing++ == 0) /* a dead process refuses the next link */
+        else if (missing++ == 0) /* the next attempt tells: a dead process refuses it */
           late = p;
       } else if (m->reports[p] == NULL && missing++ == 0) {
         late = p;
@@ -20729,14 +20742,15 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   }
 }
 
-/* *number: for a joining process; a lost member's with the same rank, else the lowest free one. */
+/* Sets *number to a number for a joining process, `self`: that of a lost member with its rank, else
+   the lowest free one; -1: it cannot join, and the call fails. */
 static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member *self,
                                      int *number) {
   int p;
   *number = -1;
   for (p = m->capacity - 1; p >= 0; p--) {
     const cddp__member *member = &m->members[p];
-    if (member->life == 0) { /* free: replaces *number, unless that alone has the rank */
+    if (member->life == 0) { /* free: replaces *number, unless only *number had self's rank */
       if (*number < 0 || m->members[*number].rank != self->rank || member->rank == self->rank)
         *number = p;
     } else if (member->rank == self->rank) {
@@ -20754,7 +20768,7 @@ static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member 
                     m->capacity, m->capacity);
 }
 
-/* Makes each joining process a member, or refuses it. */
+/* Makes each joining process that has reported a member, or refuses it. */
 static void cddp__admit_joining(cddp__meeting *m) {
   int k, number;
   if (!m->admits) return; /* they retry */
@@ -20763,18 +20777,19 @@ static void cddp__admit_joining(cddp__meeting *m) {
     cddp__member *self = &cddp__report_at(m, m->reports[k], 0)->self;
     cddp_result r = cddp__find_number(m, self, &number);
     CDDP__POINT("elastic number");
-    cddp__free(&m->group->host->allocator, cddp__connection_receive(link, 0)); /* detects its end */
+    /* reads from the link to detect that it has ended; the process sends nothing now */
+    cddp__free(&m->group->host->allocator, cddp__connection_receive(link, 0 /* most bytes */));
     if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
       self->number = number;
       if (self->host >= 2 * m->capacity) /* it shares no memory with the members */
         self->host = m->capacity + number;
       self->since = m->epoch + 1;
       cddp__set_member(m, self);
-      cddp__drop_link_and_report(m, number); /* of a member lost in this meeting */
+      cddp__drop_link_and_report(m, number); /* of a member that was lost in this meeting, if any */
       m->reports[number] = m->reports[k];
       m->links[number] = link;
     } else {
-      cddp__refuse_process(m, link, r);
+      cddp__refuse_process(m, link, r); /* if the link has ended, this only frees it */
       cddp__free(&m->group->host->allocator, m->reports[k]);
     }
     m->reports[k] = NULL;
@@ -20783,14 +20798,15 @@ static void cddp__admit_joining(cddp__meeting *m) {
   m->requests = 0;
 }
 
-/* Sends all reports, as one message, the table, to all that reported. */
+/* Sends the table to all that reported: one message with all reports, by number. *table: the same,
+   for this rank. The links stay, for cddp__meeting_confirm. */
 static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **table) {
   const cddp__net *net = m->net;
   cddp__connection **links = m->links;
   cddp__message **reports = m->reports, *all;
   size_t bytes = m->report_bytes;
-  uint64_t id = 0;
-  cddp_result r = cddp__random(&id, sizeof id);
+  uint64_t table_id = 0;
+  cddp_result r = cddp__random(&table_id, sizeof table_id);
   int p;
   if (r != CDDP_OK) return r;
   *table = all =
@@ -20798,16 +20814,17 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
   if (all == NULL) return CDDP_OUT_OF_MEMORY;
   for (all->head.size = 0, p = 0; p < m->capacity; p++) {
     if (reports[p] == NULL) continue;
-    cddp__report_at(m, reports[p], 0)->table_id = id;
+    cddp__report_at(m, reports[p], 0)->table_id = table_id;
     memcpy((char *)(all + 1) + all->head.size, reports[p] + 1, bytes);
     all->head.size += bytes;
   }
   for (p = 0; p < m->capacity && r == CDDP_OK; p++) {
-    if (links[p] == NULL || reports[p] == NULL) continue; /* this rank; lost ones */
+    if (links[p] == NULL /* this rank */ || reports[p] == NULL /* lost */) continue;
     r = cddp__connection_post(links[p], CDDP_OK, all + 1, all->head.size);
     CDDP__POINT("elastic answer");
-    (void)cddp__link_progress(net, links[p]);
+    (void)cddp__link_progress(net, links[p]); /* sends what the socket takes */
   }
+  /* At most this long: a stopped member does not read. */
   cddp__links_flush_until(net, links, (size_t)m->capacity, cddp__now() + CDDP__UNANSWERED_S);
   return r;
 }
@@ -20816,14 +20833,14 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
    links to it. -1: none. */
 static int cddp__find_cut_off(const cddp__meeting *m) {
   const uint64_t *lives = m->lives + (m->table_count - 1) * (size_t)m->capacity;
-  int lost, k;
+  int lost, k; /* k: a member at the address of `lost` that has reported or is in `ended` */
   for (lost = 0; lost < m->capacity; lost++) {
     cddp__address address = cddp__internet_address(&m->members[lost].address);
     for (k = 0; k < m->capacity; k++)
       if (lives[k] != 0 && (m->reports[k] != NULL || m->ended[k] != 0) &&
           memcmp(&m->members[k].address, &address.any, address.size) == 0)
         break;
-    if (lives[lost] != 0 && k == m->capacity) return lost;
+    if (lives[lost] != 0 /* a member of the last table */ && k == m->capacity) return lost;
   }
   return -1;
 }
@@ -20837,9 +20854,9 @@ static bool cddp__has_majority(const cddp__meeting *m) {
   for (t = 0; t < m->table_count; t++, lives += m->capacity) {
     for (p = members = reported = 0; p < m->capacity; p++) {
       members += lives[p] != 0;
-      reported += m->reports[p] != NULL && lives[p] == m->members[p].life;
+      reported += m->reports[p] != NULL && lives[p] == m->members[p].life; /* the same process */
     }
-    if (2 * reported <= members) return false;
+    if (2 * reported <= members) return false; /* half is not enough: both halves would have it */
   }
   for (p = 0; p < m->capacity; p++)
     if (m->reports[p] != NULL && cddp__report_at(m, m->reports[p], 0)->epoch > m->epoch)
@@ -20847,7 +20864,8 @@ static bool cddp__has_majority(const cddp__meeting *m) {
   return true;
 }
 
-/* Collects the reports and sends the table. *table stays NULL if another member leads. */
+/* Collects the reports and sends the table. mine: this rank's report, which the caller frees. With
+   CDDP_OK *table stays NULL if another member leads. */
 static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, double deadline,
                                       cddp__message **table) {
   cddp__message **reports = m->reports;
@@ -20856,8 +20874,8 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   reports[m->me] = mine;
   r = cddp__await_reports(m, deadline);
   if (r == CDDP_OK && m->lost_leader_called) {
-    reports[m->me] = NULL;
-    cddp__drop_all_links(m);
+    reports[m->me] = NULL; /* the next call does not free it */
+    cddp__drop_all_links(m); /* those ranks report to that leader */
     return r;
   }
   for (p = 0; p < m->capacity; p++) report_count += reports[p] != NULL;
@@ -20874,15 +20892,16 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   if (r == CDDP_OK) r = cddp__meeting_send_table(m, table);
   reports[m->me] = NULL; /* the caller frees it */
   for (p = 0; p < m->capacity; p++) { /* links with reports stay, for _meeting_confirm */
-    if (reports[p] == NULL) cddp__drop_link_and_report(m, p);
+    if (reports[p] == NULL) cddp__drop_link_and_report(m, p); /* only a call's link is left */
     cddp__free(&m->group->host->allocator, reports[p]);
     reports[p] = NULL;
   }
   return r;
 }
 
-/* Waits for a member's next message. NULL: its link ended, another leader calls, or the deadline
-   has passed. */
+/* Waits for a member's next message, which the caller frees. NULL: its link has ended, another
+   leader calls (m->lost_leader_called), or the deadline has passed. Answers joining processes
+   meanwhile. max_bytes: a longer message ends the link. */
 static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t max_bytes,
                                             double deadline) {
   cddp__connection *link = m->links[member];
@@ -20899,39 +20918,42 @@ static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t
   return message;
 }
 
-/* Reports to the leader and waits for the table. *table NULL: the leader is lost, another one
-   calls, or (*cut) the leader's link was cut. */
+/* Reports to the leader and waits for the table. CDDP_OK with *table NULL: the leader is lost,
+   another one calls, or (*cut) the leader's link was cut. With a table m->links[leader] stays, for
+   cddp__meeting_confirm. */
 static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__message *mine,
                                      double deadline, cddp__message **table, bool *cut) {
   cddp__connection **link = &m->links[leader];
   cddp_result r;
-  cddp__drop_link_and_report(m, leader);
-  r = cddp__meeting_connect(m, leader, mine + 1, mine->head.size);
+  cddp__drop_link_and_report(m, leader); /* of an earlier attempt */
+  r = cddp__meeting_connect(m, leader, mine + 1 /* the report */, mine->head.size);
   if (r == CDDP_OK)
     *table = cddp__meeting_receive(m, leader, (size_t)m->capacity * m->report_bytes, deadline);
-  if (*table != NULL && (r = cddp__fail_by_message(*table)) == CDDP_OK) return r;
+  if (*table != NULL && (r = cddp__fail_by_message(*table) /* a refusal */) == CDDP_OK) return r;
   if (r == CDDP_OK && cddp__now() >= deadline)
     r = cddp__fail(CDDP_TIMEOUT,
                    "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
                    "not received the reports of all ranks",
                    m->group->timeout_s, m->steps, cddp__member_name(m, leader).s);
-  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->ended_early;
+  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->ended_early; /* it was UP */
   cddp__drop_link_and_report(m, leader);
   return r;
 }
 
-/* Without a known member: asks ranks of the job for the leader. */
+/* In a joining process that knows no member: enters the leader, from the answer to cddp_init's
+   question or, if that leader is lost, from another answer of a rank of the job. */
 static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__host *host = m->group->host;
   cddp__leader_info *lead = &host->job_info->table.lead;
   cddp__join_table table; /* of another rank: only `lead` is valid here */
   cddp_result r = CDDP_OK;
-  int fd = -1;
-  if (lead->self.life == 0) {
-    r = cddp__find_job(host, deadline, &fd, &table);
-    cddp__close_fd(&fd);
+  int memfd = -1;
+  if (lead->self.life == 0) { /* a former call has used it */
+    r = cddp__find_job(host, deadline, &memfd, &table);
+    cddp__close_fd(&memfd); /* cddp_init has mapped the memory */
     if (r == CDDP_PEER_LOST || /* no rank answers, although one did in cddp_init */
-        (r == CDDP_OK && memcmp(table.lead.token, lead->token, sizeof lead->token) != 0))
+        (r == CDDP_OK && /* or another model than that of the first answer */
+         memcmp(table.lead.token, lead->token, sizeof lead->token) != 0))
       r = cddp__fail(
           CDDP_PEER_LOST, "CDDP_JOIN: the job has ended, or has destroyed its model, before rank "
           "%d joined it", m->group->rank);
@@ -20942,11 +20964,11 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
   memcpy(m->net->token, lead->token, sizeof lead->token);
   cddp__set_member(m, &lead->self);
-  lead->self.life = 0; /* a later call asks again */
+  lead->self.life = 0; /* used: a later call asks again */
   return CDDP_OK;
 }
 
-/* Checks a table from another process. */
+/* Checks a table, which can be damaged: the numbers ascend, and all indices are in range. */
 static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), last = -1, k;
   bool sound = ranks > 0 && ranks <= m->capacity;
@@ -20955,24 +20977,25 @@ static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *ta
     sound = self->number > last && self->number < m->capacity && self->host >= 0 &&
             self->host < m->net->host_count;
     last = self->number;
-    self->name[sizeof self->name - 1] = 0;
+    self->name[sizeof self->name - 1] = 0; /* it can lack its end */
   }
   return sound ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the elastic model's table is damaged");
 }
 
-/* Enters the table's members. Those without a report are lost. */
+/* Enters the table's members. Those without a report are lost. Begins the next epoch. */
 static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), k, p;
   uint64_t life = m->members[m->me].life;
   for (k = 0; k < ranks; k++) {
     const cddp__report *report = cddp__report_at(m, table, k);
     cddp__set_member(m, &report->self);
-    if (report->self.life == life) m->me = m->net->rank = report->self.number;
+    if (report->self.life == life) /* this rank; one that joined gets its number here */
+      m->me = m->net->rank = report->self.number;
     m->epoch = cddp__max(m->epoch, report->epoch + 1);
   }
   m->net->host = m->members[m->me].host;
   memset(m->ended, 0, (size_t)m->capacity);
-  for (k = p = 0; p < m->capacity; p++) {
+  for (k = p = 0; p < m->capacity; p++) { /* k: the next report of the table, which ascends */
     if (k < ranks && cddp__report_at(m, table, k)->self.number == p)
       k++;
     else if (m->members[p].life != 0)
@@ -20981,13 +21004,13 @@ static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
   return cddp__append_lives(m);
 }
 
-/* All living members meet. *table (NULL before) receives their reports, by number. mine: this
-   rank's report, whose head this fills in. */
+/* All living members meet. *table (NULL before) receives their reports, by number; the caller frees
+   it, also after a failure. mine: this rank's report; its head and `ended` are written here. */
 static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__message **table) {
   double deadline = cddp__now() + m->group->timeout_s;
   cddp__report *report = cddp__report_at(m, mine, 0);
   cddp_result r = CDDP_OK;
-  bool cut = false;
+  bool cut = false, retry;
   report->epoch = m->epoch;
   report->joining = m->self_joining;
   report->self = m->members[m->me];
@@ -20996,23 +21019,31 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
   while (r == CDDP_OK && *table == NULL) {
     int leader = m->leader = cddp__choose_leader(m);
     m->lost_leader_called = false;
-    if (leader < 0) /* this process joins, and knows no member */
+    if (leader < 0) { /* this process joins, and knows no member */
       r = cddp__find_leader(m, deadline);
-    else if (leader == m->me)
+      continue;
+    }
+    if (leader == m->me) {
       r = cddp__lead_meeting(m, mine, deadline, table);
-    else if ((r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader fails first */,
-                                    table, &cut)) == CDDP_OK &&
-             *table == NULL && !m->lost_leader_called &&
-             (!cut || cddp__has_no_number(m) /* asks others */ || !cddp__retries_member(m, leader)))
-      cddp__remove_member(m, leader);
-    else if (r == CDDP_OK && *table == NULL) /* again: a dead leader will refuse the link */
+      continue;
+    }
+    r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader's own text comes first */,
+                          table, &cut);
+    if (r != CDDP_OK || *table != NULL) break;
+    /* A dead leader refuses the next link. A joining process asks other ranks instead. */
+    retry = m->lost_leader_called ||
+            (cut && !cddp__has_no_number(m) && cddp__retries_member(m, leader));
+    if (retry)
       cddp__sleep(cddp__now() < m->cuts[leader].retry_at ? CDDP__RECONNECT_S : 0.001);
+    else
+      cddp__remove_member(m, leader);
   }
   if (r == CDDP_OK) r = cddp__check_members(m, *table);
   return r == CDDP_OK ? cddp__meeting_apply(m, *table) : r;
 }
 
-/* For a process that has met only joining ones: it asks for the members again. */
+/* For a process that has met only joining ones, as the members were lost: none has the weights. It
+   is a joining process without a number again, and asks for the members. */
 static void cddp__meeting_forget_members(cddp__meeting *m) {
   cddp__host *host = m->group->host;
   int p;
@@ -21020,19 +21051,21 @@ static void cddp__meeting_forget_members(cddp__meeting *m) {
     host->job_info->table.lead.self.life = 0;
     cddp__join_close(host);
   }
-  for (p = 0; p < m->capacity; p++) m->members[p].life = 0;
+  for (p = 0; p < m->capacity; p++) m->members[p].life = 0; /* not [capacity]: this process */
   m->table_count = 0;
   m->me = m->net->rank = m->capacity;
   cddp__drop_all_links(m);
 }
 
-/* false: the member is lost, late, or asks to meet again. */
+/* Waits for a member's confirmation, or for the leader's answer. false: that rank is lost or late,
+   or asks to meet again. */
 static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadline) {
   cddp__message *message = cddp__meeting_receive(m, member, 0 /* max_bytes */, deadline);
   bool confirmed = message != NULL && message->head.number == CDDP_OK;
-  CDDP_ASSERT(!m->lost_leader_called); /* after a table none calls */
+  /* No member of the table is lost yet, and cddp__handle_call refuses others. */
+  CDDP_ASSERT(!m->lost_leader_called);
   if (message == NULL && m->unreachable < 0 && cddp__now() < deadline)
-    m->ended[member] = 1; /* it has just reported: no firewall separates it */
+    m->ended[member] = 1; /* it has just reported or sent the table: no firewall separates it */
   cddp__free(&m->group->host->allocator, message);
   return confirmed;
 }
@@ -21041,14 +21074,16 @@ static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadli
    was lost, to meet again (CDDP_PEER_LOST). */
 static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
   size_t n = (size_t)m->capacity;
-  bool leads = m->leader == m->me, all = true;
+  bool leads = m->leader == m->me;
+  bool all = true; /* have confirmed, as far as this rank knows */
   double deadline = cddp__now() + m->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
   for (p = 0; leads && p < m->capacity; p++)
     if (m->members[p].life != 0 && p != m->me && !cddp__await_confirmation(m, p, deadline))
       all = false;
-  for (p = 0; r == CDDP_OK && p < m->capacity; p++) { /* a member's only link: to the leader */
+  /* A member confirms: its only link is to the leader, and `all` is true. The leader sends `all`. */
+  for (p = 0; r == CDDP_OK && p < m->capacity; p++) {
     if (m->links[p] == NULL) continue;
     r = cddp__connection_post(m->links[p], (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
     CDDP__POINT("elastic go");
@@ -21059,7 +21094,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
   if (r != CDDP_OK) return r;
   if (!all) return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
   memmove(m->lives, m->lives + (m->table_count - 1) * n, n * sizeof *m->lives);
-  m->table_count = 1; /* the last, which all have confirmed */
+  m->table_count = 1; /* the last, which all have confirmed: a majority of older ones is not needed */
   m->unreachable = -1;
   return CDDP_OK;
 }
