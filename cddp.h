@@ -1379,7 +1379,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    exceptions (C++).
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
-   dir/cddp-JOB-RANK.joinN.rec. Truncating a running job's file ends the rank by SIGBUS.
+   dir/cddp-JOB-RANK.joinN.rec. Truncating a running job's file ends the rank by SIGBUS. A cddp_init
+   that fails removes its rank's file.
 
    STORES. With file:// the first process that opens the path serves; other hosts use a TCP port
    (of CDDP_PORTS, if set). When it dies or calls cddp_store_destroy, operations of other processes
