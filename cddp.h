@@ -1615,7 +1615,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 /* >>config -------------------------------------------------------------------------------------
    Limits, sizes and compiler attributes that several rooms use. */
 
-#ifndef CDDP_ASSERT
+#ifndef CDDP_ASSERT /* tests/checked.h defines one that ends the process if c is false */
 #define CDDP_ASSERT(c) ((void)0)
 #endif
 
@@ -1626,33 +1626,36 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 #define CDDP__STATIC_ASSERT(c, why) __extension__ _Static_assert(c, why)
 #endif
 
-/* Asserts that a thread holds the lock: a mutex cannot tell whether the caller does. */
+/* Asserts that some thread holds the lock: trylock fails. Whether it is the caller, a mutex cannot
+   tell. */
 #define CDDP__HELD(lock) CDDP_ASSERT(pthread_mutex_trylock(lock) != 0)
 
 #ifndef CDDP__POINT /* see NOTATION in >>design */
 #define CDDP__POINT(name) ((void)0)
 #endif
 
-#define CDDP__CACHE_LINE 64
-#define CDDP__HUGE_PAGE ((size_t)2 << 20)
+#define CDDP__CACHE_LINE 64          /* bytes */
+#define CDDP__HUGE_PAGE ((size_t)2 << 20) /* bytes, on x86 and most ARM processors */
 #define CDDP__ERROR_MAX 512          /* bytes of an error text, with its NUL */
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__STACK_MIN ((size_t)8 << 20) /* bytes of a thread's stack for the user's callbacks */
-#define CDDP__STACK_MARGIN ((size_t)256 << 10) /* added to it for libc and cddp */
+#define CDDP__STACK_MARGIN ((size_t)256 << 10) /* added to CDDP__STACK_MIN for libc and cddp */
 #define CDDP__MAX_RANKS 4096         /* most ranks of a job; most shards of a batch */
 #define CDDP__PROCESSORS 8192        /* the processor numbers of a host are below this */
 #define CDDP__SIZE_CLASSES 256       /* of shared memory: four per power of two below 2^64 */
 #define CDDP__ELASTIC_SHARDS 1024    /* most shards of an elastic model */
 #define CDDP__FOLD_DEPTH 14 /* partial sums that a canonical sum keeps: log2(CDDP__MAX_RANKS) + 2 */
-#define CDDP__KEY_MAX 8192           /* bytes of a store key; the limit of c10d's libuv server */
-#define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value; the same server's limit */
-#define CDDP__KEYS_MAX 131072u       /* keys in a store command; the same server's limit */
+/* Limits of a store, those of the libuv server of c10d, PyTorch's store: */
+#define CDDP__KEY_MAX 8192           /* bytes of a key */
+#define CDDP__VALUE_MAX (8u << 20)   /* bytes of a value */
+#define CDDP__KEYS_MAX 131072u       /* keys in a command */
 
-#ifndef CDDP__FILE_STAGING /* tests define it */
+#ifndef CDDP__FILE_STAGING /* tests define a smaller one */
 #define CDDP__FILE_STAGING ((size_t)4 << 20) /* bytes per copy between a device and a file */
 #endif
 
-/* Argument f is a printf format of the arguments from a on (0: of a va_list). */
+/* The compiler checks argument f, a printf format, against the arguments from a on; a 0: they are a
+   va_list. Arguments count from 1. */
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
 #define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
 #define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
@@ -1678,7 +1681,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
        cddp__tensor          a parameter; cddp__bucket_state: parameters reduced together
        cddp__elastic         an elastic model; cddp__meeting: its members */
 
-/* Numbers that threads or processes share: see cddp__load32. */
+/* Numbers that threads or processes share. Only functions of >>base, such as cddp__load32, access v;
+   other code does so where no other thread can. */
 typedef struct cddp__atomic_u32 {
   uint32_t v;
 } cddp__atomic_u32;
@@ -1687,7 +1691,8 @@ typedef struct cddp__atomic_u64 {
   uint64_t v;
 } cddp__atomic_u64;
 
-/* A call site: the public function, and the program's source line. file NULL: not known. */
+/* A call site: the public function, and the program's source line that calls it. file NULL: the line
+   is not known. Both texts are literals. */
 typedef struct cddp__site {
   const char *function, *file;
   int line;
@@ -1703,17 +1708,22 @@ typedef struct cddp__text {
 /* A reference to a buffer that is valid in every process of the host: cddp__map_ref. */
 typedef struct cddp__ref {
   uint64_t base; /* EXTENT: offset of the segment in the memfd; POINTER: the buffer's address */
-  uint64_t size; /* EXTENT: bytes of the segment */
-  uint64_t offset; /* EXTENT: of the buffer in the segment */
+  uint64_t size; /* EXTENT: bytes of the segment, which readers map */
+  uint64_t offset; /* EXTENT: of the buffer in the segment, in bytes */
   uint64_t kind; /* CDDP__REF_* */
 } cddp__ref;
-/* NONE: private memory. UNUSED: other ranks do not need it. POINTER: the ranks are threads. */
-enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
+enum {
+  CDDP__REF_NONE,   /* private memory, which others cannot read; or the owner got no memory */
+  CDDP__REF_UNUSED, /* other ranks do not need this buffer in the call */
+  CDDP__REF_EXTENT, /* in the memfd */
+  CDDP__REF_POINTER /* the ranks are threads of one process */
+};
 
 /* An element type. Parameters of models are of class FLOAT or HALF. */
 typedef struct cddp__dtype_info {
   const char *name, *file_name; /* "f32" in texts; "F32" in safetensors files */
-  unsigned char size, cls; /* bytes of an element; CDDP__CLASS_* */
+  unsigned char size; /* bytes of an element */
+  unsigned char cls; /* class: CDDP__CLASS_* */
 } cddp__dtype_info;
 #define CDDP__X(name, text, type, cls, loops) \
   {text, &#name[5] /* after CDDP_ */, (unsigned char)sizeof(type), CDDP__CLASS_##cls},
@@ -1723,7 +1733,7 @@ enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
 /* A new type needs loops for its size; FLOAT or HALF: also arithmetic, in >>reduce, and kernels. */
 #define CDDP__X(name, text, type, cls, loops) \
   CDDP__STATIC_ASSERT((CDDP__CLASS_##cls == CDDP__CLASS_FLOAT) == (name <= CDDP_F64), \
-                      "cddp__convert and norms know two floats: f32, f64"); \
+                      "cddp__convert and norms know two floats, the first dtypes: f32, f64"); \
   CDDP__STATIC_ASSERT(CDDP__CLASS_##cls != CDDP__CLASS_HALF || sizeof(type) == 2, \
                       "sums of halves take twice their bytes: cddp__wide_bytes");
 CDDP__DTYPES(CDDP__X)
@@ -1734,7 +1744,7 @@ static bool cddp__misaligned(const void *p, size_t esize) {
   return ((uintptr_t)p & (esize - 1)) != 0;
 }
 
-/* A received d can be unknown. */
+/* Whether d is a dtype: a peer can send an unknown one. */
 static bool cddp__dtype_ok(unsigned d) { return d < CDDP__DTYPE_COUNT; }
 static size_t cddp__dtype_size(unsigned d) { return cddp__dtype_ok(d) ? cddp__dtypes[d].size : 0; }
 static const char *cddp__dtype_name(unsigned d) {
@@ -1746,14 +1756,14 @@ static bool cddp__dtype_half(unsigned d) {
 static bool cddp__dtype_trains(unsigned d) { /* of parameters: class FLOAT or HALF */
   return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF;
 }
-/* The element type in which a dtype's arithmetic is done: halves are widened to f32. */
+/* The dtype in which sums and other arithmetic on elements of dtype d are done: f32 for halves. */
 static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
 
-#define CDDP__PAYLOAD 40 /* bytes in a header */
+#define CDDP__PAYLOAD 40 /* bytes that a header can carry besides the call: it then has 64 bytes */
 
-/* The purpose of a round. Ranks compare it. */
+/* The purpose of a round. Ranks compare it, so they notice if one is in another step of a call. */
 enum cddp__phase {
-  CDDP__PHASE_CALL,      /* the call itself */
+  CDDP__PHASE_CALL,      /* the first round of a call, in which ranks agree on the call */
   CDDP__PHASE_STAGED,    /* the ranks' shares are in headers or staging buffers */
   CDDP__PHASE_REFS,      /* the headers have the addresses of the ranks' buffers */
   CDDP__PHASE_CHUNK,     /* the ranks of a host have written, or read, a chunk */
@@ -1765,22 +1775,22 @@ enum cddp__phase {
   CDDP__PHASE_GRADIENTS, /* this rank's gradients are complete: peers can read them */
   CDDP__PHASE_WEIGHTS,   /* this rank has copied others' weights: they can zero their gradients */
   CDDP__PHASE_NORM,      /* the sums of squares of this rank's part are complete */
-  CDDP__PHASE_HOST = 15  /* no round. In call logs: a GPU group's call on host memory */
+  CDDP__PHASE_HOST = 15  /* no round. In call logs only: a GPU group's call on host memory */
 };
 
 /* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two, for
    even and odd rounds. */
 typedef struct cddp__op_header {
-  cddp__atomic_u32 seq; /* number of the round; readers sleep on it */
+  cddp__atomic_u32 seq; /* number of the round. Readers poll it, or sleep until it changes */
   uint32_t call; /* kind, dtype, op and phase: cddp__call_code */
   uint64_t count; /* elements */
   int32_t root; /* rank; -1: the call has no root */
   uint32_t fp_mode; /* cddp__fp_mode() of the calling thread; 0: the call does not compute */
   union {
-    unsigned char bytes[CDDP__PAYLOAD];
-    cddp__ref ref;
-    int32_t split[2]; /* color and key of a new group's rank */
-  } u; /* payload */
+    unsigned char bytes[CDDP__PAYLOAD]; /* the value of a small collective, or other data */
+    cddp__ref ref; /* PHASE_REFS: this rank's buffer; PHASE_BLOCK: the new control block */
+    int32_t split[2]; /* cddp_group_split: color and key of this rank */
+  } u; /* payload, as the call and its phase need it */
 } cddp__op_header;
 
 /* shared: a posted send. Sender and receiver write state in turn; the sender writes the rest. Only
@@ -1789,28 +1799,28 @@ typedef struct cddp__op_header {
 typedef struct cddp__send_request {
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SEND_*, or CDDP__POSTED_TO(receiver) */
   cddp__atomic_u32 tag;
-  uint32_t dtype; /* and count: must be the receive's */
-  uint64_t count;
-  cddp__atomic_u64 number; /* order of posting at the sender */
+  uint32_t dtype; /* dtype and count must be the receive's: else REFUSED */
+  uint64_t count; /* elements */
+  cddp__atomic_u64 number; /* of the send at its sender, ascending: receivers take the lowest */
   union {
     unsigned char bytes[sizeof(cddp__ref)]; /* the message, if it fits: needs no other line */
     cddp__ref ref; /* of a longer one: the program's buffer, or `stage` */
   } u;
   void *stage CDDP__OWN_LINE; /* the sender's memory for copies of messages, kept for reuse */
-  size_t stage_size;
+  size_t stage_size; /* bytes of `stage` */
   bool staged; /* `u` has, or refers to, a copy, so no call waits: DONE frees the request */
 } cddp__send_request;
 enum {
-  CDDP__SEND_FREE,
-  CDDP__SEND_POSTED,
-  CDDP__SEND_TAKEN, /* the receiver copies the bytes */
-  CDDP__SEND_DONE,
-  CDDP__SEND_REFUSED /* the receive has another count or dtype */
+  CDDP__SEND_FREE,   /* the sender can use the request */
+  CDDP__SEND_POSTED, /* in the lowest byte: CDDP__POSTED_TO the receiver */
+  CDDP__SEND_TAKEN,  /* the receiver copies the bytes */
+  CDDP__SEND_DONE,   /* the receiver has the bytes; the sender sets FREE */
+  CDDP__SEND_REFUSED /* the receive has another count or dtype: both calls fail */
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
 
-#define CDDP__SENDS 128 /* in a slot; with more to one rank, a send without a handle blocks */
-#define CDDP__SEND_BLOCKS 16 /* of send requests: block i has CDDP__SENDS << i */
+#define CDDP__SENDS 128 /* requests in a slot; with more to one rank, a send without handle blocks */
+#define CDDP__SEND_BLOCKS 16 /* most blocks of send requests of a rank: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 #define CDDP__WHERE_MAX 160 /* bytes of slot.where */
 
@@ -1818,8 +1828,8 @@ enum {
    ranks on the host compare it with their own. */
 typedef struct cddp__logged_call {
   cddp__atomic_u32 number; /* of the call, from 1; 0 while it is being written */
-  struct {
-    uint32_t call; /* cddp__call_code */
+  struct { /* as in a cddp__op_header */
+    uint32_t call;
     int32_t root;
     uint64_t count;
   } what;
@@ -1827,16 +1837,17 @@ typedef struct cddp__logged_call {
   char site[96]; /* text of the call site; "": unknown */
 } cddp__logged_call;
 #define CDDP__CALL_LOG 64 /* a rank's latest calls that a group keeps; a power of two */
-#define CDDP__COUNTED_PEERS 64 /* messages on device memory are counted between ranks below this */
+#define CDDP__COUNTED_PEERS 64 /* only ranks below this count their messages on device memory */
 
 /* shared: a rank's entry in the control block of its host. The rank writes it, except where another
    writer is named. */
 typedef struct cddp__slot {
   /* Life, and access to other ranks' memory. */
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_* (TAKEN: a thread's creator writes it) */
-  cddp__atomic_u32 inside; /* 1: it can be accessing peers' memory: cddp__begin_access */
-  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* low half: 1 + the rank of another host that makes it
-                                             late, or 0; high: ms of cddp__monotonic(), then */
+  cddp__atomic_u32 inside; /* 1: the rank can be accessing peers' memory: cddp__begin_access */
+  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* low half: 1 + the rank of another host for which this
+                                             rank waits, so it is late; 0: none. High half: time
+                                             of that, ms of cddp__monotonic */
   /* Messages, and counters. */
   cddp__atomic_u32 events; /* peers increment it after they change a send from or for this rank,
                               if this rank sleeps or the group has several hosts */
@@ -1844,12 +1855,12 @@ typedef struct cddp__slot {
   cddp__atomic_u32 send_top; /* receivers scan the send requests below: others were never used */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
   cddp__atomic_u32 works; /* operations queued or running in the rank's engine */
-  cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | its wait status; 0:
-                             unknown. Writer: the rank before it on the host */
+  cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | the wait status of
+                             waitid; 0: not known. Writer: the rank before this one on the host */
   cddp__send_request sends[CDDP__SENDS];
   /* Failure. */
   cddp__atomic_u32 site_round; /* the last round in which ranks made different calls */
-  char site[CDDP__SITE_MAX]; /* call site of this rank's call of that round */
+  char site[CDDP__SITE_MAX]; /* call site of this rank's call in site_round */
   char failure[CDDP__ERROR_MAX]; /* the group's error if block.broken names this slot; fail_lock */
   /* In the job's first group: the place where the rank waits, for texts of ranks that wait for it.
      Writer: the waiting thread. */
@@ -1859,13 +1870,18 @@ typedef struct cddp__slot {
   cddp__atomic_u32 multithreaded; /* 1: several threads use cddp: a wait stops only one */
   char where[CDDP__WHERE_MAX]; /* the operation and call site of that wait */
   /* Memory of this rank, and its calls on device memory. */
-  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* [i]: block i of requests; block 0 is `sends` */
+  cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* [i]: block i of requests, i > 0; block 0 is `sends` */
   cddp__ref scratch; /* several hosts: copies of chunks of a private buffer */
-  cddp__logged_call call_log[CDDP__CALL_LOG]; /* a ring */
+  cddp__logged_call call_log[CDDP__CALL_LOG]; /* a ring of the calls up to number `calls` */
   cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* number of messages on device memory to each rank */
 } cddp__slot;
-/* TAKEN: by a rank. LEFT: by cddp_destroy. DEAD: its thread failed, or it called MPI_Finalize. */
-enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
+/* States of a slot. A process that dies leaves TAKEN: others notice by pidfd and lock. */
+enum {
+  CDDP__SLOT_EMPTY,
+  CDDP__SLOT_TAKEN, /* its rank has created the group */
+  CDDP__SLOT_LEFT,  /* its rank has called cddp_destroy */
+  CDDP__SLOT_DEAD   /* the rank's thread failed, or the rank called MPI_Finalize */
+};
 
 /* Why a model, a rendezvous, a peer or a group failed. Shared if in a control block. Written once,
    by the first thread that knows it. */
@@ -1876,10 +1892,11 @@ typedef struct cddp__cause {
 
 /* shared: the control block of a group. Headers, slots and staging buffers follow: >>block. */
 typedef struct cddp__control_block {
-  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: of all ranks at all rounds so far */
+  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: sum over ranks and rounds so far */
   cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached */
-  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads on a header, arrivals or release */
-  cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0, or a cddp_result | the slot with the text << 8 */
+  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads that sleep on a header, arrivals or release */
+  cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0: not broken; else a cddp_result | the index of the
+                                             slot with the text << 8 */
   cddp__atomic_u32 left; /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 generation; /* number of the block; a change means that it was freed */
   cddp__atomic_u32 size; /* when `left` is this number, the block is freed; 0: not set yet */
@@ -1893,13 +1910,13 @@ typedef struct cddp__control_block {
 
 /* --- hosts, groups and calls --- */
 
-struct cddp__segments { /* mapped ranges, sorted */
-  struct cddp__segment **list;
+struct cddp__segments { /* mapped ranges of the memfd, sorted */
+  struct cddp__segment **list; /* [count] */
   size_t count, capacity;
 };
 struct cddp__extents { /* this rank's allocations of one size class */
-  struct cddp__extent *free; /* by next */
-  size_t count; /* free or not */
+  struct cddp__extent *free; /* a list of those that can be reused, by next */
+  size_t count; /* of all extents, free or not */
 };
 
 /* The memory that this rank shares. */
@@ -1909,7 +1926,8 @@ typedef struct cddp__arena {
   int window; /* number of this rank's part of the memfd: its index, or a new one if it joined */
   int window_bits; /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
   uint64_t used_end; /* end of the used part of the window, an offset in the memfd */
-  cddp__atomic_u64 lowest, highest; /* memory outside these addresses is private: cddp__ref_of */
+  cddp__atomic_u64 lowest, highest; /* bounds of the addresses of shared memory: cddp__ref_of finds
+                                       without a lock that other memory is private */
   uint32_t generation; /* of this rank's last control block */
   struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
   struct cddp__extents lists[CDDP__SIZE_CLASSES]; /* indexed by cddp__size_class */
@@ -1918,13 +1936,13 @@ typedef struct cddp__arena {
 
 /* A process of the host. Owner: the thread that trains. Others read it through cddp__process_at. */
 typedef struct cddp__process {
-  int window; /* as in its own arena.window */
+  int window; /* arena.window of that process */
   uint32_t pid; /* 0: not known */
-  int pidfd; /* tells how it ended; only of the next rank and joined processes. -1: none */
+  int pidfd; /* tells how the process ended; only of the next rank and joined ones. -1: none */
   bool member; /* of this rank's elastic model */
   bool use_locked; /* this rank locks the process's use byte, and can have mapped its memory */
   uint64_t lost_in_step; /* 1 + the step in which the model lost it; 1: no member; 0: not lost */
-  struct cddp__process *next; /* joined processes */
+  struct cddp__process *next; /* in host.others */
 } cddp__process;
 
 /* The listeners for processes that join, and their connections. */
@@ -1934,8 +1952,9 @@ struct cddp__join_listeners {
   int tcp_fd; /* for those of other hosts; -1: none, or another rank listens */
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
   struct cddp__connection *spare; /* memory for the next one, or NULL */
-  double pause_end; /* until then joining processes are not served: that delays training */
-  double wait_end; /* until then cddp__join_serve does not wait for their messages */
+  double pause_end; /* until then joining processes are not served, so that they take at most a
+                       tenth of the time of training */
+  double wait_end; /* until then cddp__join_serve does not wait for their messages: likewise */
 };
 
 /* The ranks of one host, which share memory, as one of them sees them. Created by cddp_init or
@@ -1944,9 +1963,9 @@ typedef struct cddp__host {
   cddp_allocator allocator;
   cddp_logger logger;
   pthread_mutex_t lock; /* of fields that name it, and of the arena */
-  int refs; /* in `lead`: number of groups that use any of its hosts; lead's lock */
-  struct cddp__host *lead; /* itself; if ranks are threads: rank 0's host, which counts for all */
-  struct cddp__host *sibling; /* if ranks are threads: the next rank's host, which lead frees too */
+  int refs; /* in `lead`: number of groups that use lead or one of its siblings; lead's lock */
+  struct cddp__host *lead; /* this host; if ranks are threads: rank 0's, which counts for all */
+  struct cddp__host *sibling; /* if ranks are threads: the next rank's host, freed with `lead` */
   cddp__arena arena;
   struct cddp__net *net; /* NULL: no other hosts */
   cddp_record_header *record; /* the flight recorder; NULL: off */
@@ -1955,47 +1974,50 @@ typedef struct cddp__host {
   int container_cores; /* limit of this rank's container */
   /* The ranks. */
   bool one_process; /* this process has all ranks (threads, or one): no memfd */
-  int size, index; /* number of ranks; this rank's index */
-  cddp__process *ranks; /* [size] the ranks of the job's first group */
+  int size, index; /* number of ranks of the job's first group on this host; this rank's index */
+  cddp__process *ranks; /* [size] these ranks */
   cddp__process *others; /* processes that joined, until their memory is freed: a list; lock */
-  uint32_t joins_seen; /* number of joined processes that are, or were, in the list */
+  uint32_t joins_seen; /* number of joined processes that are, or were, in `others` */
   int models; /* the sum of cddp_group.models; lock */
-  uint64_t started_before; /* ticks since boot: a process that began later reuses a rank's pid */
+  uint64_t started_before; /* ticks since boot at which all ranks ran: a process with the pid of a
+                              rank that began later is another one */
   /* The rendezvous and joins. */
   bool joined; /* this process joined with CDDP_JOIN */
   bool elastic; /* this rank has an elastic model */
   struct cddp__job_info *job_info; /* NULL: no process can join */
   struct cddp__join_listeners joins;
   /* Waits of this rank. */
-  struct cddp_group *groups; /* of this rank, by next; lock */
+  struct cddp_group *groups; /* a list of this rank's groups, by next; lock */
   struct cddp__slot *slots; /* [size] of the job's first group; NULL: freed, or it has one rank */
-  uintptr_t first_thread; /* the first that used cddp, by its &cddp__this_site; 0: none yet */
-  cddp__atomic_u32 wait_shown; /* 1: a thread has published its wait: others do not */
+  uintptr_t first_thread; /* &cddp__this_site of the first thread that used cddp; 0: none yet */
+  cddp__atomic_u32 wait_shown; /* 1: slot.wait shows a thread's wait, so others do not write it */
 } cddp__host;
 
 /* A collective or message, with checked arguments. */
 typedef struct cddp__call {
   uint8_t kind; /* CDDP__KIND_*. BARRIER: `count` is the hash of the logged calls, or 0 */
   uint8_t dtype, op; /* cddp_dtype, cddp_op */
-  int root; /* -1: the call has no root; messages: the peer */
-  const void *send;
-  void *recv;
+  int root; /* -1: the call has no root; messages: the peer, or CDDP_ANY */
+  const void *send; /* NULL: this rank sends nothing */
+  void *recv; /* NULL: this rank receives nothing */
   size_t count; /* elements of a rank's share (>>shape), or of the message */
   size_t esize; /* bytes of an element */
-  int tag;
+  int tag; /* messages */
   struct cddp__counted_share *shares; /* [size] in a call with counts; NULL: all have `count` */
 } cddp__call;
 #define CDDP__COUNTED SIZE_MAX /* `count` in a call with counts, until ranks know the largest one */
 
-/* Calls with counts: what this rank sends to and gets from another rank, in elements. */
+/* Calls with counts: the share that this rank sends to another rank, and the one that it gets from
+   there. All numbers are elements. */
 typedef struct cddp__counted_share {
-  size_t out, out_at; /* sent; position in the send buffer */
-  size_t in, in_at; /* received; position in the receive buffer */
+  size_t out, out_at; /* number sent; position in this rank's send buffer */
+  size_t in, in_at; /* number received; position in this rank's receive buffer */
   size_t peer_at; /* one host: position of `in` in the other's send buffer; several hosts: of
                      `out` in its receive buffer */
 } cddp__counted_share;
-/* The kinds of calls: names in texts, and which data they move (struct cddp__shape). Messages
-   (behind COUNT) have no rounds. */
+/* The kinds of calls, in the order that the assertions below describe: X(kind, name in texts, the
+   data that the call moves: flags of struct cddp__shape). Those behind COUNT, messages, have no
+   rounds. */
 #define CDDP__KINDS(X) \
   X(BARRIER, "barrier", 0) \
   X(ALL_REDUCE, "all_reduce", CDDP__SHAPE_REDUCES) \
@@ -2041,21 +2063,21 @@ CDDP__STATIC_ASSERT(CDDP_BAND == CDDP_MAX + 1 && CDDP_BXOR == CDDP_BAND + 2,
 typedef struct cddp__backend {
   bool on_device; /* `alloc` and models' gradients are memory of a device */
   bool enqueues; /* operations on device memory run on streams, without the host (NCCL) */
-  /* Runs a checked operation. work not NULL: only starts it, and sets *work. */
+  /* Runs a checked operation to its end. work not NULL: only starts it, and sets *work. */
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work);
   /* Waits at most `limit` seconds; negative: without a limit. CDDP_TIMEOUT: the limit has passed
      and the operation continues. Else the operation's result. */
   cddp_result (*wait)(cddp_work *w, double limit);
-  bool (*done)(cddp_work *w); /* without waiting */
-  cddp_result (*synchronize)(cddp_group *g);
-  void *(*alloc)(cddp_group *g, size_t bytes);
-  void (*free)(const cddp_group *g, void *p);
+  bool (*done)(cddp_work *w); /* whether it has ended, or failed; without waiting */
+  cddp_result (*synchronize)(cddp_group *g); /* cddp_synchronize */
+  void *(*alloc)(cddp_group *g, size_t bytes); /* cddp_alloc */
+  void (*free)(const cddp_group *g, void *p); /* cddp_free */
   /* Converts n elements. */
   cddp_result (*convert)(const cddp_group *g, void *to, cddp_dtype to_dtype, const void *from,
                          cddp_dtype from_dtype, size_t n);
   cddp_result (*prepare)(cddp_group *g); /* collective, before g is split */
   cddp_result (*open)(const cddp_group *from, cddp_group *g); /* collective over g, a new group */
-  void (*leave)(cddp_group *g);
+  void (*leave)(cddp_group *g); /* this rank leaves g: its device work ends */
   void (*close)(cddp_group *g); /* after leave, when the group's memory is freed */
   /* Memory until the next call, on the thread that calls collectives. NULL: use alloc and free. */
   cddp_result (*scratch)(const cddp_group *g, size_t bytes, void **out);
@@ -2067,12 +2089,13 @@ typedef struct cddp__backend {
 typedef struct cddp__carrier {
   bool foreign; /* another library: it reduces over all ranks, also those in cddp_ddp_join */
   bool shares_memory; /* every rank can read all gradients: `average` is not called */
-  cddp_result (*run)(cddp_group *g, const cddp__call *c);
-  /* The mean of the ranks' c->count elements, to c->recv. arrays: [local_size] those of this
-     host's ranks. */
+  cddp_result (*run)(cddp_group *g, const cddp__call *c); /* a whole collective */
+  /* Writes the mean of the ranks' c->count elements to c->recv. arrays: [local_size] the inputs of
+     this host's ranks. */
   cddp_result (*average)(cddp_group *g, const cddp__call *c, void *const *arrays);
+  /* Collective: gives `to`, a new group of ranks of `from`, its data. NULL: it needs none. */
   cddp_result (*split)(const cddp_group *from, cddp_group *to, int color, int key);
-  void (*leave)(cddp_group *g);
+  void (*leave)(cddp_group *g); /* frees the carrier's data of g */
 } cddp__carrier;
 
 /* An operation in flight: a collective in the engine's queue, a send until the receiver takes the
@@ -4593,7 +4616,7 @@ static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *he
   while (*sent < stop) {
     bool in_head = *sent < head_size;
     uintptr_t at = in_head ? (uintptr_t)head + *sent : (uintptr_t)data + (*sent - head_size);
-    struct iovec io[2]; /* the rest of the head and the body; or the rest of the body, and nothing */
+    struct iovec io[2]; /* the rest of the head, and the body; or the rest of the body and nothing */
     ssize_t n;
     io[0].iov_base = (char *)at;
     io[0].iov_len = cddp__min((in_head ? head_size : stop) - *sent, CDDP__SEND_BYTES);
