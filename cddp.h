@@ -17908,9 +17908,9 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
   return r == CDDP_OK && n > 0 ? d->memory->broadcast(d, n) : r;
 }
 
-/* The reduction left in the arena a sum (step.sums), a sum divided by the number of all ranks
-   (by_all), or the mean over the active ranks: those with data. Returns the factor that makes it
-   that mean. */
+/* Returns the factor that makes the contents of the arena the mean over the active ranks, those
+   with data. The reduction has left a sum (step.sums), a sum divided by the number of all ranks
+   (by_all), or that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all = /* hooks, MPI and NCCL do not know which ranks are absent */
       d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
@@ -18014,7 +18014,7 @@ static cddp_result cddp__zero_copied(cddp_ddp *d) {
 
 enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
 
-/* Adds the shard in this rank's gradients to own_nodes: sums it with the nodes that form a greater
+/* Adds the shard in this rank's gradients to own_nodes. Sums it with the nodes that form a greater
    node with it, into the slot of the first of these, else into a free slot. more: zeroes the
    gradients for the next shard. Otherwise the shard can stay in the gradients, where peers read
    it. */
@@ -18046,8 +18046,8 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
 }
 
 /* Takes the mean of a chunk, n elements for each rank, from offset `at` of the model, into `out`.
-     1. Each rank receives its n elements of all nodes, in `most` exchanges: in the i-th, each rank
-        sends its i-th node, so node.slot is the number of a node's exchange.
+     1. Each rank receives its n elements of all nodes, in `most` exchanges. In the i-th, each rank
+        sends its i-th node. So a node's slot is the number of its exchange.
      2. It takes their mean, in its place in `out`.
      3. All ranks gather the means. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
@@ -18402,7 +18402,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 }
 
 /* Calls the hook: on the gradients themselves if they are adjacent, else on a copy. If the hook
-   fails without a text of its own, the error text is about its result. */
+   fails without an error text, the text is about its result. */
 static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   char text_begin = cddp__error_text[0]; /* the text is empty during the call: a hook can set one */
   size_t bytes = cddp__bucket_bytes(d, b);
@@ -18496,7 +18496,7 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
    alone, in private memory. */
 
 /* The address of state k of element n of parameter i in `states`, memory with the layout of shared
-   states: each state has layout.state_stride bytes, in the order of the model. */
+   states. Each state has layout.state_stride bytes, in the order of the model. */
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *states, int k, int i,
                             size_t n) {
   size_t at = d->tensors[i].offset;
@@ -18568,8 +18568,8 @@ static cddp_result cddp__copy_shared(cddp_optim *optim) {
       d, optim, optim->shared_states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
 }
 
-/* Commits this rank's part of the shared states, in whole pages: of a large model in huge ones, so
-   that a page at the border of two parts is committed twice, which does no harm. */
+/* Commits this rank's part of the shared states, in whole pages, of a large model in huge ones. A
+   page at the border of two parts is committed twice, which does no harm. */
 static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, char *states) {
   size_t stride = d->layout.state_stride, from, to,
          unit = stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
@@ -19195,13 +19195,13 @@ enum { /* the rank is in cddp_ddp_join */
   CDDP__ABSENT_SINCE_NOW   /* cddp__end_uneven finds the last rank to join by it */
 };
 
-/* Before the first cddp_ddp_ready of a step or shard. */
+/* Before the first cddp_ddp_ready of a step or shard: no gradient is ready, no bucket launched. */
 static void cddp__reset_step(cddp_ddp *d) {
   int i;
   pthread_mutex_lock(&d->lock);
   for (i = 0; i < d->count; i++) {
     d->tensors[i].ready = d->tensors[i].noted = false;
-    d->tensors[i].used = true;
+    d->tensors[i].used = true; /* until cddp__settle_unused */
   }
   for (i = 0; i < d->plan.count; i++) d->plan.buckets[i].remaining = d->plan.buckets[i].count;
   d->plan.next = 0;
@@ -19209,23 +19209,27 @@ static void cddp__reset_step(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
-/* Ends a current shard, and sets d->shards.current to this rank's next one, which exists. */
+/* Ends the current shard, if any, and sets d->shards.current to this rank's next one, which exists
+   (the caller has checked). */
 static cddp_result cddp__next_shard(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int first, count;
   if (d->shards.current >= 0) {
     r = cddp__end_shard(d, CDDP__MORE_SHARDS);
-    cddp__reset_step(d);
+    cddp__reset_step(d); /* the next shard's gradients become ready again */
   }
   cddp__rank_shards(d->shards.count, d->group->size, d->group->rank, &first, &count);
   d->shards.current = first + d->shards.taken++;
   return r;
 }
 
-/* Starts full buckets in order, up to one that is not full. lock held. A lone rank needs none. */
+/* Starts full buckets in order, up to one that is not full: all ranks start them in the same order.
+   d->lock held. */
 static cddp_result cddp__launch_buckets(cddp_ddp *d) {
+  bool is_mean = /* one rank's gradients are the mean already, unless a hook or slots change them */
+      d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.uses_slots;
   cddp_result r = CDDP_OK;
-  if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.uses_slots) return CDDP_OK;
+  if (is_mean) return CDDP_OK;
   while (r == CDDP_OK && d->plan.next < d->plan.count) {
     cddp__bucket_state *b = &d->plan.buckets[d->plan.next];
     if (b->remaining > 0) break;
@@ -19243,7 +19247,8 @@ static cddp_result cddp__copy_gradient(cddp_ddp *d, int i) {
       d->arena + tensor->arena_offset, d->params[i].grad, tensor->bytes, d->group->stream);
 }
 
-/* A second mark in one step fails the model: the sums would be wrong if the caller ignored it. */
+/* A second mark in one step fails the model: the sums would be wrong if the caller ignored the
+   error. noted: under no_sync a mark is only remembered, in tensor->noted. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   const cddp_group *g;
   cddp__tensor *tensor;
@@ -19259,7 +19264,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   host = d->group->host;
   CDDP__POINT("ready");
   cddp__detect_second_thread(host);
-  if (!d->no_sync && (r = d->memory->enter(d)) != CDDP_OK) return r; /* nothing is marked */
+  if (!d->no_sync && (r = d->memory->enter(d)) != CDDP_OK) return r; /* the call can be repeated */
   pthread_mutex_lock(&d->lock);
   noted = d->no_sync; /* it counts in a later step only */
   twice = !noted && tensor->ready;
@@ -19270,15 +19275,18 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   }
   pthread_mutex_unlock(&d->lock);
   if (twice) {
-    CDDP__REFUSE("cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
-        "call it once, when its gradient is complete", cddp__param_name(d->params, param).s,
+    (void)CDDP__REFUSE( /* sets the text */
+        "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; call it "
+        "once, when its gradient is complete", cddp__param_name(d->params, param).s,
         d->group->rank);
     return cddp__break_model(d, CDDP_INVALID_ARGUMENT);
   }
-  g = d->comm != NULL ? d->comm : d->group; /* a joining process has no comm yet */
+  /* Writes an event to the flight recorder, under d->comm; a joining process has none yet. */
+  g = d->comm != NULL ? d->comm : d->group;
   cddp__record_finish(
       g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* dtype, op, root */), CDDP_OK);
   if (noted) return CDDP_OK;
+  /* Without the lock, so that threads copy at the same time. */
   if ((r = cddp__copy_gradient(d, param)) != CDDP_OK) return cddp__break_model(d, r);
   pthread_mutex_lock(&d->lock);
   CDDP_ASSERT(d->plan.buckets[tensor->bucket].remaining > 0);
@@ -19293,7 +19301,7 @@ static uint64_t cddp__add_sharing(const cddp_optim *optim, uint64_t hash) {
   return hash | (uint64_t)(optim != NULL && optim->shared_by != NULL);
 }
 
-/* What must agree between ranks, except lr, as a hash. optim NULL: 0. */
+/* A hash of the settings that ranks must agree on, without lr. optim NULL: 0. */
 static uint64_t cddp__optim_settings(const cddp_optim *optim) {
   return cddp__add_sharing(optim, optim != NULL ? optim->settings_hash : 0);
 }
@@ -19305,9 +19313,10 @@ static cddp__step_header cddp__step_header_of(const cddp_ddp *d, int rank) {
   return m;
 }
 
-/* The name of number `at` of an optimizer. Its numbers: settings, lr_scales, weight_decays. */
+/* The name of an optimizer's number `at`, for texts. The numbers: settings, lr_scales [count],
+   weight_decays [count]. */
 static cddp__text cddp__setting_name(const cddp_ddp *d, size_t at) {
-  size_t count = (size_t)d->count, of_params = at - CDDP__SETTING_COUNT;
+  size_t count = (size_t)d->count, of_params = at - CDDP__SETTING_COUNT; /* index in both lists */
   if (at < CDDP__SETTING_COUNT) return cddp__textf("%s", cddp__setting_names[at]);
   return cddp__textf("%s of parameter \"%s\"", of_params < count ? "lr_scales" : "weight_decay",
                      cddp__param_name(d->params, (int)(of_params % count)).s);
@@ -19315,19 +19324,22 @@ static cddp__text cddp__setting_name(const cddp_ddp *d, size_t at) {
 
 /* The first number of an optimizer that differs from another rank's. */
 typedef struct cddp__difference {
-  double index, value; /* index: of cddp__setting_name; n of cddp__break_settings: none differs */
+  double index; /* as in cddp__setting_name; the count of all numbers: none differs */
+  double value; /* this rank's */
 } cddp__difference;
 
-/* Breaks the group on all ranks: an optimizer differs from that of rank `first`, which sends its
-   numbers. The error names the first that differs on any rank. optim: this rank's, or NULL. */
+/* Collective, once headers show that an optimizer differs from that of rank `first`: breaks the
+   group. Rank `first` sends all of its numbers, each rank sends its first difference to the others,
+   and the error names the lowest of these. optim: this rank's, or NULL. */
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, int first) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
   cddp__text here = cddp__describe_current_call(g);
-  size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k, at = n; /* at: the first to differ */
+  size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k; /* n: numbers of an optimizer */
+  size_t at = n; /* the lowest that differs */
   cddp__difference own = {(double)n, 0}, *all;
-  double *mine, *theirs;
-  int p, differing = 0;
+  double *mine, *theirs; /* this rank's numbers, those of `first` */
+  int p, differing = 0; /* ranks that have another number `at` than `first` */
   cddp_result r;
   mine = (double *)cddp__calloc(a, 1, 2 * n * sizeof *mine + (size_t)g->size * sizeof *all);
   if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
@@ -19335,15 +19347,15 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   all = (cddp__difference *)(void *)(theirs + n);
   if (optim != NULL) {
     memcpy(mine, &optim->desc, CDDP__SETTING_COUNT * sizeof *mine);
-    memcpy(mine + CDDP__SETTING_COUNT, optim->desc.lr_scales,
+    memcpy(mine + CDDP__SETTING_COUNT, optim->desc.lr_scales, /* weight_decays follow */
            (n - CDDP__SETTING_COUNT) * sizeof *mine);
     mine[CDDP__SETTING_SHARED] = optim->shared_by != NULL;
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* an absent rank takes the others' lr */
+  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* an absent rank takes over their lr */
   while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++;
-  if (optim != NULL && k < n) {
+  if (optim != NULL && k < n) { /* NULL: in cddp_ddp_join without one */
     own.index = (double)k;
     own.value = mine[k];
   }
@@ -19360,7 +19372,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
     if (differing > 2)
       cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more differ", differing - 2);
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", in %s", here.s);
-    r = cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* other hosts found it too */
+    r = cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* all ranks are in this function */
   }
   cddp__free(a, mine);
   return r;
@@ -19372,20 +19384,20 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
 static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim,
                                   uint64_t *missing) {
   cddp_group *g = d->control;
-  cddp__step_header m;
-  uint64_t settings = 0, active_settings = 0; /* of first_optim, of active[0] */
-  uint64_t check = cddp__add_sharing(optim, optim != NULL ? optim->check : 0);
+  cddp__step_header m; /* this rank's, then each rank's */
+  uint64_t settings = 0, active_settings = 0; /* hashes: of first_optim, of active[0] */
+  uint64_t check = cddp__add_sharing(optim, optim != NULL ? optim->check : 0); /* for NCCL */
   double lr = 0; /* of the first rank that is not absent */
   bool met = false, differ = false;
   cddp_result r = d->memory->select_device(d);
   int p, first_optim = -1; /* the first rank with a cddp_optim */
   *missing = 0;
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
-  if (r != CDDP_OK || met) return r;
+  if (r != CDDP_OK || met) return r; /* met: step.active keeps all ranks */
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  memset(&m, 0, sizeof m);
+  memset(&m, 0, sizeof m); /* its padding is sent too */
   pthread_mutex_lock(&d->lock);
-  if (d->uneven.absent == 0) m.missing = (uint64_t)(d->count - d->plan.arrived);
+  if (d->uneven.absent == 0) m.missing = (uint64_t)(d->count - d->plan.arrived); /* absent: none */
   pthread_mutex_unlock(&d->lock);
   m.settings_hash = cddp__optim_settings(optim);
   m.lr = optim != NULL ? optim->desc.lr : 0;
@@ -19403,21 +19415,21 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
       settings = m.settings_hash;
     }
     differ = differ || (m.settings_hash != 0 && m.settings_hash != settings);
-    if (m.absent != 0) continue;
-    if (d->step.active_count == 0) {
+    if (m.absent != 0) continue; /* its lr can be old */
+    if (d->step.active_count == 0) { /* the first active rank */
       lr = m.lr;
       active_settings = m.settings_hash;
     }
     differ = differ || m.lr != lr;
     d->step.active[d->step.active_count++] = p;
   }
-  if (differ) /* lr is that of active[0], if it has an optimizer */
+  if (differ) /* compares with active[0], which has the lr of this step, if it has an optimizer */
     return cddp__break_settings(d, optim, active_settings != 0 ? d->step.active[0] : first_optim);
   if (d->step.active_count > 0 && d->step.active_count < g->size) d->uneven.had_absent = true;
   return CDDP_OK;
 }
 
-/* A rank's flag for a parameter; 0: not ready */
+/* A rank's flag for a parameter in cddp__settle_unused. 0: not ready, so missing. */
 #define CDDP__FLAG_READY 1
 #define CDDP__FLAG_ABSENT 2 /* in cddp_ddp_join: not missing */
 #define CDDP__FLAG_NOTED 4  /* cddp_ddp_ready was called under no_sync only: missing */
@@ -19425,11 +19437,12 @@ static bool cddp__flag_missing(unsigned char flag) {
   return flag == 0 || flag == CDDP__FLAG_NOTED;
 }
 
-/* Fails with a list of gradients that are missing: CDDP_MISMATCH if not on all ranks. */
+/* Fails with a list of the first gradients that are missing, from scratch.flags. CDDP_MISMATCH: one
+   is missing on some ranks only; else CDDP_INVALID_ARGUMENT. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
-  int i, missing, shown = 0; /* missing: on that many ranks */
-  bool noted, any_noted = false;
-  size_t n = (size_t)d->count, all = n * (size_t)d->group->size, at;
+  int i, missing, shown = 0; /* missing: ranks on which parameter i is */
+  bool noted, any_noted = false; /* marked under no_sync only: on a rank; for any parameter shown */
+  size_t n = (size_t)d->count, all = n * (size_t)d->group->size, at; /* at: in flags */
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4; i++) {
@@ -19443,9 +19456,9 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
     any_noted = any_noted || noted;
     cddp__append(list, sizeof list, "%s\"%s\"%s", shown++ ? ", " : "",
                  cddp__param_name(d->params, i).s, noted ? " (only while no_sync was on)" : "");
-    if (missing == d->step.active_count) continue; /* on all ranks */
+    if (missing == d->step.active_count) continue; /* missing on all ranks with data */
     r = CDDP_MISMATCH;
-    for (at = (size_t)i; !cddp__flag_missing(d->scratch.flags[at]);) at += n; /* the first rank */
+    for (at = (size_t)i; !cddp__flag_missing(d->scratch.flags[at]);) at += n; /* first such rank */
     cddp__append(list, sizeof list, " (on rank %d%s)", (int)(at / n),
                  missing > 1 ? " and others" : "");
   }
@@ -19458,8 +19471,9 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
                 : "call cddp_ddp_ready for every parameter, or set find_unused_parameters");
 }
 
-/* Collective, if parameters are missing on any rank. With find_unused_parameters their gradients
-   count as zero, and parameters that no rank used do not change; without it every rank fails. */
+/* Collective, if parameters are missing on any rank (the meeting has shown it). With
+   find_unused_parameters their gradients count as zero, and parameters that no rank used do not
+   change; without it every rank fails. Afterwards all parameters are ready. */
 static cddp_result cddp__settle_unused(cddp_ddp *d) {
   size_t n = (size_t)d->count, i, p;
   unsigned char *mine = d->scratch.flags + n * (size_t)d->group->size;
@@ -19476,12 +19490,12 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   for (i = 0; i < n && r == CDDP_OK; i++) {
     cddp__tensor *tensor = &d->tensors[i];
     if (tensor->ready) continue;
-    tensor->used = false;
+    tensor->used = false; /* unless a rank marked it */
     for (p = 0; p < (size_t)d->group->size; p++)
       if (d->scratch.flags[p * n + i] == CDDP__FLAG_READY) tensor->used = true;
     if (mine[i] || !tensor->used) { /* absent, or accumulated under no_sync; or used by no rank */
-      r = cddp__copy_gradient(d, (int)i);
-    } else { /* other ranks used it */
+      r = cddp__copy_gradient(d, (int)i); /* the arena gets the gradient as it is */
+    } else { /* other ranks used it: this rank adds zero */
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, tensor->offset),
                             tensor->padded_bytes, d->group->stream);
       if (cddp__sparse_of(d, (int)i) != NULL) d->rows.sparse[i]->added.n = 0;
@@ -19493,24 +19507,26 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   return r;
 }
 
+/* Whether this call uses only this rank's part of the mean. */
 static bool cddp__needs_part_only(int kind, const cddp_optim *optim) {
   return kind == CDDP__KIND_DDP_SCATTER || (optim != NULL && optim->partitioned);
 }
 
-/* Starts the remaining buckets; the work that follows runs after all of them. Makes their results
-   means (cddp__mean_factor), unless an optimizer's kernel on a device does it. */
+/* Starts the remaining buckets, and waits for all of them (on a device, the stream waits). Makes
+   their results means (cddp__mean_factor), unless an optimizer's kernel on a device does it. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *optim) {
-  bool in_kernel = optim != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
+  bool in_kernel = /* a clip needs the means before the kernel */
+      optim != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
   cddp__range range;
   cddp_result r;
   int i;
   pthread_mutex_lock(&d->lock);
-  for (i = 0; i < d->count && d->uneven.absent != 0; i++) { /* this rank has no gradients */
+  for (i = 0; i < d->count && d->uneven.absent != 0; i++) { /* absent: no cddp_ddp_ready follows */
     cddp__tensor *tensor = &d->tensors[i];
     if (!tensor->ready) d->plan.buckets[tensor->bucket].remaining--;
     tensor->ready = true;
   }
-  cddp__copy_site(&d->step.site, &cddp__this_site);
+  cddp__copy_site(&d->step.site, &cddp__this_site); /* for error texts of buckets */
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, optim));
@@ -19519,7 +19535,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
          cddp__next_range(d, d->layout.param_order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
-    if (factor != 1 && range.begin < range.end)
+    if (factor != 1 && range.begin < range.end) /* not an empty parameter */
       r = (d->memory->scale)(
           cddp__gradient_at(d, d->me, range.first, range.begin),
           (range.end - range.begin) / cddp__dtype_size(dtype), dtype, factor, d->group->stream);
@@ -19531,13 +19547,14 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
    a single host they are not: the next step reduces the gradients in its one pass. */
 static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
   const cddp_group *g = d->group;
-  bool one_pass = d->desc.comm_hook == NULL && g->carrier->shares_memory && !g->backend->on_device;
-  if (d->shards.uses_slots || d->desc.elastic) return false;
+  bool one_pass = /* cddp__run_pass can read all gradients */
+      d->desc.comm_hook == NULL && g->carrier->shares_memory && !g->backend->on_device;
+  if (d->shards.uses_slots || d->desc.elastic) return false; /* sums of shards follow them */
   return !one_pass || (g->size > 1 && !stepped);
 }
 
-/* Prepares the next step. After the first one buckets follow the order in which gradients arrived
-   on the first rank with data. */
+/* Counts the step and prepares the next. After the first one buckets follow the order in which
+   gradients arrived on the first rank with data. stepped: by an optimizer's pass or kernel. */
 static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   cddp_result r = CDDP_OK;
   d->step.reduces_early = cddp__reduces_early(d, stepped);
@@ -19546,6 +19563,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   d->shards.taken = d->shards.own_node_count = 0;
   d->shards.current = -1;
   d->steps++;
+  /* With unused parameters an order is incomplete, so the first plan stays, as in PyTorch. */
   if (!d->plan.rebuilt && !d->desc.find_unused_parameters) {
     r = cddp__broadcast(
         d->control, d->plan.arrival, (size_t)d->count * sizeof *d->plan.arrival, d->step.active[0]);
@@ -19567,13 +19585,13 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* Collective: sends root's weights and states to absent ranks that missed steps. Partitioned states
-   miss none: only cddp_ddp_step steps them. */
+/* Collective, if absent ranks missed steps: sends root's weights and states to all ranks. Absent
+   ranks miss no step of partitioned states: cddp_ddp_step, which they join, makes all of these. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   cddp_result r;
   int k, i;
   if (!d->uneven.out_of_date) return CDDP_OK;
-  /* cddp_ddp_wait has gathered shared states. */
+  /* The cddp_ddp_wait that the absent ranks missed has ended all sharing. */
   CDDP_ASSERT(optim == NULL || optim->shared_by == NULL);
   d->uneven.out_of_date = false;
   r = cddp__broadcast_arrays(d, d->params, d->count, root);
@@ -19583,22 +19601,22 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
     r = cddp__broadcast(d->control, optim->init_master, (size_t)d->count, root);
   for (k = 0; k < optim->state_count && !optim->partitioned; k++)
     for (i = 0; r == CDDP_OK && i < optim->count; i++) {
-      cddp_param state = d->params[i];
-      if (optim->steps[i] == 0) continue;
+      cddp_param state = d->params[i]; /* its size; then data and dtype of the state */
+      if (optim->steps[i] == 0) continue; /* no state yet, on any rank: steps are root's now */
       if (cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
       if (!cddp__has_state(optim, k, i)) continue;
       state.data = *cddp__state_of(optim, k, i);
       state.dtype = cddp__state_type(optim, i);
-      r = cddp__broadcast_arrays(d, &state, 1, root);
+      r = cddp__broadcast_arrays(d, &state, 1 /* array */, root);
     }
   return r == CDDP_OK ? (optim->backend->copy)(optim) : r; /* to desc.copies */
 }
 
 enum { CDDP__NOT_CLEARED, CDDP__CLEARED }; /* of `bool cleared` */
 
-/* Ends an update by optim (NULL: none): counts the step and zeroes the gradients. cleared: the
-   update has zeroed the reduced ones, except those that optim skipped. Else the whole arena is
-   zeroed: a hook also reads that of an absent rank. */
+/* Ends an update by optim (NULL: the caller's own, or none): counts the step and zeroes the
+   gradients. cleared: the update has zeroed those that were reduced, except those that optim
+   skipped. Else zeroes the whole arena, on an absent rank too: a hook reads it. */
 static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
@@ -19606,14 +19624,15 @@ static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared
   if (optim != NULL) d->last_optim = optim->number;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
-    if (optim != NULL && cddp__optim_skips(optim, i))
+    if (optim != NULL && cddp__optim_skips(optim, i)) /* not stepped: its gradient is still there */
       r = (d->memory->zero)(
           cddp__gradient_at(d, d->me, i, tensor->offset), tensor->padded_bytes, stream);
     else if (optim != NULL)
       cddp__count_step(optim, i);
     if (cddp__sparse_of(d, i) != NULL) d->rows.sparse[i]->added.n = d->rows.sparse[i]->mean.n = 0;
-    if (r == CDDP_OK && (tensor->storage == CDDP__STORAGE_COPIED ||
-                         (tensor->storage == CDDP__STORAGE_IN_PLACE && !cleared)))
+    if (r == CDDP_OK && /* gradients in the caller's memory */
+        (tensor->storage == CDDP__STORAGE_COPIED ||
+         (tensor->storage == CDDP__STORAGE_IN_PLACE && !cleared)))
       r = (d->memory->zero)(d->params[i].grad, tensor->bytes, stream);
   }
   return r;
@@ -19632,31 +19651,34 @@ static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_opti
   *averaged = gathers || d->step.reduces_early || kind == CDDP__KIND_DDP_WAIT;
   if (!*averaged) return CDDP_OK;
   r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, kind, optim);
+  /* Buckets end with a round; a gather, hook or cddp__scale writes without a later one. */
   *wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   return r;
 }
 
-/* Whether NCCL reduces the next step's buckets only to the ranks that step them. The next step is
-   assumed to be like this one. */
+/* Whether NCCL reduces each part of the next step's buckets only to the rank that steps it, not to
+   all. Buckets start before the next call is known: it is assumed to be like this one. */
 static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *optim) {
   return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues &&
          !cddp__gathers_nodes(d) && d->group->size > 1 && d->desc.comm_hook == NULL &&
          !(d->desc.max_grad_norm > 0);
 }
 
-/* Completes the step after its meeting. optim NULL: a wait or reduce_scatter. */
+/* Completes the step after its meeting. optim NULL: a wait or reduce_scatter. missing: gradients
+   that are not ready, on all ranks together. A failure breaks the model. */
 static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, uint64_t missing) {
   bool waits = kind == CDDP__KIND_DDP_WAIT, averaged;
   bool wrote = missing > 0; /* cddp__settle_unused zeroes gradients */
   cddp_result r = CDDP_OK;
   int i;
   if (missing > 0) r = cddp__settle_unused(d);
-  for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used;
+  for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used; /* for optimizers, later */
   d->step.has_norm = false;
+  /* After a wait the caller steps, with its own states. Each call ends the sharing of the first. */
   while (r == CDDP_OK && waits && d->sharing != NULL) r = cddp__gather_shared(d->sharing);
   if (r == CDDP_OK) r = cddp__reduce_gradients(d, kind, optim, &averaged, &wrote);
   if (r == CDDP_OK && optim != NULL)
-    r = cddp__catch_up(d, optim, d->step.active[0]); /* after all buckets */
+    r = cddp__catch_up(d, optim, d->step.active[0]); /* buckets no longer use d->scratch.calls */
   if (r == CDDP_OK && d->rows.sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->step.active_count < d->group->size)
     d->uneven.out_of_date = true; /* absent ranks miss a step */
@@ -19666,12 +19688,14 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
     r = cddp__end_update(d, optim, optim->partitioned ? CDDP__NOT_CLEARED : CDDP__CLEARED);
   d->step.scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
   d->step.scatters = cddp__scatters_next(d, kind, optim);
+  /* Breaks first: then peers leave this rank's memory, for which end_access waits. */
   if (r != CDDP_OK) return cddp__end_access(d->control, cddp__break_model(d, r));
-  if (!d->step.scattered) r = cddp__complete(d, optim != NULL);
-  return r == CDDP_OK ? r : cddp__ddp_set_cause(d, r); /* d->control is broken */
+  if (!d->step.scattered) r = cddp__complete(d, optim != NULL); /* else all_gather completes it */
+  return r == CDDP_OK ? r : cddp__ddp_set_cause(d, r); /* d->control is broken already */
 }
 
-/* Refuses an optimizer that cannot step d. Checks its sizes and rows only once. */
+/* Refuses an optimizer that cannot step d. Checks its sizes and rows only the first time: then
+   optim->paired is d's id. */
 static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
   cddp_result r;
   int i;
@@ -19682,7 +19706,8 @@ static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
           ? "the cddp_optim already steps another cddp_ddp"
       : optim->desc.ddp != NULL && optim->desc.ddp != d
           ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
-      : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
+      : d->no_sync /* gradients of the last micro-batch would not be ready */
+          ? "no_sync is on; switch it off for the backward pass that is stepped"
       : optim->paired == d->id && d->last_optim != 0 && d->last_optim != optim->number &&
               cddp__keeps_masters(optim)
           ? "another cddp_optim has made steps since this one's last, which its masters would "
@@ -19705,7 +19730,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
   if (d->step.scattered)
     return CDDP__REFUSE(
         "call cddp_ddp_all_gather first: it completes the step that cddp_ddp_reduce_scatter began");
-  if (optim == NULL && d->no_sync) return CDDP_OK;
+  if (optim == NULL && d->no_sync) return CDDP_OK; /* a wait under no_sync does nothing */
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0 /* elements */);
   if (d->desc.shards > 0 && d->shards.taken < d->shards.own_count) {
     r = cddp__check_group(d->group); /* with NCCL a loss can have ended the loop of shards */
@@ -19715,8 +19740,8 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
           "until it returns false", d->group->rank, d->shards.own_count - d->shards.taken,
           d->shards.own_count);
   } else {
-    r = d->memory->select_device(d);
-    /* else gradients are missing: the step fails */
+    r = d->memory->select_device(d); /* again after enter: an error fails the model here */
+    /* With gradients missing the shard cannot end; the meeting then fails on all ranks. */
     if (r == CDDP_OK && d->shards.uses_slots && d->plan.arrived == d->count)
       r = cddp__end_shard(d, CDDP__LAST_SHARD);
     if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, optim, &missing);
@@ -19726,22 +19751,24 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
   return r;
 }
 
-/* Completes the step of cddp_ddp_reduce_scatter; on a host, like a cddp_ddp_step. */
+/* Completes the step of cddp_ddp_reduce_scatter: sends each rank's part of the weights to all. On a
+   host it is then like a cddp_ddp_step: gradients are zeroed by it. */
 static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t record;
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
-  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r;
-  record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0);
+  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r; /* the model stays usable */
+  record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0 /* elements */);
   if (r == CDDP_OK) r = cddp__check_group(g);
   if (r == CDDP_OK)
     r = d->memory->publish != NULL
             ? d->memory->publish(d)
             : cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
+  /* On a host the ranks have zeroed the gradients while they published weights. */
   if (r == CDDP_OK) r = cddp__end_update(d, NULL, !d->group->backend->on_device /* cleared */);
   if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device /* stepped */);
-  d->step.scattered = r != CDDP_OK;
+  d->step.scattered = r != CDDP_OK; /* after a failure nothing is completed */
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__break_model(d, r));
   cddp__record_finish(g, record, r);
   return r;
