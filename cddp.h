@@ -5019,12 +5019,12 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map: entries by hash */
   uint64_t seed; /* of the map's hash; random: no client can choose keys that share a chain */
   size_t keys;   /* in the map */
-  size_t stored; /* bytes of the map's entries */
+  size_t stored; /* bytes of the map's entries, with their values; limit: CDDP__STORE_MEMORY */
   struct cddp__client *clients; /* newest first */
   int waiting; /* how many clients are blocked in a WAIT */
   bool unsettled;  /* a connection or a WAIT has ended since the last cddp__server_settle */
   double checked;  /* when deadlines were last checked */
-  size_t buffered; /* bytes of all clients' buffers */
+  size_t buffered; /* bytes of all clients' buffers; limit: CDDP__SERVER_MEMORY */
 } cddp__server;
 
 /* The pointer to the key's entry in its chain; or the NULL at the chain's end. */
@@ -6079,7 +6079,8 @@ static void cddp__store_free(cddp_store *store) {
 static void cddp__store_close(cddp_store *store) {
   int i;
   if (store == NULL) return;
-  if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) unlink(store->name);
+  if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) /* else another's file */
+    unlink(store->name);
   if (store->server != NULL && store->server_pid == getpid()) {
     cddp__store32(&store->server->stop, 1);
     for (i = 0; i < store->server->fd_count; i++) /* wakes the thread: epoll reports a hang-up */
@@ -6379,6 +6380,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers /* its first entry, CDDP__LAUNCHER_SCRIPT */,
                        *end = script + CDDP__LAUNCHER_COUNT, *launcher = script;
   int numbers[2] = {0, 1}, k; /* by k, CDDP__VAR_RANK or _SIZE: those of one process, until set */
+  bool in_range; /* the rank */
   cddp_result r = CDDP_OK;
   /* the first launcher that has set both rank and size; `end`: none */
   while (launcher < end && (!cddp__is_launched_by((int)(launcher - script)) ||
@@ -6405,8 +6407,8 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   config->rank = numbers[CDDP__VAR_RANK];
   config->world_size = numbers[CDDP__VAR_SIZE];
   if (r == CDDP_OK && !config->joins) r = cddp__check_alone(config);
-  if (r != CDDP_OK || (config->rank >= 0 && (config->rank < config->world_size || config->joins)))
-    return r;
+  in_range = config->rank >= 0 && (config->rank < config->world_size || config->joins);
+  if (r != CDDP_OK || in_range) return r;
   return CDDP__REFUSE("%s is %d but %s is %d; ranks go from 0 to %d",
                       launcher->variables[CDDP__VAR_RANK], config->rank,
                       launcher->variables[CDDP__VAR_SIZE], config->world_size,
@@ -6516,19 +6518,30 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
   return CDDP_OK;
 }
 
+/* The port that all ranks of a job derive from its variables when MASTER_PORT is unset; 0: the
+   launcher sets none. It is below the range of ports that systems assign. Slurm jobs with numbers
+   that differ by less than 99 have different ports in their first 100 steps (9973 is a prime). */
+static int cddp__derive_port(cddp__config *config) {
+  const char *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
+             *pmix = cddp__env("PMIX_NAMESPACE"); /* identifies a job of Open MPI's mpirun */
+  if (config->launcher == CDDP__LAUNCHER_SLURM && job != NULL && step != NULL) {
+    config->port_origin = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
+    return 20000 + (int)((strtoull(job, NULL, 10) % 9973 * 101 + strtoull(step, NULL, 10)) % 9973);
+  }
+  if (config->launcher != CDDP__LAUNCHER_OPENMPI || pmix == NULL) return 0;
+  config->port_origin = "derived from PMIX_NAMESPACE";
+  return 20000 + (int)(cddp__hash64(0 /* seed */, pmix, strlen(pmix)) % 9973);
+}
+
 /* Sets init_method: the address of rank 0, from MASTER_ADDR and MASTER_PORT. Under Slurm or mpirun
    both can be unset. On one host the address is then a Unix socket, named by a hash of the job and
    of MASTER_PORT, which separates two programs of one job. On several hosts it is Slurm's first
-   node, and a port derived from the job, below the range of ports that systems assign. Slurm jobs
-   with numbers that differ by less than 99 have different ports in their first 100 steps.
-   key: cddp__job_key. */
+   node, and a port derived from the job. key: cddp__job_key. */
 static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   const cddp__launcher *launcher = &cddp__launchers[config->launcher];
-  const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE"),
-             *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
-             *pmix = cddp__env("PMIX_NAMESPACE"); /* identifies a job of Open MPI's mpirun */
-  bool script = config->launcher == CDDP__LAUNCHER_SCRIPT,
-       slurm = config->launcher == CDDP__LAUNCHER_SLURM;
+  const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE");
+  bool script = config->launcher == CDDP__LAUNCHER_SCRIPT;
+  bool has_port; /* the text of host includes a port */
   char node[256] = ""; /* Slurm's first; "": unknown */
   int port = 0; /* 0: not known */
   cddp_result r = cddp__env_int("MASTER_PORT", 1, 65535, &port);
@@ -6542,18 +6555,12 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
     return CDDP_OK;
   }
   /* Otherwise the address needs both a host and a port. */
-  if (host == NULL && slurm) {
+  if (host == NULL && config->launcher == CDDP__LAUNCHER_SLURM) {
     if ((r = cddp__slurm_host(config, node, sizeof node)) != CDDP_OK) return r;
     host = node[0] != 0 ? node : NULL;
   }
-  if (port == 0 && slurm && job != NULL && step != NULL) {
-    config->port_origin = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
-    port = 20000 + (int)((strtoull(job, NULL, 10) % 9973 * 101 + strtoull(step, NULL, 10)) % 9973);
-  } else if (port == 0 && config->launcher == CDDP__LAUNCHER_OPENMPI && pmix != NULL) {
-    config->port_origin = "derived from PMIX_NAMESPACE";
-    port = 20000 + (int)(cddp__hash64(0 /* seed */, pmix, strlen(pmix)) % 9973);
-  }
-  if ((host == NULL || port == 0) && script)
+  if (port == 0) port = cddp__derive_port(config);
+  if ((host == NULL || port == 0) && script) /* one rank: the caller ignores the failure */
     return CDDP__REFUSE("%s set but %s is not: set MASTER_ADDR to rank 0's host and MASTER_PORT "
                         "to a free port there, the same for all ranks",
                         config->launched ? "RANK and WORLD_SIZE are" : "desc.world_size is",
@@ -6564,9 +6571,10 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
         "command (HOST is rank 0's host), or unset %s to run without %s",
         host == NULL ? "MASTER_ADDR" : "MASTER_PORT", launcher->name, config->world_size,
         launcher->cure, launcher->variables[CDDP__VAR_RANK], launcher->name);
-  /* A port behind "[::1]", or behind a name: one colon. More colons are an IPv6 address. */
-  if (host[0] == '[' ? host[strlen(host) - 1] != ']'
-                     : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':'))
+  /* "[::1]:80", or "name:80" with one colon. More colons are an IPv6 address without a port. */
+  has_port = host[0] == '[' ? host[strlen(host) - 1] != ']'
+                            : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':');
+  if (has_port)
     return CDDP__REFUSE("the host name '%.200s' does not resolve: MASTER_ADDR must be a name or an "
                         "address without a port; set the port in MASTER_PORT", host);
   snprintf(config->init_method, sizeof config->init_method,
@@ -7623,7 +7631,8 @@ static cddp_result cddp__create_memfd(cddp__host *host, uint64_t window_min) {
   if (limit.rlim_cur == RLIM_INFINITY)
     windows = (uint64_t)1 << (CDDP__FILE_BITS - bits); /* for joining processes; costs nothing */
   else
-    while (bits > CDDP__WINDOW_BITS_MIN && windows << bits > (uint64_t)limit.rlim_cur) bits--;
+    while (bits > CDDP__WINDOW_BITS_MIN && windows << bits > (uint64_t)limit.rlim_cur)
+      bits--; /* smaller windows, until the file is within the limit */
   if ((uint64_t)1 << bits < window_min)
     return cddp__fail(CDDP_SYSTEM,
                       "the file size limit of %llu bytes (ulimit -f) is too small for the memory "
@@ -8225,7 +8234,7 @@ static const cddp__loops *cddp__pick_loops(void) {
   if (isa == CDDP__ISA_AVX512) return cddp__loops_avx512;
   if (isa == CDDP__ISA_AVX2) return cddp__loops_avx2;
 #endif
-  return (void)isa /* unused */, cddp__loops_base;
+  return (void)isa /* unused without DISPATCH */, cddp__loops_base;
 }
 
 #define CDDP__BLOCK_BYTES 4096 /* of a block: fits into the first-level cache */
@@ -8234,7 +8243,7 @@ static const cddp__loops *cddp__pick_loops(void) {
 
 /* One reduction: the values that are the same for all its blocks. */
 typedef struct cddp__fold {
-  const cddp__loops *loops; /* of dtype */
+  const cddp__loops *loops; /* of dtype: a row of the table */
   const cddp__loops *compute_loops; /* of the compute type: F32 for F16 and BF16, else dtype */
   const void *const *srcs; /* [nsrcs] the arrays, in the order of the tree's leaves */
   /* [nsrcs] kinds of sources. 1: a leaf, of type dtype; -1: a leaf, of the compute type; w > 1: a
@@ -8292,7 +8301,7 @@ static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   switch (dtype) {
 #define CDDP__DIVIDE_FLOAT(type, k) \
   (cddp__pick_loops()[dtype].scale)(p, n, (double)(k), CDDP__SCALE_DIVIDE)
-#define CDDP__DIVIDE_HALF(type, k) CDDP_ASSERT(false)
+#define CDDP__DIVIDE_HALF(type, k) CDDP_ASSERT(false) /* halves are divided as F32 */
 #define CDDP__DIVIDE_SIGNED(type, k) \
   for (i = 0; i < n; i++) { \
     type CDDP__ALIAS *x = (type *)p + i; \
@@ -8314,7 +8323,7 @@ static void cddp__fold_pair(const cddp__fold *fold, void *d, const void *a, cons
   double factor = last && !fold->divide ? fold->factor : 1.0;
   if (fold->uses_sum) (fold->compute_loops->sum)(d, s, 2 /* sources */, n, factor);
   else if (fold->op >= CDDP_BAND) /* BAND, BOR or BXOR */
-    fold->compute_loops->bits(d, a, b, n * fold->compute_size /* bytes */, fold->op);
+    (fold->compute_loops->bits)(d, a, b, n * fold->compute_size /* bytes */, fold->op);
   else fold->compute_loops->pair(d, a, b, n, fold->op, fold->flip);
   if (last && fold->divide) cddp__divide(d, n, fold->ranks, cddp__compute_type(fold->dtype));
 }
