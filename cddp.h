@@ -14536,7 +14536,7 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
         MPI collective, and tests it. Meanwhile it checks its peers and the deadline.
      2. A second round ends the call, so that a rank that is done and exits is not reported as lost.
      3. MPI_Finalize waits for all ranks. A rank that calls it, or exit, while groups live first
-        marks itself as dead in these, as the end of its process would.
+        marks itself as dead in these, so that the others do not wait for it.
    MPI determines the order of sums. After a failure MPI still uses the started operation's buffers:
    copies made for it stay allocated. send and recv do not use MPI. */
 
@@ -14550,10 +14550,13 @@ struct cddp__mpi {
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
 static pid_t cddp__mpi_finalizer; /* the process that finalizes MPI at exit; its forks do not */
-static cddp__atomic_u32 cddp__mpi_stuck; /* an operation did not finish: MPI_Finalize would block */
-static struct cddp__mpi *cddp__mpi_groups; /* those of this process that live */
-static int cddp__mpi_attribute = MPI_KEYVAL_INVALID; /* its deletion calls cddp__mpi_at_finalize */
+/* 1: an operation of a failed group did not finish, so MPI_Finalize would block. */
+static cddp__atomic_u32 cddp__mpi_stuck;
+static struct cddp__mpi *cddp__mpi_groups; /* this process's groups with a communicator; mpi_lock */
+/* Attribute of MPI_COMM_SELF: MPI calls cddp__mpi_at_finalize when it deletes this. */
+static int cddp__mpi_attribute = MPI_KEYVAL_INVALID;
 
+/* code: of MPI; what: the call that returned it. */
 static cddp_result cddp__mpi_fail(int code, const char *what) {
   char text[MPI_MAX_ERROR_STRING] = "";
   int n = 0;
@@ -14561,7 +14564,9 @@ static cddp_result cddp__mpi_fail(int code, const char *what) {
   return cddp__fail(CDDP_MPI, "%s: %s", what, text);
 }
 
-/* Unlocks cddp__mpi_lock, and waits for an operation that MPI has started, with result `code`. */
+/* Unlocks cddp__mpi_lock, which the caller holds, and waits for an operation that MPI has started.
+     code   what MPI returned at its start
+   After a failure, which breaks the group, MPI can still use the operation's buffers. */
 static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int code,
                                   MPI_Request *request) {
   cddp__op_header *mine;
@@ -14570,7 +14575,9 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
   int i, p, done = 0;
   pthread_mutex_unlock(&cddp__mpi_lock);
   cddp__wait_begin(&w, g->timeout_s);
-  g->round++; /* for checks: a rank that has announced the next round is through; it can exit */
+  /* Checks of peers in this wait are about the next round: a rank that has announced it has ended
+     its MPI operation, and can exit. */
+  g->round++;
   /* For error texts only: seq is not set, so no peer takes this header for a call. */
   mine = cddp__op_header_of(g, g->rank, g->round);
   mine->call = cddp__call_code(call, CDDP__PHASE_CALL);
@@ -14581,16 +14588,16 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
     pthread_mutex_unlock(&cddp__mpi_lock);
     if (code != MPI_SUCCESS || done) break;
-    if (i < g->spin) continue;
-    sched_yield();
-    if (cddp__now() < w.next_check) continue;
+    if (i < g->spin) continue; /* polls first */
+    sched_yield(); /* no sleep: MPI may progress only in MPI_Test */
+    if (cddp__now() < w.next_check) continue; /* the rest: every 20 ms */
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* cddp__check_peers skips other hosts' ranks */
       if (g->host_index[p] < 0 && cddp__rank_gone(g, p))
         r = cddp__break_lost(g, p, NULL /* doing */);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* late: none */);
   }
-  g->round--;
+  g->round--; /* not announced yet: the caller's next round does that */
   if (code != MPI_SUCCESS) r = cddp__break(g, cddp__mpi_fail(code, cddp__shapes[call->kind].name));
   if (r != CDDP_OK) cddp__store32(&cddp__mpi_stuck, 1);
   return r;
@@ -14603,7 +14610,8 @@ static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
   return types[dtype];
 }
 
-/* Reduces n elements to all ranks (root -1) or to root. send and recv can be equal. */
+/* Reduces n elements to all ranks (root -1) or to root. send and recv can be equal. call: its dtype
+   and op. */
 static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const void *send,
                                     void *recv, size_t n, int root) {
   const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN, /* by cddp_op; AVG divides the sum */
@@ -14613,17 +14621,17 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
   bool half = cddp__dtype_half(dtype), receives = root < 0 || root == g->rank;
   MPI_Datatype type = half ? MPI_FLOAT : cddp__mpi_type(dtype);
   MPI_Request request = MPI_REQUEST_NULL;
-  const void *in = send;
+  const void *in = send; /* what MPI reads and writes */
   void *out = recv;
   cddp_result r;
   int code;
-  if (half) { /* summed in f32, as in all backends */
+  if (half) { /* in a copy: summed in f32, as in all backends */
     in = out = cddp__malloc(&g->host->allocator, n * sizeof(float));
     if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
     cddp__convert(out, CDDP_F32, send, dtype, n);
   }
-  if (receives && in == out) in = MPI_IN_PLACE;
-  pthread_mutex_lock(&cddp__mpi_lock);
+  if (receives && in == out) in = MPI_IN_PLACE; /* MPI forbids equal addresses */
+  pthread_mutex_lock(&cddp__mpi_lock); /* cddp__mpi_wait unlocks it */
   code = root < 0 ? MPI_Iallreduce(in, out, (int)n, type, ops[call->op], g->mpi->comm, &request)
                   : MPI_Ireduce(in, receives ? out : NULL, (int)n, type, ops[call->op], root,
                                 g->mpi->comm, &request);
@@ -14636,7 +14644,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
 }
 
 /* Moves elements [begin, begin + n) of each share as one element of an MPI type with the extent of
-   a share: MPI steps from one rank's share to the next. */
+   a whole share. So MPI steps from one rank's share to the next. send: the call's, or a copy. */
 static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const char *send,
                                   size_t begin, size_t n) {
   const char *from = send + begin * call->esize;
@@ -14645,29 +14653,30 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
   MPI_Comm comm = g->mpi->comm;
   MPI_Request q = MPI_REQUEST_NULL;
   MPI_Datatype elements, type;
-  pthread_mutex_lock(&cddp__mpi_lock);
+  pthread_mutex_lock(&cddp__mpi_lock); /* cddp__mpi_wait unlocks it */
   MPI_Type_contiguous((int)n, cddp__mpi_type(call->dtype), &elements);
   MPI_Type_create_resized(elements, 0, (MPI_Aint)(call->count * call->esize), &type);
   MPI_Type_commit(&type);
   MPI_Type_free(&elements);
-  if (!cddp__receives(call, g->rank)) to = NULL;
-  if (!cddp__sends(call, g->rank)) from = NULL; /* MPI ignores it */
+  if (!cddp__receives(call, g->rank)) to = NULL; /* MPI ignores buffers that a rank does not use */
+  if (!cddp__sends(call, g->rank)) from = NULL;
   switch (call->kind) {
   case CDDP__KIND_BROADCAST: code = MPI_Ibcast(to, 1, type, root, comm, &q); break;
   case CDDP__KIND_ALL_GATHER: code = MPI_Iallgather(from, 1, type, to, 1, type, comm, &q); break;
   case CDDP__KIND_GATHER: code = MPI_Igather(from, 1, type, to, 1, type, root, comm, &q); break;
   case CDDP__KIND_SCATTER: code = MPI_Iscatter(from, 1, type, to, 1, type, root, comm, &q); break;
-  default: code = MPI_Ialltoall(from, 1, type, to, 1, type, comm, &q);
+  default: code = MPI_Ialltoall(from, 1, type, to, 1, type, comm, &q); /* CDDP__KIND_ALL_TO_ALL */
   }
   MPI_Type_free(&type); /* MPI frees it after the operation */
   return cddp__mpi_wait(g, call, code, &q);
 }
 
-/* Moves the elements in a call with counts. MPI_Ialltoallw moves one element at 0 for each peer:
-   lengths and positions are in its types, one for each peer and direction. */
+/* Moves elements [begin, begin + n) of each share in a call with counts. MPI_Ialltoallw moves one
+   element at offset 0 for each peer: the shares' lengths and positions are in MPI types, one for
+   each peer and direction. */
 static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
                                           size_t begin, size_t n) {
-  size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
+  size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size; /* 4 arrays */
   MPI_Datatype *out = (MPI_Datatype *)cddp__calloc(&g->host->allocator, size, each);
   MPI_Datatype *in = out + size, type = cddp__mpi_type(call->dtype);
   int *ones = (int *)(void *)(in + size), *zeros = ones + size, i, code, length;
@@ -14686,11 +14695,12 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
     at = (MPI_Aint)(((sends ? p->out_at : p->in_at) + begin) * call->esize);
     length = (int)(bytes / call->esize);
     MPI_Type_create_hindexed(1, &length, &at, type, &out[i]);
-    MPI_Type_commit(&out[i]);
+    MPI_Type_commit(&out[i]); /* from g->size on: in[] */
   }
   code =
       MPI_Ialltoallw(send, ones, zeros, out, call->recv, ones, zeros, in, g->mpi->comm, &request);
-  if ((r = cddp__mpi_wait(g, call, code, &request)) != CDDP_OK) return r; /* MPI still uses out */
+  r = cddp__mpi_wait(g, call, code, &request);
+  if (r != CDDP_OK) return r; /* MPI can still use the types and arrays: they stay */
   pthread_mutex_lock(&cddp__mpi_lock);
   for (i = 0; i < 2 * g->size; i++) MPI_Type_free(&out[i]);
   pthread_mutex_unlock(&cddp__mpi_lock);
@@ -14698,13 +14708,14 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   return CDDP_OK;
 }
 
-/* Reduces or moves a call's elements, CDDP__MPI_MAX_COUNT of each share at a time. */
+/* Reduces or moves a call's elements, CDDP__MPI_MAX_COUNT of each share at a time. Also
+   cddp__carrier.average, with the parameter `arrays`. */
 static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *const *arrays) {
   const char *send = (const char *)call->send;
   size_t begin, n;
   cddp_result r = CDDP_OK;
   int p;
-  (void)arrays; /* of cddp__carrier.average: MPI finds each rank's own in call->send */
+  (void)arrays; /* unused: MPI reads each rank's array from its own call->send */
   for (begin = 0; r == CDDP_OK && begin < call->count; begin += n) {
     n = cddp__min(CDDP__MPI_MAX_COUNT, call->count - begin);
     if (call->shares != NULL) r = cddp__mpi_move_counted(g, call, send, begin, n);
@@ -14721,25 +14732,27 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *c
   return r;
 }
 
-/* cddp__carrier.run */
+/* cddp__carrier.run: a round, the data by MPI, and a second round. */
 static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
   const char *send = (const char *)call->send, *recv = (const char *)call->recv;
-  cddp__call mpi_call = *call;
+  cddp__call mpi_call = *call; /* `send` can be replaced by a copy */
   void *copy = NULL;
   size_t sent, received;
   cddp_result r;
   cddp__call_bytes(g, call, &sent, &received);
   r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0 /* no payload */);
   if (r == CDDP_OK) r = cddp__begin_access(g);
+  /* In MPI two buffers must not overlap, as those of in-place calls do: MPI sends from a copy. One
+     buffer is allowed (MPI_IN_PLACE, broadcast). NULL: this rank does not use that buffer. */
   if (r == CDDP_OK && !cddp__in_one_buffer(call) && send != NULL && recv != NULL &&
-      send < recv + received && recv < send + sent) { /* MPI does not allow overlap */
+      send < recv + received && recv < send + sent) {
     copy = cddp__malloc(&g->host->allocator, sent);
     if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY);
     if (copy != NULL) memcpy(copy, send, sent);
     mpi_call.send = copy;
   }
   if (r == CDDP_OK) r = cddp__mpi_data(g, &mpi_call, NULL);
-  if (r == CDDP_OK) {
+  if (r == CDDP_OK) { /* else MPI can still read the copy, which stays allocated */
     r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0 /* no payload */);
     cddp__free(&g->host->allocator, copy);
   }
@@ -14748,8 +14761,8 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
 
 /* --- communicators --- */
 
-/* Ends this rank's part in a group as the end of its process does with other backends: what it has
-   sent stays valid, and a rank that waits for more fails. */
+/* Ends this rank's part in a group, like the end of the process without MPI. Messages that it has
+   sent stay valid; a rank that waits for more fails. */
 static void cddp__mpi_abandon(cddp_group *g) {
   cddp__connection *link;
   size_t unsent = 1; /* bytes; 1: not known yet */
@@ -14761,10 +14774,10 @@ static void cddp__mpi_abandon(cddp_group *g) {
                        cddp__textf("%s " CDDP__EXITED, cddp__name_rank(g, g->rank).s).s);
     cddp__wait_begin(&w, 1 /* s */);
     do {
-      if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue;
+      if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue; /* held: tries again */
       unsent = cddp__hosts_send_queued(g);
       for (link = g->hosts->links; unsent == 0 && link != NULL; link = link->next)
-        shutdown(link->fd, SHUT_WR);
+        shutdown(link->fd, SHUT_WR); /* shows the peers the end of this rank */
       pthread_mutex_unlock(&g->p2p.lock);
     } while (unsent > 0 && cddp__wait_pause(&w));
   }
@@ -14780,13 +14793,15 @@ static int cddp__mpi_at_finalize(MPI_Comm self, int key, void *value, void *stat
   return MPI_SUCCESS;
 }
 
-static void cddp__mpi_finalize(void) { /* at exit */
+/* Called at exit if cddp initialized MPI: finalizes MPI, unless that would block. */
+static void cddp__mpi_finalize(void) {
   int finalized = 1;
   if (cddp__mpi_finalizer != getpid() || cddp__load32(&cddp__mpi_stuck) != 0) return;
   if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized) MPI_Finalize();
 }
 
-/* Initializes MPI unless the program has, and checks that its world is this group. */
+/* Initializes MPI unless the program has, and checks that its world has the size of this group.
+   Sets the attribute that calls cddp__mpi_at_finalize. */
 static cddp_result cddp__mpi_start(const cddp_group *g) {
   int initialized = 0, level = 0, size = 0, code = MPI_Initialized(&initialized);
   if (code == MPI_SUCCESS && !initialized) {
@@ -14815,7 +14830,8 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
   return CDDP_OK;
 }
 
-/* An operation of a broken group can still use the communicator, which then stays. */
+/* cddp__carrier.leave. An operation of a broken group can still use the communicator, which then
+   stays. */
 static void cddp__mpi_leave(cddp_group *g) {
   struct cddp__mpi **at;
   int finalized = 1;
@@ -14828,8 +14844,8 @@ static void cddp__mpi_leave(cddp_group *g) {
   cddp__free(&g->host->allocator, g->mpi);
 }
 
-/* Gives `to` a communicator of the ranks of `from` with this color. from NULL: all processes of
-   MPI. `to` is NULL on ranks with a negative color, which are no members. */
+/* cddp__carrier.split: gives `to` a communicator of the ranks of `from` with this color; from NULL:
+   of all processes of MPI. `to` is NULL on ranks with a negative color, which are no members. */
 static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int color, int key) {
   MPI_Comm comm = MPI_COMM_NULL, parent = from != NULL ? from->mpi->comm : MPI_COMM_WORLD;
   int code;
@@ -14880,33 +14896,35 @@ static const cddp__carrier cddp__mpi_carrier = {
 #define CDDP__ENGINE_IDLE_POLLS 10 /* polls without a new operation before the engine sleeps */
 #define CDDP__ENGINE_SPIN 250 /* polls of a round by an engine that shares its core */
 
+/* Frees a work, or makes the engine's own work free for the next collective. */
 static void cddp__work_free(cddp_work *work) {
   cddp_group *g = work->group;
   if (work == &g->engine.own) cddp__store32(&g->engine.own_state, CDDP__OWN_FREE);
   else cddp__free(&g->host->allocator, work);
-  if (g->elastic) cddp__group_hold(g, CDDP__REMOVE_USE); /* can free a replaced group */
+  if (g->elastic) cddp__group_hold(g, CDDP__REMOVE_USE); /* last, as it can free a replaced group */
 }
 
 static void cddp__work_init(cddp_work *work, cddp_group *g) {
-  memset(work, 0, offsetof(cddp_work, text));
+  memset(work, 0, offsetof(cddp_work, text)); /* the text is set by a failure only */
   work->group = g;
-  work->send = -1;
+  work->send = -1; /* no send request */
 }
 
-/* more: bytes behind the cddp_work. */
+/* A new work of the heap; NULL: no memory. more: bytes behind the cddp_work. */
 static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
   cddp_work *work = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
   if (work == NULL) return NULL;
   cddp__work_init(work, g);
-  if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE);
+  if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE); /* a replaced group stays until the wait */
   return work;
 }
 
-/* Runs an operation with its caller's call site and floating-point mode. */
+/* Runs an operation on this thread, with the call site and floating-point mode of the thread that
+   started it. Stores its result and text. */
 static void cddp__work_run(cddp_work *work) {
-  uint32_t fp_mode = cddp__fp_mode();
-  bool other_mode = work->fp_mode != 1 + fp_mode; /* work's: 1 + its caller's */
-  cddp__site outer; /* of the call that runs it */
+  uint32_t fp_mode = cddp__fp_mode(); /* this thread's */
+  bool other_mode = work->fp_mode != 1 + fp_mode; /* work->fp_mode is 1 + the starter's */
+  cddp__site outer; /* of this thread's present call, restored at the end */
   CDDP__POINT("engine");
   cddp__copy_site(&outer, &cddp__this_site);
   cddp__copy_site(&cddp__this_site, &work->site);
@@ -14917,7 +14935,7 @@ static void cddp__work_run(cddp_work *work) {
   if (CDDP__UNLIKELY(other_mode)) cddp__set_fp_mode(fp_mode);
 }
 
-/* Queues an operation that engine->works already counts. lock held. */
+/* Appends an operation, which engine->works already counts, to the queue. lock held. */
 static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
   work->next = NULL;
   if (engine->first != NULL) engine->last->next = work;
@@ -14925,14 +14943,15 @@ static void cddp__engine_append(cddp__engine *engine, cddp_work *work) {
   engine->last = work;
 }
 
-/* Moves the held operation to the queue, and counts it first: peers always see it in flight.
-   Returns whether a thread runs an operation: then no other may start. lock held. */
+/* Moves the held operation, if there is one, to the queue. Counts it in `works` first, so that
+   peers always see it in flight. Returns whether a thread runs an operation: then no other may
+   start. lock held. */
 static bool cddp__engine_queue_held(cddp__engine *engine) {
   if (cddp__load32(&engine->own_state) == CDDP__OWN_HELD) {
     cddp__add32(engine->works, 1);
     if (cddp__compare_swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_LENT))
       cddp__engine_append(engine, &engine->own);
-    else /* a thread has taken it */
+    else /* a thread has just begun to run it: cddp__engine_run_held */
       cddp__add32(engine->works, (uint32_t)-1);
   }
   return engine->busy || cddp__load32(&engine->own_state) == CDDP__OWN_RUNS;
@@ -14947,29 +14966,30 @@ static void cddp__engine_run(cddp__engine *engine) {
   engine->busy = true;
   pthread_mutex_unlock(&engine->lock);
   if (cddp__own_engine == engine && g->host->cores < 2 * g->local_size) {
-    /* on the engine's thread; each rank's training thread needs a core too */
+    /* The engine's thread shares a core: each rank's training thread needs one too. */
     g->spin = g->oversubscribed ? 0 : CDDP__ENGINE_SPIN;
     g->yields = 0; /* a yield would give the core to a training thread for a whole time slice */
   }
   cddp__work_run(work);
-  g->spin = spin; /* before busy ends: another thread can then run the next operation */
+  g->spin = spin; /* before `busy` is false: then another thread can run the next operation */
   g->yields = yields;
   pthread_mutex_lock(&engine->lock);
   engine->busy = false;
   work->done = true;
-  cddp__add32(engine->works, (uint32_t)-1); /* work may now be freed */
+  cddp__add32(engine->works, (uint32_t)-1); /* `work` may be freed from here on */
   cddp__store32(&engine->awaited, 0); /* the waiting thread can continue: it is not stuck */
   if (cddp__load32(&engine->waiters) != 0) pthread_cond_broadcast(&engine->changed);
-  if (engine->first != NULL) pthread_cond_signal(&engine->work);
+  if (engine->first != NULL) pthread_cond_signal(&engine->work); /* the next can be due */
 }
 
-/* If the engine's own work is held, runs it on this thread, without a lock. Returns whether. */
+/* If the engine's own work is held, runs it on this thread, without a lock. Returns whether it
+   did. */
 static bool cddp__engine_run_held(cddp__engine *engine) {
   if (!cddp__compare_swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
-  cddp__store32(&engine->own_state, CDDP__OWN_LENT); /* threads not yet in `waiters` poll for it */
+  cddp__store32(&engine->own_state, CDDP__OWN_LENT); /* done; threads not yet in `waiters` poll */
   if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
-    return true;
+    return true; /* no thread waits, and no operation is queued behind it */
   pthread_mutex_lock(&engine->lock);
   pthread_cond_broadcast(&engine->changed);
   pthread_cond_signal(&engine->work);
@@ -14977,18 +14997,19 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
   return true;
 }
 
-/* The engine's thread. Before it sleeps it announces that in `asleep`, and checks the queue after
-   one more interval, for an operation of a thread that still saw it awake. */
+/* The engine's thread: polls the queue, and runs operations that are due, until `stop`. Before it
+   sleeps without a limit, it sets `asleep`, and checks the queue after one more interval. A
+   thread that saw it awake does not signal a new operation. */
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *engine = &g->engine;
-  double interval = CDDP__ENGINE_POLL_S, until;
-  bool busy, awake, due;
-  cddp__own_engine = engine;
+  double interval = CDDP__ENGINE_POLL_S, until; /* until: the end of this sleep */
+  bool busy /* another thread runs an operation */, awake, due;
+  cddp__own_engine = engine; /* marks this thread */
   pthread_mutex_lock(&engine->lock);
   for (;;) {
     busy = cddp__engine_queue_held(engine);
-    awake = cddp__load32(&engine->asleep) == 0;
+    awake = cddp__load32(&engine->asleep) == 0; /* before this poll */
     if (engine->first == NULL && engine->stop) break;
     due = engine->first != NULL &&
           (engine->stop || engine->first->pushed_at_poll != cddp__load32(&engine->poll_count));
@@ -15000,8 +15021,8 @@ static void *cddp__engine_main(void *arg) {
     cddp__store32(&engine->asleep,
                   engine->first == NULL && cddp__load32(&engine->idle) > CDDP__ENGINE_IDLE_POLLS);
     until = awake || cddp__load32(&engine->asleep) == 0 ? cddp__now() + interval : INFINITY;
-    if (cddp__cond_wait_until(&engine->work, &engine->lock, until)) continue; /* woken */
-    cddp__add32(&engine->poll_count, 1);
+    if (cddp__cond_wait_until(&engine->work, &engine->lock, until)) continue; /* signaled */
+    cddp__add32(&engine->poll_count, 1); /* a full interval: older operations are due now */
     cddp__add32(&engine->idle, 1);
     if (interval < CDDP__ENGINE_POLL_MAX_S) interval *= 2;
   }
@@ -15009,17 +15030,18 @@ static void *cddp__engine_main(void *arg) {
   return NULL;
 }
 
-/* Makes all operations in flight due. lock held. */
+/* Makes all operations in flight due, so that the engine's thread runs them. lock held. */
 static void cddp__engine_make_due(cddp__engine *engine) {
   bool busy = cddp__engine_queue_held(engine);
-  if (engine->first == NULL) return;
+  if (engine->first == NULL) return; /* none is queued */
   if (engine->last->pushed_at_poll == cddp__load32(&engine->poll_count))
-    cddp__add32(&engine->poll_count, 1);
-  /* Also if they were due before: the engine can be asleep. A busy thread signals when it ends. */
+    cddp__add32(&engine->poll_count, 1); /* as if the engine had polled once more */
+  /* Also if they were due before: the engine can be asleep. A busy thread signals at its end. */
   if (!busy) pthread_cond_signal(&engine->work);
 }
 
-/* Starts an operation: holds it, or appends it to the queue. */
+/* Starts an operation: holds it, or appends it to the queue. The first operation starts the
+   engine's thread. Calls for one group never overlap. */
 static cddp_result cddp__engine_push(cddp_work *work) {
   cddp__engine *engine = &work->group->engine;
   cddp_result r = CDDP_OK;
@@ -15030,13 +15052,13 @@ static cddp_result cddp__engine_push(cddp_work *work) {
     if (r != CDDP_OK) return r;
   }
   work->pushed_at_poll = cddp__load32(&engine->poll_count);
-  /* Buckets (!anywhere) wake the engine themselves: it need not poll for them. */
+  /* Buckets (!anywhere) wake the engine themselves below: it need not poll for them. */
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
-  if (work == &engine->own && cddp__load32(engine->works) == 0) {
+  if (work == &engine->own && cddp__load32(engine->works) == 0) { /* none is queued or running */
     cddp__store32(&engine->own_state, CDDP__OWN_HELD);
     if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK; /* the engine polls */
     pthread_mutex_lock(&engine->lock);
-    (void)cddp__engine_queue_held(engine); /* its thread sleeps, and cannot see it held */
+    (void)cddp__engine_queue_held(engine); /* the sleeping thread cannot find a held operation */
   } else {
     pthread_mutex_lock(&engine->lock);
     (void)cddp__engine_queue_held(engine); /* the older operation comes first */
@@ -15049,13 +15071,15 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   return r;
 }
 
-/* Waits until `work` is done, or (NULL, only with deadline INFINITY) all operations. Returns false
-   at the deadline. With INFINITY this thread itself runs the queue up to `work`. */
+/* Waits until `work` is done; NULL, only with deadline INFINITY: until all operations are. Returns
+   false at the deadline. With INFINITY this thread itself runs the queue up to `work`, except
+   buckets. With a deadline it runs none, since an operation can take longer. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
   bool in_time = true, forever = !(deadline < INFINITY), busy;
-  uint32_t held = cddp__load32(&engine->own_state); /* before works: see _queue_held */
-  double until;
-  if (work == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS &&
+  /* Read before `works`, as cddp__engine_queue_held counts in `works` first. */
+  uint32_t own = cddp__load32(&engine->own_state);
+  double until; /* of this sleep */
+  if (work == NULL && own != CDDP__OWN_HELD && own != CDDP__OWN_RUNS &&
       cddp__load32(engine->works) == 0) return true; /* nothing is in flight */
   if (work == &engine->own && forever && cddp__engine_run_held(engine)) return true;
   pthread_mutex_lock(&engine->lock);
@@ -15064,14 +15088,14 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   for (;;) {
     busy = cddp__engine_queue_held(engine);
     if (work != NULL ? work->done : !busy && engine->first == NULL) break;
-    if (!busy && engine->first->anywhere && forever) { /* the queue is not empty */
+    if (!busy && engine->first->anywhere && forever) { /* not busy: the queue is not empty */
       cddp__engine_run(engine);
       continue;
     }
     if (!in_time) break;
-    if (forever) cddp__store32(&engine->awaited, 1);
+    if (forever) cddp__store32(&engine->awaited, 1); /* for cddp__publish_wait */
     until = deadline;
-    if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS) /* its end may not wake this thread */
+    if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS) /* its end may not signal this thread */
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
     in_time = cddp__cond_wait_until(&engine->changed, &engine->lock, until) || until < deadline;
   }
@@ -15081,15 +15105,16 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   return in_time;
 }
 
-/* Waits for all collectives of the group in flight. */
+/* Waits for all collectives of the group in flight. This thread runs those not started yet, except
+   buckets. */
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   if (!engine->started) return; /* written only by the thread that calls this group's collectives */
   if (pthread_equal(engine->thread, pthread_self())) return; /* it would wait for itself */
-  cddp__engine_wait(engine, NULL /* work: all */, INFINITY);
+  (void)cddp__engine_wait(engine, NULL /* work: all */, INFINITY);
 }
 
-/* Ends the engine's thread. Operations in flight fail, and so does the group. */
+/* Ends the engine's thread. If operations are in flight, breaks the group, so that they fail. */
 static void cddp__engine_stop(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   bool busy;
@@ -15106,28 +15131,31 @@ static void cddp__engine_stop(cddp_group *g) {
   engine->started = false;
 }
 
+/* The error of a wait that has reached the caller's limit. */
 static cddp_result cddp__fail_unfinished(const cddp_work *work, double limit) {
   return cddp__fail(
       CDDP__CONTINUES, "cddp_wait_for: %s on rank %d has not finished after %g s; it continues",
       cddp__shapes[work->call.kind].name, work->group->rank, limit);
 }
 
-/* Whether an elastic group was replaced: its work has ended, and its locks no longer exist. */
+/* Whether the group of a work has been left, as an elastic model replaced it: the work has ended,
+   and the group's locks are destroyed. (Work on a stream of a device uses no such locks.) */
 static bool cddp__work_outlived(const cddp_work *work) {
   return cddp__load32(&work->group->left) != 0 && !work->on_stream;
 }
 
-/* Whether a receive, not of device memory, has its message. */
+/* Whether the work is a receive into host memory that has got its message. */
 static bool cddp__has_received(const cddp_work *work) {
   return work->run == NULL && work->call.kind == CDDP__KIND_RECV && !work->on_stream &&
          work->done && work->result == CDDP_OK;
 }
 
+/* cddp__backend.wait for host memory. limit: in seconds; negative: none. */
 static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
   bool outlived = cddp__work_outlived(work);
   if (outlived && cddp__has_received(work)) return cddp__end_recv(work, CDDP_OK);
-  if (outlived && work->run == NULL)
+  if (outlived && work->run == NULL /* another message */)
     return cddp__fail(CDDP_PEER_LOST,
                       "the group of this message has been replaced, as ranks changed");
   if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
@@ -15137,29 +15165,33 @@ static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
 }
 
-/* Waits at most `limit` seconds, or CDDP__NO_LIMIT. Frees the work, unless the limit has passed. */
+/* Waits at most `limit` seconds, or CDDP__NO_LIMIT. Frees the work, unless the limit has passed:
+   CDDP_TIMEOUT. */
 static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_result r;
   cddp__detect_second_thread(g->host);
   r = (g->backend->wait)(work, limit);
   if (r == CDDP__CONTINUES) return CDDP_TIMEOUT;
-  if (work->run == NULL) cddp__record_finish(g, work->record, r); /* else `run` has */
+  if (work->run == NULL) /* a message: of others `run` has recorded the end */
+    cddp__record_finish(g, work->record, r);
   cddp__work_free(work);
-  return r == CDDP_TIMEOUT && limit >= 0 ? CDDP_ABORTED : r; /* TIMEOUT would mean: continues */
+  /* To a caller with a limit, CDDP_TIMEOUT would mean that the operation continues. */
+  return r == CDDP_TIMEOUT && limit >= 0 ? CDDP_ABORTED : r;
 }
 
-/* Sends or receives. work not NULL: only posts the message, and sets *work. */
+/* Sends or receives, and waits for the end. work not NULL: only posts the message, and sets *work
+   to its handle. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   bool waits = work == NULL;
-  cddp_work on_stack, *w = &on_stack; /* of a call that waits; or the heap's */
+  cddp_work on_stack, *w = &on_stack; /* w: on the stack if this call waits, else on the heap */
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
   if (waits) cddp__work_init(w, g);
-  else if ((w = cddp__work_new(g, 0)) == NULL) return CDDP_OUT_OF_MEMORY;
+  else if ((w = cddp__work_new(g, 0 /* more bytes */)) == NULL) return CDDP_OUT_OF_MEMORY;
   w->call = *call;
   w->record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype,
-                               -1 /* no op */, call->root == CDDP_ANY ? -1 : call->root);
+                               -1 /* no op */, call->root == CDDP_ANY ? -1 /* none */ : call->root);
   if (cddp__record_at(g, w->record) != NULL) cddp__record_at(g, w->record)->tag = call->tag;
   cddp__record_start(g, w->record, 0 /* sequence: none */);
   if (call->kind == CDDP__KIND_SEND) {
@@ -15189,7 +15221,7 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
     why = "only the receive of a message can be canceled, no send and no collective";
   else if (!cddp__abort_recv(work)) why = "its message has arrived, or it has failed";
   else {
-    (void)cddp__work_wait(work, CDDP__NO_LIMIT); /* fails, as the receive has been aborted */
+    (void)cddp__work_wait(work, CDDP__NO_LIMIT); /* frees it; returns CDDP_ABORTED immediately */
     return CDDP_OK;
   }
   return cddp__fail(
@@ -15198,17 +15230,17 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
       why);
 }
 
-/* cddp__cpu_done for messages. A receive that will fail takes no message anymore: cddp_test has
-   said that it is done, and no source. */
+/* cddp__cpu_done for messages. In a broken group aborts a receive, so that it takes no message
+   later: cddp_test tells the caller that it is done, and sets no source. */
 static bool cddp__message_done(cddp_work *work) {
   cddp_group *g = work->group;
   if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true; /* a copy */
   if (!cddp__message_ready(work)) {
-    cddp__serve_all_recvs(NULL /* waits in none */);
+    cddp__serve_all_recvs(NULL /* this thread waits in no group */);
     if (cddp__peer_is_lost(work)) {
-      char kept[CDDP__ERROR_MAX];
+      char kept[CDDP__ERROR_MAX]; /* cddp_test sets no error text: cddp_wait will */
       memcpy(kept, cddp__error_text, sizeof kept);
-      (void)cddp__check_peer(work);
+      (void)cddp__check_peer(work); /* breaks the group */
       memcpy(cddp__error_text, kept, sizeof kept);
     }
     if (!cddp__is_broken(g)) return false;
@@ -15217,7 +15249,8 @@ static bool cddp__message_done(cddp_work *work) {
   return true;
 }
 
-/* Whether cddp__cpu_wait would return immediately. */
+/* cddp__backend.done for host memory: whether cddp__cpu_wait would return immediately. If not, the
+   engine's thread runs the operation from now on. */
 static bool cddp__cpu_done(cddp_work *work) {
   cddp_group *g = work->group;
   bool done;
@@ -15284,8 +15317,8 @@ static bool cddp__is_one_sided(const cddp__call *call) {
   return cddp__shapes[call->kind].from_root || cddp__shapes[call->kind].to_root;
 }
 
-/* The timing of chunks like this. NULL: it is small, or not staged, or ranks share cores, or it is
-   the only one of a one-sided call: the writer would time only its own half. */
+/* The timing of chunks like this; NULL: they are not timed. They are small, or not staged, or ranks
+   share cores, or this is the only one of a one-sided call: its writer would time half of it. */
 static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
                                           const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call);
@@ -15295,11 +15328,13 @@ static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
   return &g->timings[call->kind][bytes >= CDDP__NT_LARGE];
 }
 
-/* The first 2 * TIMING_RUNS chunks of a period. */
+/* Whether the present chunk is timed: the first 2 * CDDP__TIMING_RUNS of a period are. */
 static bool cddp__is_timed(const cddp__copy_timing *timing) {
   return timing != NULL && timing->chunks % CDDP__TIMING_PERIOD < 2 * CDDP__TIMING_RUNS;
 }
 
+/* Whether the present chunk is copied past the cache. All ranks count the same chunks, so a timed
+   one is copied in the same way on all. */
 static bool cddp__uses_nontemporal(const cddp__copy_timing *timing) {
   if (CDDP__LIKELY(timing == NULL)) return false;
   if (cddp__is_timed(timing)) return timing->chunks % CDDP__TIMING_PERIOD >= CDDP__TIMING_RUNS;
@@ -15307,36 +15342,40 @@ static bool cddp__uses_nontemporal(const cddp__copy_timing *timing) {
 }
 
 enum { CDDP__CLOCK_START = -1, CDDP__CLOCK_STOP = 1 };
-static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) { /* adds up STOP - START */
+/* Starts or stops the chunk's clock: adds the sum of all STOP - START to it. */
+static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
   if (cddp__is_timed(timing)) timing->clock += sign * cddp__now();
 }
 
-/* Ends the timing of a chunk. The first two of TIMING_RUNS do not count: they find the buffers as
-   the other kind of copy has left them. Of the rest the fastest replaces the last period's. */
-static void cddp__record_timing(cddp__copy_timing *timing, size_t bytes) {
-  uint32_t n = timing->chunks % CDDP__TIMING_RUNS;
+/* Counts a chunk, and ends its timing if it was timed. The first two of CDDP__TIMING_RUNS are left
+   out: they find the buffers as the other kind of copy has left them. Of the rest the fastest
+   replaces the time of the last period. */
+static void cddp__end_chunk_timing(cddp__copy_timing *timing, size_t bytes) {
+  uint32_t n = timing->chunks % CDDP__TIMING_RUNS; /* with the present kind of copy */
   double *least = &timing->seconds[cddp__uses_nontemporal(timing)];
   double took = timing->clock / (double)bytes;
   if (cddp__is_timed(timing) && (n == 2 || (n > 2 && took < *least))) *least = took;
   timing->chunks++;
 }
 
-/* Whether each rank adds up a slice of the chunk (cddp__exchange_slices). With 2 ranks that saves
-   no reads. */
+/* Whether each rank adds up a slice of the chunk: cddp__exchange_slices. That takes a second round,
+   but fewer reads. With 2 ranks it saves no reads. */
 static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize;
   if (CDDP__LIKELY(bytes <= CDDP__SLICES_MIN) || call->kind != CDDP__KIND_ALL_REDUCE) return false;
   if (g->oversubscribed && bytes <= CDDP__OVERSUBSCRIBED_READ / (size_t)g->size) return false;
-  return g->size > 2 && g->hosts == NULL;
+  return g->size > 2 && g->hosts == NULL; /* several hosts stage only short calls */
 }
 
-/* Allocates missing pages of the first `bytes` of this rank's two staging buffers. */
+/* Allocates missing pages of the first `bytes` of this rank's two staging buffers: those before
+   staging_ready exist. Without memory breaks the group: a write would end the process (SIGBUS). */
 CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) {
   const char *mine = (const char *)cddp__staging_of(g, g->rank, 0), *block = (char *)g->block;
+  /* offset in the memfd of this rank's first buffer */
   uint64_t at = g->block_ref.base + g->block_ref.offset + (uint64_t)(mine - block);
   size_t have = g->staging_ready, k;
   bytes = cddp__round_up(bytes, cddp__page_size());
-  for (k = 0; k < 2; k++)
+  for (k = 0; k < 2; k++) /* of even and of odd rounds */
     if (!cddp__arena_commit(g->host, at + k * g->staging_size + have, bytes - have))
       return cddp__break(g, cddp__fail_commit("a group's staging buffers", 2 * bytes));
   g->staging_ready = bytes;
@@ -15354,7 +15393,7 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
   bool nontemporal = cddp__uses_nontemporal(timing);
   if (CDDP__UNLIKELY(timing != NULL)) {
     timing->clock = 0;
-    cddp__clock_chunk(timing, CDDP__CLOCK_START);
+    cddp__clock_chunk(timing, CDDP__CLOCK_START); /* also if this rank only reads: see below */
   }
   if (!cddp__sends(call, g->rank)) return CDDP_OK;
   if (CDDP__UNLIKELY(!chunk->in_header && bytes * shares > g->staging_ready)) {
@@ -15368,22 +15407,24 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
              cddp__out_bytes(call, (int)p, chunk->begin, chunk->n));
     return CDDP_OK;
   }
-  if (cddp__is_sliced(g, call, chunk)) { /* other ranks do not read this rank's own slice */
+  if (cddp__is_sliced(g, call, chunk)) { /* leaves out this rank's own slice: only it reads that */
     cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
-    begin *= call->esize, end *= call->esize;
+    begin *= call->esize, end *= call->esize; /* of the slice, now in bytes */
     cddp__copy_by(space, from, begin, nontemporal);
-    space += end, from += end, bytes -= end;
+    space += end, from += end, bytes -= end; /* the loop copies what follows the slice */
   }
   for (p = 0; p < shares; p++, space += bytes, from += share_bytes) {
-    if (shares > 1 && p == (size_t)g->rank) continue; /* it reads its own share in place */
+    if (shares > 1 && p == (size_t)g->rank) continue; /* this rank reads its own share in place */
     cddp__copy_by(space, from, bytes, nontemporal);
   }
-  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) /* else the round is timed too */
+  /* In a one-sided call some ranks only wait: their clock runs on through the round. */
+  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call))
     cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
   return CDDP_OK;
 }
 
-/* Reads this rank's result of the chunk. from[p]: rank p's share for this rank. */
+/* Adds up or copies this rank's result of the chunk to the receive buffer. from[p]: rank p's share
+   for this rank. Of a broadcast or scatter only the root's is used. */
 static void cddp__read_result(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk,
                               void *const *from) {
   bool from_root = cddp__shapes[call->kind].from_root;
@@ -15398,17 +15439,18 @@ static void cddp__read_result(const cddp_group *g, const cddp__call *call, const
   for (i = 0; i < n; i++, p = p + 1 < g->size ? p + 1 : 0)
     cddp__copy_by(cddp__share_from(call, p) + at, from[p],
                   cddp__in_bytes(call, p, chunk->begin, chunk->n),
-                  call->count * call->esize >= CDDP__NT_SHARE);
+                  call->count * call->esize >= CDDP__NT_SHARE /* nontemporal */);
 }
 
-/* Reads this rank's result from where cddp__write_shares of each rank has put its share: headers or
-   staging buffers. */
+/* Reads this rank's result from the places to which each rank's cddp__write_shares has written:
+   headers or staging buffers. */
 static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
                               const cddp__chunk *chunk) {
   size_t apart, p;
   char *space = cddp__chunk_memory(g, g->round, chunk, &apart);
-  if (!cddp__is_written(call, g->rank)) return;
-  if (cddp__shapes[call->kind].scatters) space += (size_t)g->rank * chunk->n * call->esize;
+  if (!cddp__is_written(call, g->rank)) return; /* this rank gets no result */
+  if (cddp__shapes[call->kind].scatters) /* among a rank's shares the one for this rank */
+    space += (size_t)g->rank * chunk->n * call->esize;
   for (p = 0; p < (size_t)g->size; p++, space += apart) g->slices[p] = space;
   if (cddp__sends(call, g->rank)) /* its own share: in place */
     g->slices[g->rank] =
@@ -15416,13 +15458,15 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
   cddp__read_result(g, call, chunk, g->slices);
 }
 
-/* Adds up this rank's slice of all ranks' arrays of n elements, block by block, and writes it to
-   the same place of `to`; NULL: of all arrays. Ends early if the group breaks. */
+/* Adds up this rank's slice of all ranks' arrays of n elements, block by block. Writes the sums to
+   the same place of `to`; NULL: of all arrays. nontemporal (only with `to`): past the cache. Ends
+   early if the group breaks. */
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
-  unsigned char sums[CDDP__NT_BLOCK];
-  size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES, block;
+  unsigned char sums[CDDP__NT_BLOCK]; /* nontemporal: of a block, in the cache */
+  size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES;
+  size_t block; /* elements */
   int p;
   cddp__slice(n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
   for (; begin < end && !cddp__is_broken(g); begin += block) {
@@ -15437,13 +15481,13 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, siz
   }
 }
 
-/* Adds up this rank's slice of an all_reduce's chunk, into its buffer of the next round. After that
-   round it reads the other slices. So each value is read twice, not by every rank. */
+/* Adds up this rank's slice of an all_reduce's chunk, into its staging buffer of the next round.
+   Reads the other ranks' slices after that round. So each value is read twice, not by all ranks. */
 static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
                                          const cddp__chunk *chunk, bool nontemporal) {
   size_t apart, begin, end;
-  char *space = cddp__chunk_memory(g, g->round, chunk, &apart);
-  char *sums = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
+  char *space = cddp__chunk_memory(g, g->round, chunk, &apart); /* the staged arrays */
+  char *sums = cddp__chunk_memory(g, g->round + 1, chunk, &apart); /* the slices' sums */
   char *recv = (char *)call->recv + chunk->begin * call->esize;
   cddp_result r;
   int p;
@@ -15459,10 +15503,12 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   return r;
 }
 
-/* The chunk from element `begin` on: the rest, or what fits into a staging buffer. */
+/* The chunk from element `begin` of each share on: the rest of the call, or as much as fits into a
+   staging buffer. Long one-sided calls have smaller chunks, so that reading and writing overlap. */
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, size_t begin) {
   size_t element = call->esize * cddp__send_shares(g, call); /* bytes of one of each share */
-  size_t limit = cddp__max(g->staging_size, CDDP__PAYLOAD), all = call->count * element;
+  size_t limit = cddp__max(g->staging_size, CDDP__PAYLOAD); /* bytes of a chunk */
+  size_t all = call->count * element;
   cddp__chunk k;
   if (all > CDDP__STAGING_MIN && cddp__is_one_sided(call) && !g->oversubscribed && g->hosts == NULL)
     limit = cddp__min(limit, cddp__max(all / CDDP__PIPELINE_CHUNKS, CDDP__STAGING_MIN));
@@ -15474,7 +15520,8 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, s
 }
 
 enum { CDDP__NOT_WRITTEN, CDDP__WRITTEN };
-/* Runs a call chunk by chunk. written: the first chunk's shares are written, its round is over. */
+/* Runs a call chunk by chunk. written: the shares of the first chunk are written, and the round
+   that announces them is over. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool written) {
   cddp__copy_timing *timing;
   cddp__chunk k;
@@ -15496,7 +15543,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
       cddp__read_staged(g, call, &k);
     if (CDDP__UNLIKELY(timing != NULL)) {
       cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
-      cddp__record_timing(timing, k.n * call->esize);
+      cddp__end_chunk_timing(timing, k.n * call->esize);
     }
     if (k.in_header && !cddp__is_one_sided(call)) /* with few writers a prefetch costs more */
       cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
@@ -15504,7 +15551,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
   return r;
 }
 
-/* Whether cddp__run_short can run the call: one chunk, copied through the cache. */
+/* Whether cddp__run_short can run the call: one chunk, too short for non-temporal copies. */
 CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize;
   return (call->kind == CDDP__KIND_ALL_REDUCE || call->kind == CDDP__KIND_BROADCAST) &&
@@ -15515,11 +15562,11 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
    take a seventh longer. */
 CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize, apart, i;
-  cddp__chunk all = {0, call->count, bytes <= CDDP__PAYLOAD};
+  cddp__chunk all = {0 /* begin */, call->count, bytes <= CDDP__PAYLOAD /* in_header */};
   const void **srcs = (const void **)(void *)g->slices;
   bool broadcasts = call->kind == CDDP__KIND_BROADCAST;
   bool sends = !broadcasts || g->rank == call->root;
-  bool staged = sends && !all.in_header;
+  bool staged = sends && !all.in_header; /* this rank writes to its staging buffer */
   char *space;
   cddp_result r;
   int p;
@@ -15530,25 +15577,26 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
   r = cddp__round_of(g, call, CDDP__PHASE_STAGED,
                      sends && all.in_header ? call->send : NULL, bytes);
   if (r != CDDP_OK) return r;
-  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* next round's = last round's: all have read it */
+  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* the buffer of the next call: no rank reads it */
     space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
     for (i = 0; i < bytes; i += CDDP__CACHE_LINE) cddp__prefetch_to_write(space + i);
   }
-  if (broadcasts && sends) return CDDP_OK;
+  if (broadcasts && sends) return CDDP_OK; /* the root has its array */
   space = cddp__chunk_memory(g, g->round, &all, &apart);
   if (broadcasts) {
     memcpy(call->recv, space + (size_t)call->root * apart, bytes);
     return CDDP_OK;
   }
   for (p = 0; p < g->size; p++, space += apart)
-    srcs[p] = p == g->rank ? call->send : space; /* not its header: a peer's cache can have it */
+    srcs[p] = p == g->rank ? call->send /* its header can be in a peer's cache */ : space;
   cddp__reduce(call->recv, srcs, g->size, call->count, (cddp_dtype)call->dtype, (cddp_op)call->op);
   if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
 }
 
-/* If all buffers are shared, copies this rank's slice of the root's array to all ranks, in blocks
-   that stay in the cache. Else (one is NULL) copies the whole array to this rank. */
+/* A broadcast. If all buffers are shared, copies this rank's slice of the root's array to all
+   ranks, in blocks that stay in the cache. Else (a buffer is NULL) copies the whole array to this
+   rank. */
 static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
   size_t begin, end, n, bytes = call->count * call->esize;
   int p;
@@ -15562,11 +15610,13 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
     /* with 2 ranks a block is read once: it need not fit a cache */
     n = cddp__min(end - begin, g->size == 2 ? CDDP__CHECK_BYTES : CDDP__STAGING_MIN);
     for (p = 0; p < g->size; p++)
-      cddp__copy_by(bufs[p] + begin, bufs[call->root] + begin, n, bytes >= CDDP__NT_SHARE);
+      cddp__copy_by(bufs[p] + begin, bufs[call->root] + begin, n,
+                    bytes >= CDDP__NT_SHARE /* nontemporal */);
   }
 }
 
-/* Runs a call on the ranks' own buffers. bufs[p]: rank p's, as mapped here, if it is read. */
+/* Runs a call on the ranks' own buffers. bufs[p]: that of rank p, as mapped here; NULL: no rank
+   reads it, or can. Fails if the group has broken: copies end early then. */
 static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void *const *bufs) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   cddp__chunk all = {0, call->count, false /* in_header */};
@@ -15574,7 +15624,7 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
   int p;
   if (call->kind == CDDP__KIND_BROADCAST) {
     cddp__broadcast_direct(g, call, (char *const *)bufs);
-  } else if (shape->reduces && !shape->scatters) {
+  } else if (shape->reduces && !shape->scatters) { /* all_reduce: to all arrays; reduce: to one */
     cddp__reduce_slices(g, call, call->count, bufs,
                         shape->to_root ? (char *)bufs[call->root] : NULL, CDDP__COPY_CACHED);
   } else if (cddp__receives(call, g->rank)) {
@@ -15582,7 +15632,7 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
       if (!cddp__sends(call, p)) continue;
       at = (size_t)g->rank * call->count;
       if (call->shares != NULL) at = call->shares[p].peer_at;
-      if (!shape->scatters) at = 0;
+      if (!shape->scatters) at = 0; /* one share for all ranks */
       g->slices[p] = p == g->rank ? (void *)(uintptr_t)cddp__share_for(call, p)
                                   : (char *)bufs[p] + at * call->esize;
     }
@@ -15591,8 +15641,8 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
   return cddp__check_group(g);
 }
 
-/* The address of this rank's buffer for other ranks. UNUSED: they need none. NONE: it is private,
-   or received bytes would overwrite it. */
+/* The reference through which other ranks use this rank's buffer. UNUSED: they do not. NONE: they
+   cannot, since the buffer is private, or received bytes would overwrite bytes to send. */
 static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   cddp__ref ref;
   size_t sent, received;
@@ -15604,29 +15654,30 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   return cddp__ref_of(g->host, call->send, sent);
 }
 
-/* Runs a call directly if all buffers that other ranks read are in shared memory, else staged. A
-   rank with private memory writes its first chunk before the round: if all ranks have, the round
-   serves this chunk too. */
+/* cddp__carrier.run on one host: runs a call directly if all buffers that other ranks read are in
+   shared memory, else staged. A rank with private memory writes its first chunk before the round
+   that announces the buffers. If all ranks have, that round also announces this chunk. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
-  const cddp__ref *at;
+  const cddp__ref *theirs;
   cddp__chunk first = cddp__chunk_at(g, call, 0);
-  bool direct = true, written = true; /* written: all have staged their first chunk */
+  bool direct = true, written = true; /* written: all that send have staged their first chunk */
   cddp_result r = CDDP_OK;
   int p;
-  if (ref.kind <= CDDP__REF_UNUSED /* or NONE */) r = cddp__write_shares(g, call, &first);
+  if (ref.kind <= CDDP__REF_UNUSED /* or NONE */) /* no rank reads this rank's buffer directly */
+    r = cddp__write_shares(g, call, &first);
   if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
-    at = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
-    g->buffers[p] = NULL; /* no rank needs it, or its address is not known */
-    if (at->kind == CDDP__REF_NONE) {
+    theirs = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
+    g->buffers[p] = NULL; /* unless this rank can use it */
+    if (theirs->kind == CDDP__REF_NONE) {
       direct = direct && !cddp__is_read(call, p);
-    } else if (at->kind != CDDP__REF_UNUSED) {
-      written = written && !cddp__is_read(call, p); /* p has staged none */
+    } else if (theirs->kind != CDDP__REF_UNUSED) {
+      written = written && !cddp__is_read(call, p); /* p has an address, so it has staged nothing */
       if (p == g->rank)
         g->buffers[p] = (void *)(uintptr_t)call->send;
       else if (direct) {
-        r = cddp__map_ref(g->host, at, &g->buffers[p]);
+        r = cddp__map_ref(g->host, theirs, &g->buffers[p]);
         if (r != CDDP_OK) r = cddp__break(g, r);
       }
     }
@@ -15638,7 +15689,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
     if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0);
   }
-  return cddp__end_access(g, r); /* also without cddp__begin_access */
+  return cddp__end_access(g, r); /* harmless without cddp__begin_access */
 }
 
 /* Runs a call in one round if that is fast: up to round_max bytes; half as many on one host for
@@ -15646,7 +15697,8 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
    one is needed). With more ranks than cores a saved round is worth the copies. */
 static cddp_result cddp__run_by_size(cddp_group *g, const cddp__call *call) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
-  size_t element = call->esize * cddp__send_shares(g, call), most = g->round_max;
+  size_t element = call->esize * cddp__send_shares(g, call); /* bytes of one of each share */
+  size_t most = g->round_max; /* bytes of this rank's shares */
   if (g->hosts != NULL ? shape->scatters : shape->gathers && !shape->scatters && !g->oversubscribed)
     most /= 2;
   if (call->count <= most && call->count * element <= most) /* no overflow, no slow division */
@@ -15654,10 +15706,12 @@ static cddp_result cddp__run_by_size(cddp_group *g, const cddp__call *call) {
   return (g->carrier->run)(g, call);
 }
 
-/* In a call with counts: exchanges and checks the lengths and positions of the ranks' shares.
-   call->count becomes the largest length. *host_memory: this rank's buffers are in host memory;
-   becomes: any rank's are. */
+/* In a call with counts: exchanges and checks the lengths and positions of the ranks' shares, by an
+   exchange of notices.
+     call          its count becomes the largest length
+     host_memory   whether this rank's buffers are in host memory; becomes whether any rank's are */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host_memory) {
+  /* Behind the shares: see cddp__counts_bytes. */
   cddp__count_notice *sent = (cddp__count_notice *)(void *)(call->shares + g->size);
   cddp__count_notice *received = sent + g->size;
   size_t most = 0; /* largest length here, then of all ranks */
@@ -15693,7 +15747,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   return r;
 }
 
-/* Enters the call in the flight recorder: its number; 0: it is off. */
+/* Enters the call in the flight recorder. Returns its number there; 0: the recorder is off. */
 CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *call) {
   size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
@@ -15705,20 +15759,23 @@ CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *
                           cddp__shapes[call->kind].reduces ? call->op : -1, call->root);
 }
 
-/* Records the start of an operation that is no cddp__call. */
+/* Records the start of an operation that is no cddp__call. Returns the record's number. sequence:
+   the operation's number in the group. */
 static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t sequence,
                                    uint64_t count) {
-  uint64_t record = cddp__record_new(g, cddp__shapes[kind].name, count, -1, -1, -1 /* none */);
+  uint64_t record = cddp__record_new(g, cddp__shapes[kind].name, count, -1 /* dtype: none */,
+                                     -1 /* op */, -1 /* root */);
   cddp__record_start(g, record, sequence);
   return record;
 }
 
-/* Runs and records a collective. record: from cddp__record_call. */
+/* Runs a checked collective on this thread, by the fastest way for its size, and records its start
+   and end. record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
-  cddp__call sized;
-  bool host_memory = true;
+  cddp__call sized; /* with the largest count */
+  bool host_memory = true; /* this function runs only such calls */
   cddp_result r = cddp__check_group(g);
-  if (r != CDDP_OK) goto done;
+  if (r != CDDP_OK) goto done; /* records the failure */
   g->calls++;
   cddp__record_start(g, record, g->calls);
   if (call->count == 0 || call->kind == CDDP__KIND_BARRIER) {
@@ -15744,6 +15801,7 @@ static cddp_result cddp__run_call(cddp_group *g, const cddp__call *call) {
   return cddp__run_recorded(g, call, cddp__record_call(g, call));
 }
 
+/* cddp_work.run of collectives. */
 static cddp_result cddp__run_work(cddp_work *work) {
   return cddp__run_recorded(work->group, &work->call, work->record);
 }
@@ -15752,7 +15810,8 @@ static cddp__call cddp__broadcast_call(void *data, size_t count, cddp_dtype dtyp
   return cddp__make_call(CDDP__KIND_BROADCAST, data, data, count, dtype, CDDP_SUM, root);
 }
 
-/* Blocking, on host memory. */
+/* These two block, run on this thread, and move bytes of host memory. bytes: of all_gather, each
+   rank's. */
 static cddp_result cddp__broadcast(cddp_group *g, void *data, size_t bytes, int root) {
   cddp__call c = cddp__broadcast_call(data, bytes, CDDP_U8, root);
   return cddp__run_call(g, &c);
@@ -15765,15 +15824,15 @@ static cddp_result cddp__all_gather(cddp_group *g, const void *mine, void *all, 
 
 enum { CDDP__PACKET_ARRAYS = 256 };
 
-/* Broadcasts of many arrays in host memory. Small ones form a packet: a round takes longer than
-   their bytes. */
+/* Broadcasts of many arrays in host memory. Small arrays are sent together, in a packet: a round
+   for each would take longer than their bytes. */
 typedef struct cddp__packet {
   cddp_group *g;
   int root, count;
-  size_t used; /* bytes of all arrays */
-  void *to[CDDP__PACKET_ARRAYS]; /* the arrays */
-  size_t sizes[CDDP__PACKET_ARRAYS];
-  char bytes[16384]; /* their contents */
+  size_t used; /* bytes of the arrays in the packet */
+  void *to[CDDP__PACKET_ARRAYS]; /* [count] those arrays: read on the root, written on the others */
+  size_t sizes[CDDP__PACKET_ARRAYS]; /* [count] their bytes */
+  char bytes[16384]; /* their contents, one after the other, while they are sent */
 } cddp__packet;
 
 static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
@@ -15783,7 +15842,8 @@ static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
   packet->used = 0;
 }
 
-/* Sends the packet. Must be called after the last cddp__packet_add. */
+/* Broadcasts the packet, if it is not empty, and empties it. Must be called after the last
+   cddp__packet_add. */
 static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   bool sends = packet->g->rank == packet->root;
   size_t at = 0;
@@ -15804,7 +15864,8 @@ static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   return r;
 }
 
-/* Adds an array; sends a long one now. All ranks add the same sizes in the same order. */
+/* Adds an array to the packet, which is broadcast first if it is full. Broadcasts a long array now.
+   All ranks add the same sizes in the same order. */
 static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t count,
                                     cddp_dtype dtype) {
   size_t bytes = count * cddp__dtype_size(dtype);
@@ -15820,12 +15881,12 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
   return r;
 }
 
-/* Collective: all ranks return the lowest failing rank's result and text. Without a failure `all`
-   receives all ranks' n bytes of payload. */
+/* Collective: all ranks return the result of the lowest rank with mine != CDDP_OK, and its text.
+   Without such a rank `all` receives all ranks' n bytes of payload. g NULL: this process alone. */
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
                                    void *all) {
-  size_t each = n + 4, at, most; /* each: a result and the payload */
-  char *votes, *own, text[CDDP__ERROR_MAX];
+  size_t each = n + 4, at, most; /* each: bytes of a vote, which is a result and the payload */
+  char *votes, *own, text[CDDP__ERROR_MAX]; /* text: this rank's; then of the failing rank */
   cddp_result r;
   int p;
   if (g == NULL || g->size == 1) {
@@ -15847,7 +15908,7 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
     for (at = 0; r == CDDP_OK && at < sizeof text; at += most) { /* in headers: needs no memory */
       most = cddp__min(CDDP__PAYLOAD, sizeof text - at);
       r = cddp__broadcast(g, text + at, most, p);
-      if (memchr(text + at, 0, most) != NULL) break;
+      if (memchr(text + at, 0, most) != NULL) break; /* the text's NUL */
     }
     if (r != CDDP_OK) break;
     r = cddp__fail(theirs, "%s", text);
@@ -15862,8 +15923,10 @@ static cddp_result cddp__agree(cddp_group *g, cddp_result mine) {
   return cddp__consensus(g, mine, NULL, 0, NULL);
 }
 
+/* Records a collective, and starts it in the engine with this thread's site and floating-point
+   mode. */
 static cddp_result cddp__enqueue(cddp_work *work) {
-  work->anywhere = true;
+  work->anywhere = true; /* a thread that waits can run it */
   work->fp_mode = 1 + cddp__fp_mode();
   cddp__copy_site(&work->site, &cddp__this_site);
   work->record = cddp__record_call(work->group, &work->call);
@@ -15872,14 +15935,14 @@ static cddp_result cddp__enqueue(cddp_work *work) {
   return cddp__engine_push(work);
 }
 
-/* Starts a collective with a handle: in the engine's own work if that is free and no counts need
-   memory. */
+/* Starts a collective with a handle. Uses the engine's own work if that is free and the call has no
+   counts, which need memory; else a work of the heap. */
 static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp_result r;
   cddp_work *started;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if (call->shares == NULL && cddp__load32(&g->engine.own_state) == CDDP__OWN_FREE) {
-    cddp__store32(&g->engine.own_state, CDDP__OWN_LENT);
+    cddp__store32(&g->engine.own_state, CDDP__OWN_LENT); /* only this thread takes it: no race */
     started = &g->engine.own; /* the fields not set here and by cddp__enqueue are always 0: */
     CDDP_ASSERT(started->context == NULL && !started->on_stream && started->event == NULL &&
                 started->stage == NULL);
@@ -15903,10 +15966,11 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
   return r;
 }
 
+/* cddp__backend.start for host memory. */
 static cddp_result cddp__cpu_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
   if (cddp__is_message(call)) return cddp__start_message(g, call, work);
   if (work != NULL) return cddp__start_work(g, call, work);
-  cddp__engine_drain(g); /* earlier calls first */
+  cddp__engine_drain(g); /* earlier calls with a handle run first */
   return cddp__run_call(g, call);
 }
 
@@ -15943,10 +16007,10 @@ static const cddp__carrier cddp__shm_carrier = {
     false /* not foreign */, true /* shared */, cddp__run_large, NULL /* so no `average` */,
     cddp__nothing_to_split, cddp__nothing_to_leave};
 
-/* The buffers' error; NULL: none. They must not overlap, except in place. */
+/* The error in a call's buffers, for a text; NULL: none. They must not overlap, except in place. */
 static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *call) {
   uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv, own;
-  bool in_place = false;
+  bool in_place = false; /* the smaller buffer is this rank's share in the larger one */
   size_t sent, received;
   cddp__call_bytes(g, call, &sent, &received);
   if (sent > 0 && call->send == NULL)
@@ -15957,7 +16021,7 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
     return "a buffer is not aligned to its elements: its address must be a multiple of their size";
   if (cddp__in_one_buffer(call) || sent == 0 || received == 0 || send >= recv + received ||
       recv >= send + sent)
-    return NULL;
+    return NULL; /* no overlap */
   /* byte offset of this rank's share in the larger buffer */
   own = call->shares != NULL ? call->shares[g->rank].in_at * call->esize
                          : (uintptr_t)g->rank * call->count * call->esize;
@@ -15979,7 +16043,8 @@ static bool cddp__host_reads(const void *p) {
 #define CDDP__NO_HOST_MEMORY "is not memory of the host: if it is on a GPU, the group needs " \
                              "device \"cuda\" in cddp_group_desc"
 
-/* Finds device memory, NULL: none, that a program with CUDA passes to a group without a device. */
+/* Finds device memory that a program with CUDA passes to a group without a device. Returns an error
+   text; NULL: none is found. */
 static const char *cddp__memory_error(const cddp_group *g, const cddp__call *call) {
   size_t sent = 0, received = 0;
 #ifdef CDDP_CUDA
@@ -15994,7 +16059,7 @@ static const char *cddp__memory_error(const cddp_group *g, const cddp__call *cal
 /* Refuses device memory in a group without a device. */
 static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *params, int count) {
   int k;
-  for (k = 0; k < 2 * count && !g->backend->on_device; k++) {
+  for (k = 0; k < 2 * count && !g->backend->on_device; k++) { /* data and grad of each */
     const cddp_param *p = &params[k / 2];
     const void *at = k % 2 == 0 ? p->data : p->grad;
     if (p->count > 0 && at != NULL && !cddp__host_reads(at))
@@ -16004,6 +16069,8 @@ static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *par
   return CDDP_OK;
 }
 
+/* Checks the arguments of a collective or message, before anything is sent. An error is this rank's
+   only: the group stays healthy. */
 static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
   bool one_buffer = cddp__in_one_buffer(call), message = cddp__is_message(call);
@@ -16027,7 +16094,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
     wrong = "tag is negative";
   else if (call->count > 0 &&
            (!one_buffer || call->send == NULL || cddp__misaligned(call->send, call->esize)))
-    wrong = cddp__buffer_error(g, call); /* else one buffer, aligned: good */
+    wrong = cddp__buffer_error(g, call); /* left out for one aligned buffer: that is good */
   if (wrong == NULL && call->count > 0) wrong = cddp__memory_error(g, call);
   return wrong == NULL ? CDDP_OK : CDDP__REFUSE("%s", wrong);
 }
