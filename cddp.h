@@ -5938,8 +5938,8 @@ static void cddp__store_set_key(cddp_store *store, const char *key) {
   store->secret[CDDP__FILE_KEY] = ' '; /* instead of snprintf's NUL: the user's secret follows */
 }
 
-/* Begins a server's record: its key, and where it must listen: at a Unix socket for this host; if
-   `reachable` for other hosts, also at a port that the system chooses. */
+/* Begins a server's record: its key, and its addresses. The first is a Unix socket, for this host.
+   reachable: the others are this host's addresses, at one port that the system chooses. */
 static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachable) {
   uint64_t word[4]; /* random: two for the key, two for the socket's name */
   cddp_result r = cddp__random(word, sizeof word);
@@ -6227,8 +6227,8 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
   return CDDP_OK;
 }
 
-/* In order of precedence: name, {rank, size, local size, its other name}, cure, {variables that
-   identify a job, the last two on one node only}. mpirun precedes schedulers, because inside an
+/* In order of precedence. A row: name, {rank, size, local size, its other name}, cure, {variables
+   that identify a job, the last two on one node only}. mpirun precedes schedulers, because in an
    allocation the scheduler's variables describe mpirun's daemon. Sources: flux-environment(7);
    MVAPICH2's guide, "MPIRUN_RSH Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's
    mpi/cray_shasta and scripts of Aurora's users for PALS. */
@@ -6447,10 +6447,10 @@ static bool cddp__one_host(const cddp__config *config) {
   return nodes != NULL && strcmp(nodes, "1") == 0;
 }
 
-/* Hashes the variables that identify the launcher's job; all its ranks get the same key. 0 if the
-   launcher sets none. here: all ranks are on this host, so variables that differ between hosts
-   count too. Hydra can set none, but its PMI_FD is one end of a socket pair, and the kernel knows
-   the process that created it: the proxy that started the ranks of this host. */
+/* Hashes the variables that identify the launcher's job; all its ranks get the same key. Returns 0
+   if the launcher sets none. here: all ranks are on this host. Then variables that differ between
+   hosts count too. Hydra can set none, but its PMI_FD is one end of a socket pair. The kernel knows
+   the process that created the pair: the proxy that started the ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
   const char *fd = launcher == CDDP__LAUNCHER_HYDRA && here ? cddp__env("PMI_FD") : NULL;
   uint32_t creator[3]; /* pid, uid, gid */
@@ -6760,8 +6760,8 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
        reader always succeeds, since each tries after it has unmapped.
      - The same holds for a process that ends while it joins.
    What fails: a mapping or a commit, for that rank alone. Closing any descriptor of the file drops
-   all locks of the process. So a process opens it once (the manual forbids to join a job twice),
-   and each meeting of an elastic model checks that the program has not closed it. */
+   all locks of the process. So a process opens it once: the manual forbids to join a job twice.
+   Each meeting of an elastic model checks that the program has not closed it. */
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
@@ -7621,8 +7621,9 @@ static void cddp__take_memfd(cddp__host *host, int fd, int size) {
   cddp__set_window(host, host->arena.window, bits);
 }
 
-/* Creates the memfd: space for the first group's control block, a window for each rank, and windows
-   for joining processes if no limit of file sizes is set. window_min: a window's least bytes. */
+/* Creates the memfd: space for the first group's control block, then a window for each rank. If no
+   limit of file sizes is set, there are more windows, for joining processes. window_min: the least
+   bytes of a window. */
 static cddp_result cddp__create_memfd(cddp__host *host, uint64_t window_min) {
   uint64_t windows = (uint64_t)host->size + 1; /* + 1: as in cddp__take_memfd */
   int bits = CDDP__WINDOW_BITS, fd;
