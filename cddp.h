@@ -5599,7 +5599,7 @@ static cddp_result cddp__fail_connect(const cddp__address *address, int error,
    succeed. Other errors are final. Resets closed_since unless a connection was closed without an
    answer, or timed out (which says nothing about the program). */
 static cddp_result cddp__store_try(cddp_store *store, double deadline) {
-  bool closed = false; /* without an answer */
+  bool closed = false; /* an address closed the connection without an answer */
   cddp_result r = CDDP_NETWORK;
   int i, error = 0 /* of the last connect */, fd;
   for (i = 0; i < store->address_count && r == CDDP_NETWORK; i++) {
@@ -7111,7 +7111,7 @@ static void cddp__request_huge_pages(char *address, uint64_t size) {
    where a page exists. It writes nothing: other processes can use the memory meanwhile. */
 static bool cddp__populate(const cddp__host *host, char *address, uint64_t base, uint64_t size) {
   uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at; /* bytes in whole huge pages */
-  if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0;
+  if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0; /* huge pages must be aligned */
   cddp__request_huge_pages(address, huge);
   for (at = 0; at < huge; at += CDDP__HUGE_PAGE) /* the first small page of each, for COLLAPSE */
     if (!cddp__arena_commit(host, base + at, 1 /* byte */)) return false;
@@ -7290,7 +7290,7 @@ static void cddp__arena_free_with(cddp__host *host, const void *p,
 static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   cddp__ref ref;
   const cddp__extent *extent;
-  memset(&ref, 0, sizeof ref);
+  memset(&ref, 0, sizeof ref); /* kind NONE */
   if (host->one_process) {
     ref.kind = CDDP__REF_POINTER;
     ref.base = (uintptr_t)p;
@@ -7976,7 +7976,7 @@ typedef struct cddp__loops {
         lane[j] += square; \
       } \
     } \
-    for (i = 0; i < n; i++) { \
+    for (i = 0; i < n; i++) { /* the last elements, fewer than 16 */ \
       square = (double)p[i] * (double)p[i]; \
       lane[i] += square; \
     } \
@@ -8134,7 +8134,8 @@ typedef struct cddp__loops {
 
 /* An instruction set's table: a row by cddp_dtype, with the columns of cddp__loops in their order:
    sum, all; pair, bits; scale, mix, squares; adamw, sgd_loop, adamw_loop; widen, narrow. WIDE: the
-   set for the loops of CDDP__WIDE_KERNELS, not f64's. CDDP__ROW_S: of a type with loops S. */
+   set for the loops of CDDP__WIDE_KERNELS, which f64 does not have. CDDP__ROW_S: of a type with
+   loops S. SGD, ADAMW: the fused loops, only f32's. */
 #define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW) \
   {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL, \
    cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, \
