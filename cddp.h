@@ -9966,8 +9966,9 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
 
 /* --- rounds --- */
 
-/* Counts this rank's arrival at a round of an oversubscribed group, and waits until the last rank
-   of this host to arrive releases the round. `arrivals` is never reset, so its target grows. */
+/* Counts this rank's arrival at a round of an oversubscribed group. Then waits for the release of
+   the round by the last rank of this host to arrive. `arrivals` is never reset, so its target
+   grows. */
 static cddp_result cddp__arrive(cddp_group *g) {
   uint32_t arrived = cddp__add32(&g->block->arrivals, 1); /* with this rank */
   g->arrive_target += (uint32_t)g->local_size;
@@ -10014,7 +10015,7 @@ enum cddp__round_ranks { CDDP__ROUND_OF_HOST, CDDP__ROUND_OF_ALL };
 /* Announces the group's next round, and waits until the other ranks have announced it.
      phase     the purpose of the round: ranks compare it
      payload   at most CDDP__PAYLOAD bytes for the header; NULL: there are none, or the caller has
-               already written them to this rank's next header or staging buffer
+               already written them to this rank's next header or staging buffer.
    Afterwards this rank can read the headers and staging buffers of these ranks, until it announces
    the next round but one. */
 CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks ranks,
@@ -10102,8 +10103,8 @@ static void cddp__set_wait_policy(cddp_group *g) {
    breaks a group that spans hosts, or sets its block's `cause`. A link is a cddp__connection
    (>>connections): state NEW until the hello, PROVING until the proof, then UP; ENDED with an
    errno.
-   Entry points: cddp__net_serve; cddp__link_connect, _progress, _reconnect, _close, _end_if_unacked;
-   cddp__send_notices and _send_arrivals; cddp__net_new and _release.
+   Entry points: cddp__net_serve; cddp__link_connect, _progress, _reconnect, _close,
+   _end_if_unacked; cddp__send_notices and _send_arrivals; cddp__net_new and _release.
    How it works:
      1. Each rank listens on one port. Two ranks of a group have one link, made when it is first
         used, or two if both connect at the same time.
@@ -10150,7 +10151,7 @@ static cddp__connection *cddp__link_alloc(const cddp_allocator *a) {
 /* Gives the link its socket.
      caller    CDDP__END_*: whether this rank connects
      seconds   until c->deadline. By then this rank must be connected (caller), or have received
-               hello and proof
+               hello and proof.
    Lock of the link: net.lock until its group has claimed it, then the group's p2p.lock. */
 static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double seconds) {
   /* Keepalive: the first probe follows probe_s without bytes, the others are probe_s apart. */
@@ -10413,8 +10414,8 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
   cddp__send_arrivals(g, round);
 }
 
-/* Receives more of a notice. A complete one takes effect in its group, and ends its link. net.lock
-   held. */
+/* Receives more of a notice, with net.lock held. A complete one takes effect in its group, and ends
+   its link. Keeps this thread's error text. */
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connection *c) {
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   const char *text;
@@ -10422,7 +10423,7 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
   uint32_t code, result;
   cddp_group *g;
   while (cddp__buffer_size(&c->in) < CDDP__NOTICE_BYTES)
-    if (cddp__connection_fill(c, CDDP__NOTICE_BYTES) <= 0) return;
+    if (cddp__connection_fill(c, CDDP__NOTICE_BYTES) <= 0) return; /* the rest later, or ended */
   body = c->in.data + c->in.start;
   text = (const char *)body + CDDP__NOTICE_TEXT_AT;
   memcpy(saved, cddp__error_text, sizeof saved);
@@ -10443,32 +10444,33 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
   }
   pthread_mutex_unlock(&h->lock);
   memcpy(cddp__error_text, saved, sizeof saved);
-  cddp__connection_end(c, 0);
+  cddp__connection_end(c, 0 /* errno */); /* cddp__net_serve frees it */
 }
 
 /* --- incoming connections --- */
 
-/* Whether a link is UP and carries frames of this group (hello.group). */
+/* Whether a link is UP and carries frames of the group with this id. */
 static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
   return c->state == CDDP__CONNECTION_UP && c->hello.purpose == CDDP__LINK_FRAMES &&
          c->hello.group == group;
 }
 
-/* Ends a link if its peer has closed it, even if received bytes are unread. */
+/* Ends a link if its peer has closed it. A read would find that only after all received bytes. */
 static void cddp__link_detect_close(cddp__connection *c) {
   struct pollfd fd = {c->fd, (short)EPOLLRDHUP, 0}; /* libc may hide POLLRDHUP, which it equals */
-  if (poll(&fd, 1, 0) == 1) cddp__connection_end(c, 0);
+  if (poll(&fd, 1, 0 /* ms */) == 1) cddp__connection_end(c, 0 /* errno: closed */);
 }
 
 /* Accepts connections into a list, the newest first. Returns whether few descriptors are left.
-   *spare (or NULL): memory for the next one. Without memory none is accepted: the bytes that its
-   caller has sent would be lost. *starved: the errno if no descriptor or memory is left, else 0. */
+     spare     *spare: memory for the next connection, or NULL. It is allocated before a connection
+               is accepted: without memory, the bytes that its caller has sent would be lost.
+     starved   NULL, or receives the errno if no descriptor or memory is left, else 0 */
 static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__connection **list,
                                cddp__connection **spare, cddp__atomic_u32 *starved) {
   cddp__connection *c;
   bool none, few = false; /* none: no descriptor or memory is left */
   int i, fd;
-  for (i = 0; i < 64; i++) {
+  for (i = 0; i < 64 /* strangers can connect without a pause */; i++) {
     if (*spare == NULL) *spare = cddp__link_alloc(a);
     if (*spare == NULL) errno = ENOMEM;
     fd = *spare != NULL ? cddp__accept(listener) : -1;
@@ -10486,13 +10488,14 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
   return few;
 }
 
-/* Whether this rank has left group `id`. A split (odd id) that it does not know has been left: a
-   peer connects for it after all ranks created it: cddp__agree in cddp__split. net.lock held. */
+/* Whether this rank has left group `id`, with net.lock held. A split (odd id) that it does not know
+   has been left: a peer connects for it only after all ranks created it (cddp__agree in
+   cddp__split). A group with an even id can be unknown because this rank has not created it yet. */
 static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
-  const cddp_group *g = NULL;
+  const cddp_group *g = NULL; /* the group, if this rank has it */
   int i;
   for (i = 0; i < CDDP__LEFT_GROUPS; i++)
-    if (n->left[i] == id + 1) return true;
+    if (n->left[i] == id + 1 /* 0: unused entry */) return true;
   pthread_mutex_lock(&h->lock);
   if ((id & 1) != 0)
     for (g = h->groups; g != NULL && (g->hosts == NULL || g->hosts->net != n || g->id != id);)
@@ -10501,11 +10504,12 @@ static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
   return (id & 1) != 0 && g == NULL;
 }
 
-/* Accepts connections, continues their proofs, and receives notices, unless another thread does. */
+/* Accepts connections, continues their proofs, and receives notices. Does nothing if another thread
+   does this now. */
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   cddp__connection **at, *c;
-  int silent = 0, proving = 0, most = cddp__unproven_most(n->size);
-  bool few;
+  int silent = 0, proving = 0, most = cddp__unproven_most(n->size); /* limit of each */
+  bool few; /* few descriptors are left */
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->spare, &n->starved);
   for (at = &n->incoming; (c = *at) != NULL;) {
@@ -10520,11 +10524,11 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
       cddp__connection_end(c, ETIMEDOUT);
     group_left = up && cddp__has_left(h, n, c->hello.group);
     if (c->state != CDDP__CONNECTION_ENDED && !group_left) {
-      at = &c->next;
+      at = &c->next; /* the link waits for its group */
       continue;
     }
     *at = c->next;
-    if (group_left) /* the peer gets BYE */
+    if (group_left) /* the peer gets BYE, so it does not take this rank for dead */
       cddp__link_close(c);
     else
       cddp__link_free(c);
@@ -10532,23 +10536,24 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   pthread_mutex_unlock(&n->lock);
 }
 
-/* Ends a use of the net. The last user frees it. */
+/* Ends a use of the net, if it is not NULL. The last user frees it, and closes its listener. */
 static void cddp__net_release(cddp__net *n) {
   cddp_allocator a;
-  if (n == NULL || cddp__add32(&n->uses, UINT32_MAX /* -1 */) > 0) return;
+  if (n == NULL || cddp__add32(&n->uses, UINT32_MAX /* -1 */) > 0) return; /* uses that remain */
   a = n->allocator;
   cddp__links_free(n->incoming);
   cddp__link_free(n->spare);
   cddp__close_fd(&n->listener);
   pthread_mutex_destroy(&n->lock);
-  cddp__free(&a, n->token); /* with hosts and ranks */
+  cddp__free(&a, n->token); /* the same memory has hosts and ranks */
   cddp__free(&a, n->secret);
   cddp__free(&a, n);
 }
 
-/* Bytes of a net's token, hosts and ranks, in this order: also a message of >>rendezvous. */
+/* Bytes of a net's token, hosts and ranks, in this order: the body of >>rendezvous' message TABLE.
+   */
 static size_t cddp__table_bytes(int size, int host_count) {
-  return 16 + (size_t)host_count * sizeof(cddp__host_entry) +
+  return 16 /* token */ + (size_t)host_count * sizeof(cddp__host_entry) +
          (size_t)size * sizeof(cddp__rank_entry);
 }
 
@@ -10577,7 +10582,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    processes join the running job.
    Owns: the connections of the rendezvous; rank 0's port; with a launcher's store its key
    RUN/meeting (RUN: cddp__config.run); a host's cddp__job_info, with a socket name for each rank,
-   held as long as the group lives.
+   held as long as the job's first group lives.
    Entry points: the steps of cddp__start_job and cddp__join_job (>>groups); while the group lives
    cddp__join_listen and cddp__join_serve.
    Words: the endpoint is the job's init_method. A node is a set of ranks that can share memory:
@@ -10594,20 +10599,23 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
         theirs. A client also gets the descriptors of its node's memory and of its socket for links.
      5. READY tells the parent that a rank and all its clients have built the group of all ranks.
         When all ranks have, the root sends READY to its children, and they to theirs.
-   A rank that fails sends FAIL, a result and a text, to its parent and its children.
-   config.client_only: a launcher listens at MASTER_PORT, and serves a store there. */
+   A rank that fails sends FAIL, a result and a text, to its parent and its children. They fail too.
+   config.client_only: a launcher listens at MASTER_PORT, and serves a store there. The root
+   publishes its address in the store.
+   Connections by TCP begin with a proof of the secret; Unix sockets are only for ranks of one user
+   and host. A rendezvous runs on the thread that calls cddp_init. */
 
-#define CDDP__PROBLEM_S 1.0 /* after a misfit, for the missing ranks to connect and fail too */
-#define CDDP__BLOCKED_S 6.0 /* for a connection to another host; timeout_s / 3 if less */
-#define CDDP__RESOLVE_S 60  /* limit of tries to resolve MASTER_ADDR */
+#define CDDP__PROBLEM_S 1.0 /* after a misfit: time for missing ranks to connect, and fail too */
+#define CDDP__BLOCKED_S 6.0 /* after it a port of another host is blocked; or timeout_s / 3 */
+#define CDDP__RESOLVE_S 60 /* limit of tries to resolve MASTER_ADDR */
 
 /* Messages are frames of type MESSAGE with this number, and a struct as their body: the frame's
    magic number and cddp__rank_info.version show hosts of another byte order or version. */
 enum {
   CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
-  CDDP__RENDEZVOUS_WAIT, /* the answer to a first RANK */
-  CDDP__RENDEZVOUS_PORT, /* rank 0's root.token, and the descriptor of a socket that listens for
-                             coordinators */
+  CDDP__RENDEZVOUS_WAIT, /* the answer to a first RANK: from now on the end of either is a loss */
+  CDDP__RENDEZVOUS_PORT, /* from rank 0, a client: root.proof_salt, and the descriptor of a socket
+                             that listens for coordinators */
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
                              cddp__join_table */
   CDDP__RENDEZVOUS_READY /* from a child: it and all below are ready; from the parent: all ranks */
@@ -10616,23 +10624,24 @@ enum {
 /* A rank's description of itself. version, world_size, fp_mode and backend must be equal on all
    ranks. */
 typedef struct cddp__rank_info {
-  uint32_t version, world_size, rank, pid;
-  int port; /* of its listening socket for other nodes; 0: none yet */
+  uint32_t version, world_size, rank, pid; /* version: CDDP_VERSION */
+  int port; /* of its listening socket for links; 0: none yet */
   uint32_t fp_mode; /* cddp__fp_mode() */
   uint32_t user; /* geteuid() */
-  uint32_t joins; /* 1: CDDP_JOIN, a process that joins later */
+  uint32_t joins; /* 1: CDDP_JOIN, a process that joins a running job */
   uint64_t machine; /* cddp__host_identity(): ranks on one machine must have one user */
   uint64_t run; /* a hash of cddp__config.run: tells jobs apart */
   char backend[16];
   cddp__host_entry host; /* size: unused */
 } cddp__rank_info;
 
-/* The answer to a joining process. A rank on the same host sends its memfd with it. */
+/* TABLE to a joining process: the answer to its call. A rank on the same host sends its memfd too.
+   */
 typedef struct cddp__join_table {
   cddp__rank_info info; /* of the rank that answers */
   uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
   cddp__leader_info lead; /* leader of the model's ranks; self.life 0: not known */
-  struct sockaddr_in6 address; /* of the answering rank's host */
+  struct sockaddr_in6 address; /* of the answering rank's host, without a port */
   int host; /* its number in cddp__meeting.net */
   int local_size; /* ranks of the first group there */
   int shards; /* of the model */
@@ -10643,89 +10652,91 @@ typedef struct cddp__join_table {
 
 /* What a rank knows of its job. The secret's text follows the struct. */
 typedef struct cddp__job_info {
-  cddp__join_table table; /* info: its own; the rest for joining processes, or received by one */
+  cddp__join_table table; /* info: this process's own; the rest is sent to joining processes, or
+                             was received by this one */
   char node_name[48]; /* name of the node's socket; the prefix of its ranks' socket names */
   uint32_t node_hash; /* of node_name; not 0: unused in cddp__node_hashes */
   bool endpoint_here; /* the endpoint is an address of this host */
   char master[256]; /* MASTER_ADDR; with `port` for joins from other hosts */
   int port; /* MASTER_PORT; 0: a launcher listens there */
-  uint32_t foreign; /* bit i: address i of MASTER_ADDR belongs to another job */
-  double timeout_s; /* of a joining process's search */
+  uint32_t foreign; /* a joining process's; bit i: address i of MASTER_ADDR is another job's */
+  double timeout_s; /* limit of a joining process's search for the job */
   char endpoint[96]; /* where the ranks meet, for error texts: "port 29500" */
   int rank_claim_fd; /* this rank's socket on its host, held while the group lives; -1: none */
   int port_fd; /* keeps rank 0's port while the group lives: cddp__close_port; -1: none */
-  const char *secret; /* "": none; its proof then only rejects programs other than cddp */
+  const char *secret; /* "": none: proofs only reject programs other than cddp */
 } cddp__job_info;
 
 typedef struct cddp__registration { /* a rank, or another process with a rank's number */
   cddp__rank_info info;
   int node; /* number of its node; 0: this rank's own */
-  int link_fd; /* its listening socket, opened by its coordinator; -1: not yet, or sent to it */
-  bool fits; /* no misfit: it matches this rank, and its number is unique */
+  int link_fd; /* its listening socket for links, opened by its coordinator; -1: not yet, or sent
+                  to the rank */
+  bool fits; /* it matches this rank, and its number is unique; false: a misfit */
 } cddp__registration;
 
 typedef struct cddp__channel { /* a connection to the parent or a child */
-  cddp__connection connection; /* deadline: for the first RANK */
-  bool rank_received; /* the first RANK was received */
-  bool ready; /* the child's READY was received */
+  cddp__connection connection; /* .deadline: of the proof and the first RANK */
+  bool rank_received; /* from a child: its first RANK */
+  bool ready; /* from a child: READY */
   bool fail_sent; /* FAIL was sent by TCP: the connection stays until it has arrived */
   bool end_is_loss; /* its end is the loss of a rank: from a child's matching RANK, or the parent's
                    WAIT, until the parent's READY */
-  size_t entry; /* of the first RANK: index in rendezvous.registered */
+  size_t entry; /* the child's index in rendezvous.registered, once rank_received */
 } cddp__channel;
 
 typedef struct cddp__root_search { /* how a coordinator finds the root */
-  int fds[CDDP__ADDRESSES_MAX]; /* of rank 0 and the root: sockets that listen for coordinators */
+  int fds[CDDP__ADDRESSES_MAX]; /* rank 0's and the root's: sockets that listen for coordinators */
   int fd_count;
-  char key[160]; /* RUN/meeting */
+  char key[160]; /* in the launcher's store: RUN/meeting */
   cddp_store *store; /* a launcher's, or file://, locked by rank 0; NULL: none, or not open */
-  /* From the store or the file, else 0. The proof of the secret covers it: it shows that a
-     coordinator has read the store or the file. */
-  unsigned char token[32];
-  /* Of the root. The one to connect to next is addresses[next]. */
-  cddp__address addresses[CDDP__ADDRESSES_MAX];
-  int address_count, next;
+  /* From the store, the file or rank 0's PORT; 0 for an address and a port. The proof of the secret
+     covers it: it shows that a coordinator has read the store or the file. */
+  unsigned char proof_salt[32];
+  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* where the root can listen */
+  int address_count, next; /* next: index of the address to try next; address_count: all tried */
   double resolved_at; /* when MASTER_ADDR was resolved */
   double next_look; /* when to look for the root again */
-  double pause; /* seconds between two looks */
-  double try_s; /* seconds for the next connection */
+  double pause; /* seconds between two looks; grows */
+  double try_s; /* limit of the next connection, in seconds; grows */
   double closed_since; /* since when connections end unanswered: cddp__fail_connect; 0: no */
-  bool closed; /* a connection ended so since addresses[0] was tried */
-  cddp__text blocked; /* why the root cannot be reached; "": it can, or is not looked for */
+  bool closed; /* a connection ended unanswered since addresses[0] was tried */
+  cddp__text blocked; /* why the last try failed to reach the root; "": it did not fail */
   bool port_blocked; /* `blocked` is about the root's own port: CDDP_NETWORK, not _TIMEOUT */
-  int refused_count; /* callers that the root refused: without the secret */
+  int refused_count; /* connections to the root that failed the proof of the secret */
 } cddp__root_search;
 
-typedef struct cddp__root_key { /* value of RUN/meeting */
-  struct sockaddr_in6 address; /* of the root's listener, with the port */
-  unsigned char token[32]; /* root_search.token */
+typedef struct cddp__root_key { /* value of the launcher's store's key RUN/meeting */
+  struct sockaddr_in6 address; /* of the root's listener, with its port */
+  unsigned char proof_salt[32]; /* root_search.proof_salt */
 } cddp__root_key;
 
 typedef struct cddp__rendezvous {
   const cddp__config *config;
   cddp__host *host;
   cddp__job_info *job;
-  double deadline;
+  double deadline; /* for all ranks to register: the start + config.timeout_s */
   cddp__root_search root;
-  cddp__address address; /* of this host, for ranks of other nodes */
+  cddp__address address; /* of this host, for ranks of other nodes; loopback if not known better */
   int node_socket; /* listening for clients; -1: this rank is a client */
-  cddp__channel parent;
-  cddp__channel *children;
+  cddp__channel parent; /* connection.fd -1: none, so far or any more */
+  cddp__channel *children; /* and accepted connections that have not sent RANK */
   size_t child_count, child_capacity;
-  cddp__registration *registered; /* this rank and all below it, in order of registration */
+  cddp__registration *registered; /* this rank, [0], and all below it, in order of registration */
   size_t registered_count, registered_capacity;
-  size_t forwarded; /* number of these sent to the parent */
+  size_t forwarded; /* number of these sent to the parent as RANK */
   int node_count; /* this node, and those with a coordinator that sent RANK */
   uint32_t expected; /* number of ranks: the largest WORLD_SIZE that has registered */
   bool with_rank_0; /* rank 0 is on this node, perhaps a misfit */
   cddp__cause problem; /* why the first misfit is refused */
   double problem_at; /* when it registered */
   bool common_failure; /* the failure is not this rank's alone: its text is sent unchanged */
-  int memory_fd; /* a client: the memfd, received with TABLE; -1: none, or mapped */
+  int memory_fd; /* a client's: the memfd, received with TABLE; -1: not received, or mapped since */
   cddp__net *net; /* the table of ranks; NULL: it is not complete */
 } cddp__rendezvous;
 
-/* A hash, equal for ranks of one network namespace and kernel (or CDDP_HOST_ID). */
+/* A hash that ranks of one machine have in common: of the network namespace and CDDP_HOST_ID, or,
+   without that, the kernel's boot id. */
 static uint64_t cddp__host_identity(void) {
   const char *id = cddp__env("CDDP_HOST_ID");
   char boot[128] = "";
@@ -10734,15 +10745,16 @@ static uint64_t cddp__host_identity(void) {
   if (file == NULL || fgets(boot, 37 /* a UUID */, file) == NULL)
     (void)gethostname(boot, sizeof boot - 1); /* an empty text would match all machines */
   if (file != NULL) fclose(file);
-  if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0;
+  if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0; /* no /proc */
   if (id == NULL) id = boot;
   return cddp__hash64((uint64_t)st.st_ino, id, strlen(id));
 }
 
-/* Appends the variables that gave the endpoint, or can change it, if failure r can be about it. */
+/* Appends to the error text the variables that gave the endpoint, or can change it, if failure r
+   can be about the endpoint. */
 static void cddp__append_origin(const cddp__config *config, cddp_result r) {
-  if (config->port_origin == NULL || (r != CDDP_NETWORK && r != CDDP_TIMEOUT && r != CDDP_MISMATCH))
-    return;
+  bool about_endpoint = r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH;
+  if (config->port_origin == NULL || !about_endpoint) return;
   if (config->port != 0)
     cddp__append(
         cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
@@ -10754,11 +10766,11 @@ static void cddp__append_origin(const cddp__config *config, cddp_result r) {
                  config->port != 0 ? "change them" : "connect over TCP");
 }
 
-/* Sets the name of the node's socket, equal for exactly the ranks of one node. With a secret ("":
-   none) strangers cannot predict it. Ranks can spell the endpoint in several ways: an address of
-   this host becomes "here", and another host's name the lowest of its addresses. The host must
-   resolve, else ranks of one node could have different names. A rank 0 that will listen there tries
-   once. */
+/* Sets the name of the node's socket: "cddp-" and 32 hex digits, equal for exactly the ranks of one
+   node and job. With a secret ("": none) strangers cannot predict it. Ranks can spell the endpoint
+   in several ways: an address of this host becomes "here", and another host's name the lowest of
+   its addresses. MASTER_ADDR must resolve, else ranks of one node could have different names: they
+   try for CDDP__RESOLVE_S. A rank 0 that will listen there tries once: the name must be its own. */
 static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
                                    bool *endpoint_here) {
   static const char hex[] = "0123456789abcdef";
@@ -10768,7 +10780,8 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   cddp__text spelled;
   unsigned char mac[32];
   struct stat pids, times; /* namespaces: ranks in both see the same pids and start times */
-  bool here = false, once = config->rank == 0 && !config->client_only && config->listen_fd < 0;
+  bool here = false; /* the endpoint is an address of this host */
+  bool once = config->rank == 0 && !config->client_only && config->listen_fd < 0;
   double resolve_end =
       cddp__earlier_deadline(once ? 0 : CDDP__RESOLVE_S, cddp__now() + config->timeout_s);
   int n = 0, i;
@@ -10794,25 +10807,28 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
            (unsigned long long)pids.st_ino, (unsigned long long)times.st_ino);
   cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
-  for (i = 0; i < 32 /* hex digits */; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
+  for (i = 0; i < 32 /* hex digits, of half of the MAC */; i++)
+    name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
   *endpoint_here = here || strncmp(config->init_method, "unix:", 5) == 0;
   return CDDP_OK;
 }
 
+/* Creates host->job_info, from the launch configuration. It stays until cddp__job_info_free, also
+   if this fails. */
 static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *config) {
-  size_t n = strlen(config->secret) + 1;
+  size_t secret_size = strlen(config->secret) + 1;
   cddp__job_info *job =
-      (cddp__job_info *)cddp__calloc(&host->allocator, 1, sizeof *job + n);
+      (cddp__job_info *)cddp__calloc(&host->allocator, 1, sizeof *job + secret_size);
   cddp__rank_info *info;
   cddp_result r;
   host->job_info = job;
   if (job == NULL) return CDDP_OUT_OF_MEMORY;
   job->rank_claim_fd = job->port_fd = -1;
-  job->secret = (char *)memcpy(job + 1, config->secret, n);
+  job->secret = (char *)memcpy(job + 1, config->secret, secret_size);
   job->timeout_s = config->timeout_s;
   job->table.size = config->world_size;
-  if (!config->client_only) { /* else a launcher listens at MASTER_PORT */
+  if (!config->client_only) { /* else a launcher listens at MASTER_PORT: no rank can later */
     memcpy(job->master, config->host, sizeof job->master);
     job->port = config->port;
   }
@@ -10822,7 +10838,8 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
     snprintf(job->endpoint, sizeof job->endpoint, "%.80s", config->init_method);
   r = cddp__node_name(config, job->secret, job->node_name, &job->endpoint_here);
   if (r != CDDP_OK) return r;
-  job->node_hash = (uint32_t)cddp__hash64(1, job->node_name, strlen(job->node_name)) | 1;
+  job->node_hash = /* | 1: not 0 */
+      (uint32_t)cddp__hash64(1 /* seed */, job->node_name, strlen(job->node_name)) | 1;
   info = &job->table.info;
   info->version = CDDP_VERSION;
   info->world_size = (uint32_t)config->world_size;
@@ -10847,20 +10864,22 @@ static void cddp__job_info_free(cddp__host *host) {
   host->job_info = NULL;
 }
 
-/* The name of a rank's socket on its host. purpose: "" for the one that it holds while its group
-   lives ("alone-" in a job of one rank), "join-" for the one to which joining processes connect. */
+/* The name of a rank's socket on its host.
+     purpose   "": the one that it holds while its group lives, "alone-" in a job of one rank;
+               "join-": the one to which joining processes connect */
 static cddp__address cddp__rank_socket(const cddp__job_info *job, const char *purpose, int rank) {
   cddp__address a;
   cddp__unix_name(&a, cddp__textf("%s-%s%d", job->node_name, purpose, rank).s);
   return a;
 }
 
-/* Fails with the name of the call, `what`, and with a cure if it lacked a descriptor. */
+/* Fails because a system call, `what`, had this error. If it lacked a descriptor, the text says how
+   many files a process needs. */
 static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error,
                                           const char *what) {
   int size = rdv->config->world_size;
   struct rlimit limit;
-  errno = error;
+  errno = error; /* for cddp__fail_errno */
   if ((error != EMFILE && error != ENFILE) || getrlimit(RLIMIT_NOFILE, &limit) != 0)
     return cddp__fail_errno(what);
   return cddp__fail(
@@ -10872,8 +10891,7 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error
 
 /* --- two jobs at one endpoint --- */
 
-/* Process `other` has the rank of process pid (0: not known). unix://cddp-...: a name of
-   cddp__env_master. */
+/* Fails because two processes have one rank: pid (0: not known) on host `name`, and `other`. */
 static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, uint32_t pid,
                                          const char *name, uint32_t other, const char *other_name) {
   return CDDP__REFUSE(
@@ -10882,46 +10900,46 @@ static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, ui
       job->endpoint, rank, pid != 0 ? cddp__textf("pid %u", pid).s : "a process", name, other,
       other_name,
       strncmp(job->endpoint, "port ", 5) == 0 ? "a MASTER_PORT"
-      : strncmp(job->endpoint, "unix://cddp-", 12) == 0
+      : strncmp(job->endpoint, "unix://cddp-", 12) == 0 /* a name of cddp__env_master */
           ? "a MASTER_PORT, or a MASTER_ADDR and a MASTER_PORT,"
           : "an init_method");
 }
 
-/* node_hash of this process's last 16 rendezvous. Survivors of a group can form a new one, with new
-   ranks, while other survivors still hold the sockets of their old ranks. */
-static cddp__atomic_u32 cddp__node_hashes[16]; /* a ring */
-static cddp__atomic_u32 cddp__node_hash_count;
+/* job.node_hash of this process's last 16 rendezvous that succeeded. Survivors of a group can form
+   a new one, with new ranks, while other survivors still hold the sockets of their old ranks. */
+#define CDDP__NODE_HASHES 16
+static cddp__atomic_u32 cddp__node_hashes[CDDP__NODE_HASHES]; /* a ring; 0: unused */
+static cddp__atomic_u32 cddp__node_hash_count; /* so far */
 
 #define CDDP__CLAIM "?" /* sent to the holder of a name by another process that wants it */
 
-/* Binds this rank's socket on the host. Fails if a living process holds the name, so that a running
-   job is not disturbed. A holder that is still in its rendezvous sees the connection, and fails
-   too: cddp__find_second_claim. */
+/* Binds this rank's socket on the host: step 1 of the head. Fails if a living process holds the
+   name, so that a running job is not disturbed. A holder that is still in its rendezvous sees the
+   connection that this makes, and fails too: cddp__find_second_claim. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   cddp__job_info *job = rdv->job;
-  int rank = rdv->config->rank, tries, status, known;
+  int rank = rdv->config->rank, tries, status, k;
   const char *name = rdv->host->name;
   cddp__address a = cddp__rank_socket(job, "", rank);
   char answer;
   for (tries = 0; tries < 100; tries++) {
-    uint32_t peer[3] = {0, 0, 0} /* pid, uid, gid */, pid;
-    bool ended;
+    uint32_t peer[3] = {0, 0, 0} /* pid, uid, gid */, pid; /* pid: the holder's */
+    bool ended; /* the holder has */
     int fd, error = cddp__listen_address(&a, &job->rank_claim_fd);
     if (error == 0) return CDDP_OK;
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(rdv, error, "bind of an abstract Unix socket");
-    for (known = 0; known < 16; known++)
-      if (cddp__load32(&cddp__node_hashes[known]) == job->node_hash) break;
-    if (known < 16)
-      return CDDP_OK; /* a rank of the previous group still holds it */
+    for (k = 0; k < CDDP__NODE_HASHES; k++)
+      if (cddp__load32(&cddp__node_hashes[k]) == job->node_hash)
+        return CDDP_OK; /* a rank of this process's previous group can still hold it */
     error = cddp__connect_address(&a, rdv->deadline, &fd);
     if (error == 0) (void)cddp__peer_process(fd, peer);
     if (error == 0) (void)!send(fd, CDDP__CLAIM, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     pid = peer[0]; /* 0: not known */
     ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
                                         cddp__exit_status(-1 /* pidfd */, pid, &status)));
-    if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1))
-      ended = false; /* its queue is full; or it answered, and has failed and ended since */
+    /* EAGAIN: its queue is full. An answer: it lived, and has failed because of this, and ended. */
+    if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1)) ended = false;
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
       return CDDP_OK; /* another user's process; or this one, in another group */
@@ -10932,23 +10950,26 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
                    "ranks of both: stop it too");
       return r;
     }
-    cddp__sleep(0.001); /* the rank has ended (its child can hold the name), or does not listen */
+    /* The rank has ended (a child of its can hold the name), or does not listen yet: again. */
+    cddp__sleep(0.001);
   }
   return CDDP_OK; /* not bound: only this check is lost */
 }
 
-/* A job of one rank holds a name too: it shows joining processes that the job lives, before its
-   model exists. It differs from those of other jobs, which can start at the endpoint. */
+/* In a job of one rank: binds the rank's socket. The name shows joining processes that the job
+   lives, before its model exists. It has another prefix than in larger jobs, since such a job can
+   start at the same endpoint. */
 static void cddp__hold_name(cddp__job_info *job) {
   cddp__address a = cddp__rank_socket(job, "alone-", (int)job->table.info.rank);
   job->rank_claim_fd = cddp__socket(AF_UNIX);
   (void)!bind(job->rank_claim_fd, &a.any, a.size); /* fails in a second such job */
 }
 
-/* The pid of another process that also claims this rank: cddp__claim_rank found the name in use and
-   connected to it. 0: none. A program that only connects, such as a scanner, sends no claim. */
+/* The pid of another process that also claims this rank: its cddp__claim_rank found the name in use
+   and connected to this rank's socket. 0: none. A program that only connects, such as a scanner,
+   sends no claim. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
-  uint32_t peer[3], second = 0;
+  uint32_t peer[3] /* pid, uid, gid */, second = 0;
   char byte = 0;
   int tries;
   for (tries = 0; tries < 64 && second == 0 && job->rank_claim_fd >= 0; tries++) {
@@ -10959,7 +10980,7 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
         recv(fd, &byte, 1, MSG_DONTWAIT) == 1 && byte == CDDP__CLAIM[0] &&
         cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid())
       second = peer[0];
-    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* this rank lives */
+    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* any byte: it lives */
     cddp__close_fd(&fd);
   }
   return second;
@@ -10975,7 +10996,7 @@ static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, ui
   return NULL;
 }
 
-/* Fails if `other` is a misfit. */
+/* Fails if `other` does not match this rank, `own`: then it is a misfit. */
 static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *other) {
   if (other->version != own->version)
     return cddp__fail(CDDP_MISMATCH,
@@ -11001,15 +11022,17 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                     cddp__describe_fp_mode(own->fp_mode).s);
 }
 
-/* A rank is refused with r and the text of cddp_error. The first problem counts. */
+/* A misfit is refused with r and this thread's error text. Only the first problem is kept: all
+   ranks get the same text. */
 static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
   if (cddp__set_cause(&rdv->problem, r, cddp_error())) rdv->problem_at = cddp__now();
 }
 
-/* Adds a rank to `registered`; also a misfit, which sets rdv->problem. */
+/* Adds a process of node `node` to `registered`. If it is a misfit, also sets rdv->problem. Fails
+   only without memory. */
 static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_info *info,
                                        int node) {
-  const cddp__registration *other = cddp__find_registered(rdv, info->rank);
+  const cddp__registration *other = cddp__find_registered(rdv, info->rank); /* with its number */
   cddp__registration *entry;
   cddp_result r = rdv->registered_count > 0 /* [0] is this rank */
                       ? cddp__compare_ranks(&rdv->registered[0].info, info)
@@ -11099,8 +11122,8 @@ static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, in
   c->local = local;
   c->deadline = cddp__now() + CDDP__GREETING_S;
   if (!local && fd >= 0)
-    (void)cddp__connection_begin_proof(c, rdv->job->secret, "rendezvous", rdv->root.token,
-                                     sizeof rdv->root.token);
+    (void)cddp__connection_begin_proof(c, rdv->job->secret, "rendezvous", rdv->root.proof_salt,
+                                     sizeof rdv->root.proof_salt);
 }
 
 /* The address at which other hosts reach this host. With CDDP_IFNAME: the first address of that
@@ -11236,7 +11259,7 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
   cddp__root_search *root = &rdv->root;
   if (c->fds[0] < 0)
     return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of rank 0's listening socket");
-  memcpy(root->token, m + 1, sizeof root->token);
+  memcpy(root->proof_salt, m + 1, sizeof root->proof_salt);
   root->fds[root->fd_count++] = cddp__disconnect_in_forks(c->fds[0]);
   c->fds[0] = -1;
   return CDDP_OK;
@@ -11278,7 +11301,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   if (!c->local || info.rank != 0 || rdv->parent.end_is_loss) return CDDP_OK;
   cddp__close_parent(rdv);
   rdv->root.blocked.s[0] = 0;
-  rdv->root.next = rdv->root.address_count; /* so cddp__find_root publishes this one */
+  rdv->root.next = rdv->root.address_count; /* so cddp__try_root publishes this one */
   return CDDP_OK;
 }
 
@@ -11300,7 +11323,8 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
     else if (failed && valid)
       r = cddp__fail_by_message(m);
     else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local && /* rank 0 can be a misfit */
-             m->head.size == sizeof rdv->root.token && rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
+             m->head.size == sizeof rdv->root.proof_salt &&
+             rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
              rdv->registered[child->entry].info.rank == 0)
       r = cddp__receive_port(rdv, c, m);
     else if (kind == CDDP__RENDEZVOUS_READY && valid && rdv->net != NULL && !child->ready)
@@ -11440,7 +11464,7 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) { /* file:// */
   if (r == CDDP_OK) r = cddp__file_store_look(root->store, &o, &record, &fd);
   if (r != CDDP_OK) return cddp__fail_in(r, "%s: ", rdv->config->init_method);
   cddp__close_fd(&fd);
-  memcpy(root->token, record.key, sizeof root->token);
+  memcpy(root->proof_salt, record.key, sizeof root->proof_salt);
   memcpy(root->addresses, record.addresses, sizeof root->addresses);
   root->address_count = (int)record.count;
   return CDDP_OK;
@@ -11452,7 +11476,7 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   cddp__root_search *root = &rdv->root;
   const cddp__address at = root->addresses[root->next - 1]; /* a copy: the file is read again */
   const cddp__challenge *challenge = &rdv->parent.connection.challenge;
-  unsigned char old_token[sizeof root->token];
+  unsigned char old_salt[sizeof root->proof_salt];
   bool port_blocked = root->store != NULL && error != 0; /* the root's own port */
   cddp_result r = CDDP_NETWORK;
   if (error == EMFILE || error == ENFILE)
@@ -11466,10 +11490,10 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
     root->closed = root->closed || error == 0 || error == ECONNRESET;
     r = cddp__fail_connect(&at, error, &root->closed_since);
   }
-  memcpy(old_token, root->token, sizeof old_token);
+  memcpy(old_salt, root->proof_salt, sizeof old_salt);
   if (r != CDDP_NETWORK && root->store != NULL &&
       (rdv->config->client_only || cddp__read_root_file(rdv) != CDDP_OK ||
-       memcmp(old_token, root->token, sizeof old_token) != 0))
+       memcmp(old_salt, root->proof_salt, sizeof old_salt) != 0))
     r = CDDP_NETWORK;
   if (port_blocked)
     cddp__fail_blocked(rdv, &at, "the process that coordinates the rendezvous", error);
@@ -11583,7 +11607,7 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
   cddp__root_key value;
   int port;
-  cddp_result r = cddp__random(root->token, sizeof root->token);
+  cddp_result r = cddp__random(root->proof_salt, sizeof root->proof_salt);
   if (r == CDDP_OK) r = cddp__own_address(root->store->connection.fd, &rdv->address);
   if (r == CDDP_OK)
     r = cddp__listen_for_others(
@@ -11593,7 +11617,7 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   if (r != CDDP_OK) return r;
   root->fd_count = 1;
   cddp__address_set_port(&rdv->address, port);
-  memcpy(value.token, root->token, sizeof value.token);
+  memcpy(value.proof_salt, root->proof_salt, sizeof value.proof_salt);
   value.address = rdv->address.v6;
   q.values[0] = cddp__span_of(&value, sizeof value);
   r = cddp__store_run(root->store, &q);
@@ -11639,7 +11663,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   }
   if (r == CDDP_OK && value_size == sizeof value &&
       cddp__local_address(root->store->connection.fd, &here)) {
-    memcpy(root->token, value.token, sizeof root->token);
+    memcpy(root->proof_salt, value.proof_salt, sizeof root->proof_salt);
     root->address_count = 1;
     a[0] = cddp__internet_address(&value.address);
     cddp__set_scope(&a[0].v6, &here); /* link-local */
@@ -11676,7 +11700,7 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Whether this rank calls cddp__find_root: a coordinator without rank 0 does; with a launcher's
+/* Whether this rank calls cddp__try_root: a coordinator without rank 0 does; with a launcher's
    store the root too, until it has published its address. */
 static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
   return rdv->node_socket >= 0 && rdv->parent.connection.fd < 0 &&
@@ -11685,7 +11709,7 @@ static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
 
 /* One try of a coordinator: begins to connect to the root's next address. Finds addresses first, if
    all were tried; with a launcher's store the root publishes its own. */
-static cddp_result cddp__find_root(cddp__rendezvous *rdv) {
+static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   double start = rdv->deadline - rdv->config->timeout_s, deadline = cddp__try_deadline(rdv),
          most_pause = 0.02 + 1e-5 * rdv->config->world_size; /* between two looks into a store */
@@ -11735,7 +11759,7 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   root->try_s = 1;
   root->next_look = 0; /* now */
   if (cddp__find_addresses(rdv) == CDDP_OK && !cddp__address_is_local(&root->addresses[0]))
-    answer = cddp__find_root(rdv);
+    answer = cddp__try_root(rdv);
   if (c->fd >= 0)
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL, deadline);
   while (answer == CDDP_OK && c->fd >= 0 && cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK)
@@ -11760,7 +11784,7 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) { /* rank 0 of file:/
     r = cddp__listen_at(record.addresses, (int)record.count, -1 /* listen_fd */, root->fds,
                         &root->fd_count);
   if (r == CDDP_OK) r = cddp__file_record_write(root->store->file, &record);
-  if (r == CDDP_OK) memcpy(root->token, record.key, sizeof root->token);
+  if (r == CDDP_OK) memcpy(root->proof_salt, record.key, sizeof root->proof_salt);
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", rdv->config->init_method);
 }
 
@@ -11880,8 +11904,8 @@ static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
                              rdv->deadline);
     for (k = 0; k < rdv->root.fd_count && entry == rdv->registered /* own */ && c->local; k++) {
       int fds[2] = {rdv->root.fds[k], -1};
-      (void)cddp__send_message(c, CDDP__RENDEZVOUS_PORT, rdv->root.token, sizeof rdv->root.token,
-                               fds, rdv->deadline);
+      (void)cddp__send_message(c, CDDP__RENDEZVOUS_PORT, rdv->root.proof_salt,
+                               sizeof rdv->root.proof_salt, fds, rdv->deadline);
     }
     if (r != CDDP_OK) cddp__fail(r, "%s", failure.s);
     CDDP__POINT("greeted");
@@ -12081,7 +12105,7 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     if (complete)
       r = cddp__build_table(rdv);
     else if (cddp__looks_for_root(rdv)) /* rank 0 can have registered just now */
-      r = cddp__find_root(rdv);
+      r = cddp__try_root(rdv);
   }
   if (r == CDDP_OK) r = cddp__use_table(rdv);
   if (r == CDDP_OK && rdv->node_socket >= 0 && rdv->net->host_count > 1) r = cddp__check_ports(rdv);
@@ -12241,7 +12265,8 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
   size_t i;
   if (rdv->config->rank != 0) cddp__close_port(rdv, false /* keep */); /* a new rank 0 can bind */
   cddp__report_failure(rdv, g, r);
-  if (r == CDDP_OK) cddp__store32(&cddp__node_hashes[cddp__add32(&cddp__node_hash_count, 1) % 16],
+  if (r == CDDP_OK) cddp__store32(&cddp__node_hashes[cddp__add32(&cddp__node_hash_count, 1) %
+                                    CDDP__NODE_HASHES],
                                    rdv->job->node_hash);
   while (rdv->child_count > 0) cddp__remove_child(rdv, rdv->child_count - 1);
   for (i = 0; i < rdv->registered_count; i++) cddp__close_fd(&rdv->registered[i].link_fd);
