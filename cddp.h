@@ -1681,8 +1681,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
        cddp__tensor          a parameter; cddp__bucket_state: parameters reduced together
        cddp__elastic         an elastic model; cddp__meeting: its members */
 
-/* Numbers that threads or processes share. Only functions of >>base, such as cddp__load32, access v;
-   other code does so where no other thread can. */
+/* Numbers that threads or processes share: accessed by cddp__load32 and the functions beside it. */
 typedef struct cddp__atomic_u32 {
   uint32_t v;
 } cddp__atomic_u32;
@@ -1691,8 +1690,8 @@ typedef struct cddp__atomic_u64 {
   uint64_t v;
 } cddp__atomic_u64;
 
-/* A call site: the public function, and the program's source line that calls it. file NULL: the line
-   is not known. Both texts are literals. */
+/* A call site: the public function, and the source line that calls it. file NULL: the line is not
+   known. */
 typedef struct cddp__site {
   const char *function, *file;
   int line;
@@ -1815,12 +1814,12 @@ enum {
   CDDP__SEND_POSTED, /* in the lowest byte: CDDP__POSTED_TO the receiver */
   CDDP__SEND_TAKEN,  /* the receiver copies the bytes */
   CDDP__SEND_DONE,   /* the receiver has the bytes; the sender sets FREE */
-  CDDP__SEND_REFUSED /* the receive has another count or dtype: both calls fail */
+  CDDP__SEND_REFUSED /* the receive has another count or dtype: the group is broken */
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
 
-#define CDDP__SENDS 128 /* requests in a slot; with more to one rank, a send without handle blocks */
-#define CDDP__SEND_BLOCKS 16 /* most blocks of send requests of a rank: block i has CDDP__SENDS << i */
+#define CDDP__SENDS 128 /* in a slot; a send without a handle blocks if more wait for one rank */
+#define CDDP__SEND_BLOCKS 16 /* most blocks of requests of a rank: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 #define CDDP__WHERE_MAX 160 /* bytes of slot.where */
 
@@ -1894,7 +1893,7 @@ typedef struct cddp__cause {
 typedef struct cddp__control_block {
   cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: sum over ranks and rounds so far */
   cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached */
-  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads that sleep on a header, arrivals or release */
+  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads asleep on a header, arrivals or release */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0: not broken; else a cddp_result | the index of the
                                              slot with the text << 8 */
   cddp__atomic_u32 left; /* ranks of the host that have destroyed the group */
@@ -1954,7 +1953,8 @@ struct cddp__join_listeners {
   struct cddp__connection *spare; /* memory for the next one, or NULL */
   double pause_end; /* until then joining processes are not served, so that they take at most a
                        tenth of the time of training */
-  double wait_end; /* until then cddp__join_serve does not wait for their messages: likewise */
+  double wait_end; /* until then cddp__join_serve does not wait for messages of joining processes,
+                      as it has waited long */
 };
 
 /* The ranks of one host, which share memory, as one of them sees them. Created by cddp_init or
@@ -2077,7 +2077,7 @@ typedef struct cddp__backend {
                          cddp_dtype from_dtype, size_t n);
   cddp_result (*prepare)(cddp_group *g); /* collective, before g is split */
   cddp_result (*open)(const cddp_group *from, cddp_group *g); /* collective over g, a new group */
-  void (*leave)(cddp_group *g); /* this rank leaves g: its device work ends */
+  void (*leave)(cddp_group *g); /* in cddp_destroy: completes what peers still need */
   void (*close)(cddp_group *g); /* after leave, when the group's memory is freed */
   /* Memory until the next call, on the thread that calls collectives. NULL: use alloc and free. */
   cddp_result (*scratch)(const cddp_group *g, size_t bytes, void **out);
@@ -2093,9 +2093,10 @@ typedef struct cddp__carrier {
   /* Writes the mean of the ranks' c->count elements to c->recv. arrays: [local_size] the inputs of
      this host's ranks. */
   cddp_result (*average)(cddp_group *g, const cddp__call *c, void *const *arrays);
-  /* Collective: gives `to`, a new group of ranks of `from`, its data. NULL: it needs none. */
+  /* Collective: gives `to`, a new group of ranks of `from`, the carrier's data, such as its
+     communicator. color, key: as in cddp_group_split. */
   cddp_result (*split)(const cddp_group *from, cddp_group *to, int color, int key);
-  void (*leave)(cddp_group *g); /* frees the carrier's data of g */
+  void (*leave)(cddp_group *g); /* in cddp_destroy: frees that data */
 } cddp__carrier;
 
 /* An operation in flight: a collective in the engine's queue, a send until the receiver takes the
@@ -4616,7 +4617,7 @@ static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *he
   while (*sent < stop) {
     bool in_head = *sent < head_size;
     uintptr_t at = in_head ? (uintptr_t)head + *sent : (uintptr_t)data + (*sent - head_size);
-    struct iovec io[2]; /* the rest of the head, and the body; or the rest of the body and nothing */
+    struct iovec io[2]; /* the rest of the head, and the body; or only the rest of the body */
     ssize_t n;
     io[0].iov_base = (char *)at;
     io[0].iov_len = cddp__min((in_head ? head_size : stop) - *sent, CDDP__SEND_BYTES);
