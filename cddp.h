@@ -2106,53 +2106,55 @@ struct cddp_work {
   struct cddp_work *next; /* in that queue or list */
   cddp_group *group;
   cddp__call call;
-  bool done;
+  bool done; /* `result` is valid */
   cddp_result result;
-  uint64_t record; /* its number in the flight recorder */
-  cddp__site site; /* its caller's */
+  uint64_t record; /* number of the operation's flight record; 0: none */
+  cddp__site site; /* where the program called the operation */
 
   /* Work of the engine. */
   cddp_result (*run)(struct cddp_work *w); /* NULL for send and recv */
   void *context; /* for run; if staged through the host: the result's address on the device */
-  uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
+  uint32_t fp_mode; /* 1 + cddp__fp_mode of the calling thread: `run` computes in that mode */
   bool anywhere; /* a thread that waits can run it too; false: only the engine's */
-  uint32_t pushed_at_poll; /* engine.poll_count at the push: due once that changes */
+  uint32_t pushed_at_poll; /* engine.poll_count at the push: due when poll_count differs */
 
   /* Messages. p2p.lock */
-  int send; /* send: index of its request, which has the buffer's address; -1: none has it */
+  int send; /* send: index of the request with the address of the caller's buffer; -1: none (a copy) */
   int from; /* receive: the message's sender; with CDDP_ANY a candidate until done */
   bool filling; /* receive: a link is reading the message into the buffer */
   double next_look; /* when cddp_test next checks if the peer has ended; no lock */
 
   /* Device memory. */
-  bool on_stream; /* it runs on a stream of the device, and ends with `event` */
-  void *event; /* recorded after the operation; NULL: not issued */
+  bool on_stream; /* the operation runs on a stream of the device, and ends with `event` */
+  void *event; /* a cudaEvent_t, recorded after the operation; NULL: not issued yet */
   void *stage; /* the host's copy of device memory; NULL: not staged through the host */
 
   char text[CDDP__ERROR_MAX]; /* valid when result is a failure; the last field */
 };
 CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_work) - 8,
-                    "cddp__work_init does not clear the text");
+                    "cddp__work_init clears the fields before the text: it must be the last");
 
-/* Runs the asynchronous operations of a group in order, on its own thread, which the first of them
+/* Runs the asynchronous operations of a group in order: on a thread of its own, which the first one
    starts, or on a thread that waits. lock guards all fields except the atomic ones, thread and
    started. */
 typedef struct cddp__engine {
   cddp__atomic_u32 own_state; /* CDDP__OWN_*, of `own` */
-  cddp__atomic_u32 *works; /* slot.works, which peers read too */
-  cddp__atomic_u32 poll_count; /* polls of the thread; operations pushed before the last are due */
+  cddp__atomic_u32 *works; /* slot.works of this rank, which peers read too */
+  cddp__atomic_u32 poll_count; /* polls of the queue by the engine's thread: an operation pushed
+                                  before the last poll is due */
   cddp__atomic_u32 idle; /* polls since the last push; after many the thread sleeps */
   cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
-  cddp__atomic_u32 waiters; /* threads that wait for `changed` */
+  cddp__atomic_u32 waiters; /* number of threads that wait for `changed` */
   cddp__atomic_u32 awaited; /* 1: a thread waits, without a limit, and has nothing else to run */
   pthread_mutex_t lock;
   pthread_cond_t changed; /* for waiting threads: an operation has finished */
   pthread_cond_t work; /* for the engine's thread: an operation is due, or stop is set */
   pthread_t thread;
-  bool started, stop; /* the thread is; it ends once the queue is empty */
+  bool started; /* `thread` is valid */
+  bool stop; /* the thread ends once the queue is empty */
   bool busy; /* an operation of the queue is running */
-  cddp_work *first, *last; /* the queue */
-  cddp_work own; /* for one collective at a time, without an allocation */
+  cddp_work *first, *last; /* the queue, by next, in order of the calls */
+  cddp_work own; /* for one collective at a time, which needs no allocation then */
 } cddp__engine;
 
 /* The state of an engine's own work. The thread that calls collectives takes it; the thread that
@@ -2166,9 +2168,9 @@ enum {
 
 /* How fast ranks copy chunks of one kind of collective and of similar sizes: >>collectives. */
 typedef struct cddp__copy_timing {
-  double seconds[2]; /* fewest per byte: CDDP__COPY_CACHED, CDDP__COPY_NONTEMPORAL */
+  double seconds[2]; /* fewest seconds per byte by [CDDP__COPY_CACHED], [CDDP__COPY_NONTEMPORAL] */
   double clock; /* seconds of the chunk being timed, so far */
-  uint32_t chunks; /* so far, timed or not; the same on all ranks */
+  uint32_t chunks; /* number of chunks so far, timed or not; the same on all ranks */
 } cddp__copy_timing;
 
 /* The messages of a group: >>p2p. */
@@ -2176,9 +2178,10 @@ typedef struct cddp__p2p {
   pthread_mutex_t lock; /* guards all other fields, except next_served */
   cddp_work *recvs; /* pending receives, oldest first */
   int next_any; /* the rank that the next CDDP_ANY checks first */
-  uint64_t send_number; /* of the last posted send */
-  uint64_t sends_open; /* in flight to the receiver of the last cddp__scan_sends, + all since */
-  uint64_t sends_staged; /* bytes of the copies among them */
+  uint64_t send_number; /* of the last posted send: send_request.number */
+  uint64_t sends_open; /* number in flight to the receiver of the last cddp__scan_sends, then, and
+                          of all sends since: an upper bound for each receiver of these */
+  uint64_t sends_staged; /* bytes of the copies among sends_open */
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's blocks of requests */
   int send_blocks; /* number of blocks */
   bool is_served; /* the group is in the list of cddp__serve_in_waits */
@@ -2192,42 +2195,43 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__host *host;
   uint64_t id; /* the same on all ranks of the group; odd: of a split; 0: the world */
   bool elastic; /* of an elastic model: its ranks continue without one that fails */
-  int rank, size;
-  int *host_index; /* [size] each rank's index on this host; -1: on another host */
+  int rank, size; /* this rank; number of ranks */
+  int *host_index; /* [size] index on this host, as for cddp__process_at; -1: on another host */
   int *world; /* [size] each rank's rank in the job; NULL in a job on one host */
   int local_size, local_rank; /* the group's ranks on this host; this rank's index among them */
   int *slot_index; /* [size] each rank's index in slots */
-  struct cddp__hosts *hosts; /* NULL: one host. Written under host.lock */
-  double timeout_s;
+  struct cddp__hosts *hosts; /* NULL: one host. Written under host.lock, or when g is not in
+                                host.groups, so other threads do not find it */
+  double timeout_s; /* of a wait for other ranks */
 
   /* Functions, and their data. */
   const cddp__carrier *carrier;
   struct cddp__mpi *mpi; /* of the MPI carrier, or NULL */
   const cddp__backend *backend;
-  void *device; /* on a device: its context, a cddp__device */
+  void *device; /* a group on GPUs: the device context, a cddp__device; NULL: none */
   void *stream; /* the caller's stream on the device, a cudaStream_t: cddp_set_stream */
   uint64_t gpu; /* of the first group: hash of the GPU's uuid; 0: none, or ranks can share it */
 
   /* The control block, in shared memory. */
   cddp__control_block *block; /* behind it headers, slots, staging buffers */
-  cddp__slot *slots; /* [local_size], then one for all ranks of other hosts */
-  char *staging; /* the staging buffers */
-  size_t staging_size; /* bytes of one; 0: the group has none */
-  size_t staging_ready; /* bytes of each of this rank's two that already have memory */
+  cddp__slot *slots; /* [local_size], then one for all ranks of other hosts; see slot_index */
+  char *staging; /* the staging buffers, two for each rank of this host */
+  size_t staging_size; /* bytes of a staging buffer; 0: the group has none */
+  size_t staging_ready; /* bytes of each of this rank's two buffers that already have memory */
   cddp__ref block_ref; /* NONE: the job's first group; POINTER: threads, or made private */
   uint32_t block_generation; /* block->generation when the group was created */
 
   /* How this rank waits. An engine's thread changes spin and yields. */
-  int spin, yields; /* polls before yielding, yields before sleeping */
-  bool oversubscribed; /* more ranks than cores */
+  int spin, yields; /* number of polls before the first yield, of yields before the first sleep */
+  bool oversubscribed; /* more ranks than cores: ranks count arrivals and sleep (>>round) */
   size_t round_max; /* bytes of the largest share of a call that can be a single round */
 
   /* Rounds. Owner: the thread that runs a collective. */
-  uint32_t round; /* number of the last one */
-  uint32_t arrive_target; /* block->arrivals when all have arrived at this round */
-  uint64_t calls; /* collectives so far, for error texts */
-  void **buffers, **slices; /* [size] scratch: the ranks' buffers; parts of them */
-  cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* of small and of large chunks */
+  uint32_t round; /* number of the last round, or of the one in progress */
+  uint32_t arrive_target; /* block->arrivals when all ranks have arrived at this round */
+  uint64_t calls; /* number of collectives so far, for error texts */
+  void **buffers, **slices; /* [size] scratch: the ranks' buffers; addresses in them */
+  cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* [kind][0] small chunks, [kind][1] large ones */
 
   /* Operations in flight. Each has a lock of its own. */
   cddp__engine engine;
@@ -2239,8 +2243,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
   /* Life. host.lock. */
   struct cddp_group *next; /* in host.groups */
-  int models; /* number of cddp_ddps, and handles if elastic, that use its memory */
-  bool of_model; /* private to a cddp_ddp, which leaves it */
+  int models; /* number of cddp_ddps, and if elastic of handles, that use the group's memory */
+  bool of_model; /* private to a cddp_ddp, which leaves the group: the program cannot */
   cddp__atomic_u32 left; /* 1: this rank has left the group; any thread reads it */
 };
 
@@ -2260,21 +2264,21 @@ enum cddp__storage {
   CDDP__STORAGE_IN_PLACE, /* at params[i].grad, the caller's, on all ranks */
 };
 
-/* One parameter of a cddp_ddp. Offsets count in the model: all gradients side by side, also those
-   that are not in the arena. Fields are the same on every rank, except begin and end. */
+/* One parameter of a cddp_ddp. Offsets are bytes in the model: all gradients side by side, also
+   those that are not in the arena. Fields are the same on every rank, except begin and end. */
 typedef struct cddp__tensor {
   enum cddp__storage storage;
   size_t offset, bytes;
   size_t arena_offset; /* equals `offset` if no gradient is in place */
-  size_t padded_bytes; /* in the arena to the end of a cache line; the padding stays zero */
-  size_t begin, end; /* bytes that this rank updates; end <= begin: none */
-  size_t first_norm_block; /* index in addresses.squares of its first block's sum */
+  size_t padded_bytes; /* `bytes` rounded up to cache lines; the padding in the arena stays zero */
+  size_t begin, end; /* the bytes of it that this rank updates; end <= begin: none */
+  size_t first_norm_block; /* index in addresses.squares of the sum of its first block */
   size_t dense_offset; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready; /* cddp_ddp_ready was called in this step; lock */
   bool noted; /* cddp_ddp_ready was called under no_sync since the last step; lock */
-  bool used; /* by some rank, in the step that is being reduced */
-  bool shared; /* the weights of all ranks are in shared memory */
-  float restored_steps; /* in a rank that joined: the parameter's steps in the snapshot */
+  bool used; /* some rank has a gradient for it in the step that is being reduced */
+  bool shared; /* its weights are in shared memory on all ranks */
+  float restored_steps; /* in a rank that joined: number of steps of the parameter, of the snapshot */
   const void *data; /* elastic: param.data, for cddp__elastic_set_optim in any thread */
   int bucket; /* index in plan.buckets */
 } cddp__tensor;
@@ -2285,30 +2289,30 @@ typedef struct cddp__tensor {
 typedef struct cddp__model_info {
   uint64_t hash; /* of a parameter, or of the model's settings */
   uint64_t params; /* of the model: hash of all parameters; of a parameter: 0 */
-  char text[176]; /* describes the hashed data */
+  char text[176]; /* describes the hashed data, for the error text if ranks differ */
 } cddp__model_info;
 
 /* An optimizer's settings, from a cddp_sgd_desc or cddp_adamw_desc. The numbers are first, all
    doubles (a flag is 0 or 1): ranks compare them as one array. */
 typedef struct cddp__optim_desc {
   double lr; /* not hashed, since it can change */
-  double shared; /* not hashed; 1: the states are shared. Set for the exchange only */
+  double shared; /* not hashed; 1: the states are in shared memory. Set only while ranks compare */
   double algorithm; /* CDDP__ALGORITHM_SGD or another */
   double momentum, dampening;
   double beta1, beta2, eps;
   double nesterov, maximize, amsgrad;
   double master_weights, sharded_states;
-  const double *lr_scales, *weight_decays; /* [count] each, adjacent in a cddp_optim */
-  double weight_decay; /* if weight_decays is NULL; not in a cddp_optim */
+  const double *lr_scales, *weight_decays; /* [count] each; adjacent, in a cddp_optim's own array */
+  double weight_decay; /* of all parameters if weight_decays is NULL; unused in a cddp_optim */
   cddp_ddp *ddp;
   void *stream;
   void *const *copies; /* [count] or NULL; in a cddp_optim its own array */
   cddp_dtype copy_dtype;
 } cddp__optim_desc;
-enum {
+enum { /* indices of the numbers, as an array of doubles */
   CDDP__SETTING_LR,
   CDDP__SETTING_SHARED,
-  CDDP__SETTING_FIXED, /* the first that never changes */
+  CDDP__SETTING_FIXED, /* the first that never changes: from here on they are hashed */
   CDDP__SETTING_COUNT = offsetof(cddp__optim_desc, lr_scales) / sizeof(double)
 };
 CDDP__STATIC_ASSERT(offsetof(cddp__optim_desc, shared) == CDDP__SETTING_SHARED * sizeof(double) &&
@@ -2320,7 +2324,7 @@ CDDP__STATIC_ASSERT(offsetof(cddp__optim_desc, shared) == CDDP__SETTING_SHARED *
 typedef struct cddp__snapshot {
   double settings[CDDP__SETTING_COUNT + 1]; /* the last: weight_decay of the first parameter */
   uint64_t lr_scales, weight_decays; /* hashes of the arrays */
-  int32_t state_count; /* of each parameter */
+  int32_t state_count; /* states of each parameter, such as AdamW's two moments */
   bool has_optim; /* false: the members have no cddp_optim yet; only `stepped` is valid */
   bool stepped; /* false: no step, so no states */
 } cddp__snapshot;
@@ -2328,11 +2332,12 @@ typedef struct cddp__snapshot {
 /* A rank of an elastic model, in the format of messages: >>meeting. */
 typedef struct cddp__member {
   struct sockaddr_in6 address; /* where it listens; or a sockaddr_in */
-  int32_t port, rank; /* rank: in the job */
+  int32_t port, rank; /* of its listener; in the job */
   uint32_t pid;
   int32_t number; /* its index among the members */
-  int32_t host, index; /* of its host in net.hosts; of its process on that host */
-  uint64_t life; /* random number of the process; 0: no process */
+  int32_t host; /* index of its host in net.hosts */
+  int32_t index; /* of its process on that host: cddp__process.window */
+  uint64_t life; /* random number of the process; 0: the rank has no process now */
   uint64_t since; /* the epoch in which it became a member; the oldest members lead */
   uint64_t gpu; /* hash of its GPU's uuid; 0: none, or ranks can share it */
   char name[72]; /* of its host */
@@ -2349,21 +2354,22 @@ typedef struct cddp__leader_info {
    `slots` grows later. */
 typedef struct cddp__layout {
   int *param_order; /* [count] parameters in the order of the model; sparse ones come last */
-  size_t dense_bytes; /* of all gradients but the sparse ones */
-  size_t starts[CDDP__DTYPE_COUNT + 1]; /* offset of each dtype in them; last: dense_bytes */
+  size_t dense_bytes; /* of all gradients except the sparse ones */
+  size_t starts[CDDP__DTYPE_COUNT + 1]; /* offset of each dtype's dense gradients; the last:
+                                           dense_bytes */
   size_t model_bytes; /* dense_bytes; elastic: + sparse gradients as dense ones */
   size_t bytes; /* of the arena's gradients; on a device sparse ones are last */
   size_t slot_stride; /* bytes from one slot to the next */
-  int slots; /* a rank's, for sums of shards; elastic: used by this rank so far */
-  size_t arena_bytes; /* `bytes`, and the slots and squares behind them */
+  int slots; /* a rank's number of slots for sums of shards; elastic: used by this rank so far */
+  size_t arena_bytes; /* `bytes`, and the slots and squares behind the gradients */
   size_t state_stride; /* bytes from one optimizer state to the next */
 } cddp__layout;
 
 /* Memory of this host's ranks, as mapped in this process. Written at creation; elastic: as groups
    and slots change. Peers write to it between cddp__begin_access and cddp__end_access. */
 typedef struct cddp__addresses {
-  char **gradients; /* [ranks][count] */
-  char **weights; /* [ranks][count] if tensor.shared */
+  char **gradients; /* [ranks][count] of each parameter */
+  char **weights; /* [ranks][count]; valid if tensor.shared */
   char **slots; /* [ranks] each rank's first slot */
   double **squares; /* [ranks] for the norm: sum of squares of each block of the rank's part */
 } cddp__addresses;
@@ -2377,11 +2383,11 @@ typedef struct cddp__plan {
   int *offsets, *params; /* where each bucket begins in params; the parameters by bucket */
   cddp__bucket_state *buckets; /* [count] */
   int count; /* of buckets */
-  int *sorted; /* memory of buckets[].sorted */
-  int next; /* the first bucket that is not launched */
+  int *sorted; /* [parameters] the memory of all buckets[].sorted */
+  int next; /* the first bucket that is not launched in this step */
   int *arrival; /* [arrived] parameters, in the order of cddp_ddp_ready */
-  int arrived;
-  bool rebuilt; /* planned again, once, in the order of arrival */
+  int arrived; /* number of parameters in `arrival` */
+  bool rebuilt; /* the buckets were planned again, once, in the order of arrival */
 } cddp__plan;
 
 /* The step in progress. Written by the training thread when buckets are at rest. */
@@ -2394,11 +2400,11 @@ typedef struct cddp__step {
   int *active; /* the first active_count: ranks not in cddp_ddp_join, as of the last meeting;
                   elastic: all ranks of the epoch's groups */
   int active_count;
-  int present; /* active_count of the last completed step */
-  unsigned char *used; /* [count] in the last wait or step; cddp_optim reads it */
+  int present; /* active_count of the last completed step: cddp_ddp_present */
+  unsigned char *used; /* [count] tensor.used of the last wait or step; cddp_optim reads it */
   cddp__site site; /* of the last wait or step, for texts of buckets; lock */
-  double norm; /* of the last clip, on a host */
-  bool has_norm; /* a clip has followed the last wait or step */
+  double norm; /* of all gradients, at the last clip, on a host */
+  bool has_norm; /* `norm` is of this step: a clip has followed the last wait or step */
 } cddp__step;
 
 /* The shards of a step, and the sums of this rank's. Written by the training thread; the engine
@@ -2407,8 +2413,8 @@ typedef struct cddp__shards {
   int count; /* in each step: desc.shards, or one per rank */
   int *owner; /* [count] each shard's rank; elastic: in the epoch's groups, see member_of_rank */
   int own_count; /* number of this rank's shards; elastic: 1 */
-  int taken; /* how many cddp_ddp_next_shard returned in this step; not elastic */
-  int current; /* being computed; -1: none */
+  int taken; /* number of shards that cddp_ddp_next_shard returned in this step; not elastic */
+  int current; /* the shard being computed; -1: none */
   bool uses_slots; /* for the sums of own_nodes: more shards than ranks, or shards with NCCL */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
@@ -2419,7 +2425,7 @@ typedef struct cddp__shards {
 
 /* Gradients that are rows. Written by the training thread. */
 typedef struct cddp__row_gradients {
-  struct cddp__sparse **sparse; /* [count] NULL: dense; NULL array: all are dense */
+  struct cddp__sparse **sparse; /* [count] an element NULL: dense; the array NULL: all are dense */
   struct cddp__row_list *lists; /* [shards] scratch: row lists to merge */
   char *packet; /* shared: this rank's rows of completed shards */
   size_t bytes, capacity; /* of the packet: in use; allocated */
@@ -2428,8 +2434,8 @@ typedef struct cddp__row_gradients {
 /* cddp_ddp_join. Written by the training thread; the engine reads `absent`. */
 typedef struct cddp__uneven {
   uint32_t absent; /* CDDP__ABSENT_*: this rank is in cddp_ddp_join; 0: it has data */
-  bool had_absent; /* some ranks, not all, were absent in a step: cddp__end_uneven */
-  bool out_of_date; /* the weights of an absent rank are old */
+  bool had_absent; /* some ranks, not all, were absent in a step: cddp__end_uneven sends weights */
+  bool out_of_date; /* this rank was absent, and has not got the new weights yet */
 } cddp__uneven;
 
 /* Scratch memory: no contents last beyond a function. */
@@ -2472,9 +2478,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   pthread_mutex_t lock;
   bool no_sync; /* lock */
   uint64_t steps; /* completed */
-  cddp_partition *partitions; /* this rank's, at most one a parameter */
-  int partition_count;
-  cddp_optim *sharing; /* optimizers whose states this host's ranks share, by next */
+  cddp_partition *partitions; /* this rank's, at most one for each parameter */
+  int partition_count; /* of `partitions` */
+  cddp_optim *sharing; /* a list of the optimizers whose states this host's ranks share, by next */
   cddp__elastic *elastic; /* NULL: not elastic */
   uint32_t optim_count; /* optimizers that were paired with it */
   uint32_t last_optim; /* number of the one that made the last step; 0: none */
@@ -2488,11 +2494,11 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 typedef struct cddp__connection cddp__connection; /* >>connections, as is */
 typedef struct cddp__message cddp__message; /* a received frame */
 
-#define CDDP__LEFT_GROUPS 8 /* how many net.left remembers */
+#define CDDP__LEFT_GROUPS 8 /* number of groups that net.left remembers */
 
 typedef struct cddp__rank_entry { /* a rank of the job */
-  int host; /* index in net.hosts */
-  int index; /* among the ranks of the host */
+  int host; /* index of its host in net.hosts */
+  int index; /* among the ranks of that host */
   uint32_t pid;
   int port; /* of its listener for links */
 } cddp__rank_entry;
@@ -2515,32 +2521,37 @@ typedef struct cddp__net {
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret; /* NULL: none */
   int listener; /* for links from other ranks */
-  cddp__cause loss; /* why a group broke, for notices to others; state 1: a round began since */
-  cddp__atomic_u32 starved; /* errno: no descriptor or memory to accept a caller; else 0 */
-  pthread_mutex_t lock; /* guards the rest */
+  cddp__cause loss; /* why a group broke, for notices to others; state 1: not reported any more,
+                       as a round began since */
+  cddp__atomic_u32 starved; /* errno of an accept that failed for want of a descriptor or memory;
+                               0: none */
+  pthread_mutex_t lock; /* guards the fields below */
   cddp__connection *incoming; /* links that no group has claimed; newest first */
   cddp__connection *spare; /* memory for the next one, or NULL */
-  uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + even ids of groups left last: ends late links. A ring */
-  uint32_t left_count; /* so far */
+  uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + id of the groups with even ids that were left last. A
+                                       ring. A link for one of them comes late, and is ended */
+  uint32_t left_count; /* number of entries written to `left` so far */
 } cddp__net;
 
 /* A host of a group. */
 typedef struct cddp__group_host {
   int first, size; /* its ranks: hosts.ranks[first] .. */
-  size_t headers_at; /* offset of its headers and their shares in hosts.headers */
-  size_t received; /* bytes of them, in this round */
-  size_t bytes, bytes_at; /* per element: of this host's sums; of all earlier hosts' together */
+  size_t headers_at; /* offset of the host's headers, and of their shares, in hosts.headers */
+  size_t received; /* bytes of these received in this round */
+  size_t bytes; /* of this host's sums, per element of the result */
+  size_t bytes_at; /* the sum of `bytes` of all earlier hosts */
 } cddp__group_host;
 
 /* A rank of a group, as seen by another rank. */
 typedef struct cddp__peer {
-  int host, local_rank; /* of its host in the group; among the ranks there */
+  int host; /* index of its host in hosts.group_hosts */
+  int local_rank; /* among the group's ranks on that host */
   cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
                                 connected at the same time. Any thread may read these */
   uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from, to the peer waited; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last */
-  double lost_at; /* when */
-  int error; /* that connection's */
+  double lost_at; /* the time, of cddp__now, at which that connection ended */
+  int error; /* connection.error of that connection */
 } cddp__peer;
 #define CDDP__LEFT (-1) /* in connection.error: the other side said BYE */
 
@@ -2552,8 +2563,8 @@ typedef struct cddp__hosts {
   int max_locals, min_locals; /* most, fewest ranks of the group on a host */
   cddp__peer *peers; /* [size] */
   cddp__group_host *group_hosts; /* [count] */
-  int *ranks; /* [size] all, sorted by host */
-  struct cddp__subtree *subtrees; /* of the canonical tree, each on one host; by rank */
+  int *ranks; /* [size] all ranks, sorted by host */
+  struct cddp__subtree *subtrees; /* of the canonical tree, each on one host; sorted by rank */
   int subtree_count;
   int *widths; /* [subtree_count] leaves of each subtree */
   int *leaves, leaf_count; /* ranks that are summed: those not in cddp_ddp_join */
@@ -2561,7 +2572,7 @@ typedef struct cddp__hosts {
   int posted_count;
   double notices_read; /* leaders: when a round last read notices */
   long flow_step; /* of cddp__flow_run. cddp__deliver waits until earlier steps' frames are sent */
-  const void **pointers, **sums; /* [size] sources of a reduction */
+  const void **pointers, **sums; /* [size] scratch: sources of a reduction */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote; /* lowest rank on another host; its header is written last */
   bool local_only; /* the current round has only this host's ranks */
@@ -2580,8 +2591,9 @@ typedef struct cddp__hosts {
 /* >>hooks ---------------------------------------------------------------------------------------
    A room calls functions of rooms above it. The exceptions are declared here. */
 
-/* >>p2p: serves the pending receives of this process. g: the group in which the caller waits; NULL:
-   none. Returns whether a receive got its message. */
+/* >>p2p: serves the pending receives of this process: copies messages that have been posted to
+   them. g: the group in which the caller waits; NULL: none. Returns whether a receive got its
+   message. */
 static bool cddp__serve_all_recvs(cddp_group *g);
 
 /* >>hosts, for groups that span hosts. _exchange exchanges a round's headers with the other hosts.
@@ -2602,8 +2614,9 @@ static void cddp__join_close(cddp__host *host);
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
 
-/* >>groups: counts the models and elastic handles that use a group; a left one without is freed. */
-enum cddp__hold { CDDP__REMOVE_USE = -1, CDDP__LEAVE_GROUP, CDDP__ADD_USE };
+/* >>groups: counts the models and elastic handles that use a group. A group that this rank has left
+   is freed when the count is 0. */
+enum cddp__hold { CDDP__REMOVE_USE = -1, CDDP__LEAVE_GROUP, CDDP__ADD_USE }; /* added to models */
 static void cddp__group_hold(cddp_group *g, enum cddp__hold change);
 
 /* >>elastic. _close closes this rank's listeners and connections: the other members count it as
