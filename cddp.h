@@ -1310,9 +1310,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    apply if a host's last rank dies in the milliseconds in which another loss is handled.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
-   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If none listens for 2 s
-   (it has died, and no other has taken over), the process fails with CDDP_PEER_LOST: start it
-   again.
+   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If it dies, another one
+   takes over when no rank computes any more. If none listens for 20 s (on its own host: 2 s), the
+   process fails with CDDP_PEER_LOST: start it again.
 
    If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's
    store listens at MASTER_PORT, join only on a host with a rank. If a job began on one host, only
@@ -12308,7 +12308,8 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
      4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
 #define CDDP__JOIN_WAIT_S 0.02 /* most that a rank waits for joining processes */
-#define CDDP__JOB_GONE_S 2.0 /* without a living rank: then the job has ended */
+#define CDDP__JOB_GONE_S 2.0 /* without a living rank on this host: then the job has ended */
+#define CDDP__JOB_SILENT_S 20.0 /* on others, where none listens while all compute after a loss */
 #define CDDP__JOIN_CALLS 64 /* most calls of a joining process at the same time */
 
 /* Opens the sockets for joining processes: at this rank's socket name and, on one rank of each
@@ -12513,6 +12514,13 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
   return CDDP_OK;
 }
 
+/* Seconds without a rank after which the job has ended. */
+static double cddp__job_gone_s(const cddp__job_info *job, const cddp__join_search *search) {
+  bool here = job->endpoint_here && cddp__env("CDDP_HOST_ID") == NULL; /* living ranks have names */
+  bool foreign = job->foreign == (1u << search->address_count) - 1; /* all addresses */
+  return here || foreign ? CDDP__JOB_GONE_S : CDDP__JOB_SILENT_S;
+}
+
 /* CDDP_OK while the search for the job continues, else why it ends. */
 static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_search *search,
                                          double deadline) {
@@ -12521,7 +12529,7 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
   const char *blocked = search->blocked.s;
   bool alive = search->count > 0, has_master = job->port != 0;
   bool has_model = job->table.lead.model.params != 0; /* then its ranks are in `calls` */
-  double now = cddp__now();
+  double now = cddp__now(), gone_s = cddp__job_gone_s(job, search);
   int rank, fd;
   for (rank = 0; rank < (int)own->world_size && !alive && !has_model; rank++) {
     cddp__address a = cddp__rank_socket(job, own->world_size > 1 ? "" : "alone-", rank);
@@ -12530,13 +12538,14 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
     cddp__close_fd(&fd);
   }
   if (alive) search->seen = now;
-  if (!alive && (now >= deadline || now - search->seen > CDDP__JOB_GONE_S))
+  if (!alive && (now >= deadline || now - search->seen > gone_s))
     return cddp__fail(
         CDDP_PEER_LOST,
-        "CDDP_JOIN: found no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
+        "CDDP_JOIN: found for %.0f s no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
         "job has ended, or has not started (unset CDDP_JOIN to start one), or has another "
         "CDDP_SECRET%s",
-        job->endpoint, host->name, has_master ? " or at " : "", has_master ? job->master : "",
+        now - search->seen, job->endpoint, host->name, has_master ? " or at " : "",
+        has_master ? job->master : "",
         blocked[0] != 0 ? " (" : "", blocked, blocked[0] != 0 ? ")" : "",
         has_master ? ", or a firewall blocks this port; if the job runs, set MASTER_ADDR to "
                      "a host where one of its ranks runs"
@@ -25711,7 +25720,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A program of the same user that connected to the names of waiting ranks.
               Elastic: a process on a new host could not join when all first ranks had been
               replaced, with shards = 0, a job of one rank before its model existed, behind a round
-              trip of 0.1 s, beside silent strangers, or many at a time.
+              trip of 0.1 s, beside silent strangers, many at a time, or from a new host when the
+              rank at MASTER_ADDR had died and the others computed for more than 2 s.
               Elastic: a rank that destroyed its model ended a job on two hosts. Lack of memory or
               descriptors in one rank could end others on its host. cddp_group_split on a thread
               crashed when a rank was lost. A handle that outlived its group was used after it had

@@ -2773,7 +2773,7 @@ static bool saw_no_step(const process *q) {
     steps += begun > q->ended - 2 && begun < q->ended;
   }
   return shared->p.hosts > 0 && q->joins && q->result == CDDP_PEER_LOST && steps < 2 &&
-         strstr(q->text, "found no rank of a job") != NULL;
+         strstr(q->text, "no rank of a job") != NULL;
 }
 
 /* Whether a process may have ended with an error: an event explains it. */

@@ -1573,6 +1573,27 @@ static void test_master_gone(void) {
   unsetenv("TEST_HOSTS");
 }
 
+/* The rank at MASTER_ADDR has died, and the other one computes for a while: it is stopped. A third
+   process, on another host, waits for it. */
+static void test_master_busy(void) {
+  process_config first = usual(), v = usual();
+  pid_t pids[2];
+  int status;
+  setenv("TEST_HOSTS", "abc", 1);
+  first.join = NULL;
+  begin_job(pids, &first);
+  kill(pids[1], SIGSTOP);
+  kill(pids[0], SIGKILL);
+  waitpid(pids[0], &status, 0);
+  v.rank = 2;
+  pids[0] = ranks_fork(life, 2, &v);
+  ranks_sleep(3);
+  kill(pids[1], SIGCONT);
+  await(&shared->joined, 1);
+  end_job(pids, 2);
+  unsetenv("TEST_HOSTS");
+}
+
 /* --- weights that all ranks change between two steps, without an optimizer --- */
 
 enum { HALF_COUNT = 500, HALVES = 3 };
@@ -2048,6 +2069,7 @@ int main(void) {
   RUN(test_orphan);
   RUN(test_hosts);
   RUN(test_master_gone);
+  RUN(test_master_busy);
   RUN(test_changed_weights);
   RUN(test_loaded_weights);
   RUN(test_other_optimizer);
