@@ -20633,7 +20633,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
       datagrams = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0 /* UDP */);
       if (datagrams >= 0 && connect(datagrams, &address.any, address.size) != 0)
         cddp__close_fd(&datagrams); /* sets -1 */
-      self->host = 2 * m->capacity; /* a host of its own; cddp__admit_joining numbers it */
+      self->host = 2 * m->capacity; /* counts as another host; cddp__admit_joining numbers it */
     }
     r = cddp__own_address(datagrams, &address); /* -1: loopback, unless CDDP_IFNAME is set */
     cddp__close_fd(&datagrams);
@@ -20920,7 +20920,7 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
 }
 
 /* Sets *number to a number for a joining process, `self`: that of a lost member with its rank, else
-   the lowest free one; -1: it cannot join, and the call fails. */
+   the lowest free one. Fails with -1 if the process cannot join. */
 static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member *self,
                                      int *number) {
   int p;
@@ -21117,8 +21117,8 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
   return r;
 }
 
-/* In a joining process that knows no member: enters the leader, from the answer to cddp_init's
-   question or, if that leader is lost, from another answer of a rank of the job. */
+/* In a joining process that knows no member: enters the leader that the answer in cddp_init named.
+   If that one is lost, this asks ranks of the job again. */
 static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__host *host = m->group->host;
   cddp__leader_info *lead = &host->job_info->table.lead;
@@ -21181,8 +21181,9 @@ static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
   return cddp__append_lives(m);
 }
 
-/* All living members meet. *table (NULL before) receives their reports, by number; the caller frees
-   it, also after a failure. mine: this rank's report; its head and `ended` are written here. */
+/* All living members meet.
+     mine    this rank's report; its head and `ended` are written here
+     table   receives the reports by number; NULL before. The caller always frees it */
 static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__message **table) {
   double deadline = cddp__now() + m->group->timeout_s;
   cddp__report *report = cddp__report_at(m, mine, 0);
@@ -21252,14 +21253,14 @@ static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadli
 static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
   size_t n = (size_t)m->capacity;
   bool leads = m->leader == m->me;
-  bool all = true; /* have confirmed, as far as this rank knows */
+  bool all = true; /* all members that this rank has waited for have confirmed */
   double deadline = cddp__now() + m->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
   for (p = 0; leads && p < m->capacity; p++)
     if (m->members[p].life != 0 && p != m->me && !cddp__await_confirmation(m, p, deadline))
       all = false;
-  /* A member confirms: its only link is to the leader, and `all` is true. The leader sends `all`. */
+  /* A member's only link is that of the leader: it confirms. The leader sends its result to all. */
   for (p = 0; r == CDDP_OK && p < m->capacity; p++) {
     if (m->links[p] == NULL) continue;
     r = cddp__connection_post(m->links[p], (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
@@ -21271,7 +21272,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
   if (r != CDDP_OK) return r;
   if (!all) return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
   memmove(m->lives, m->lives + (m->table_count - 1) * n, n * sizeof *m->lives);
-  m->table_count = 1; /* the last, which all have confirmed: a majority of older ones is not needed */
+  m->table_count = 1; /* the last: all have confirmed it, so older ones need no majority */
   m->unreachable = -1;
   return CDDP_OK;
 }
@@ -21301,10 +21302,10 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
    A rank that destroys the model, or fails for a local reason, stops listening, so it is lost. A
    living rank that the others count as lost gets CDDP_ABORTED when it connects. */
 
-/* A rank's call in the update of a step. */
+/* A rank's call in the update of a step. Ranks compare it in the next reduction. */
 typedef struct cddp__elastic_call {
   uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
-  uint32_t fp_mode;
+  uint32_t fp_mode;  /* cddp__fp_mode() */
   uint64_t settings_hash; /* of the cddp_optim's, except lr; 0: a wait */
   double lr;
   uint64_t steps; /* cddp_ddp_steps before it */
@@ -21338,27 +21339,29 @@ struct cddp__elastic {
   cddp__meeting meeting;
   int *member_of_rank; /* [shards] member number of each rank of the groups */
   int meetings; /* since the last reduction */
-  cddp_group *broken_comm; /* the first comm that broke in this step, for cddp_ddp_group; NULL */
+  cddp_group *broken_comm; /* the first comm that broke in this step, which cddp_ddp_group returns
+                              until the step ends. NULL: none broke */
   /* this rank's sums and the last mean: */
   uint64_t step; /* waits and steps since creation */
   uint64_t reductions; /* completed: `step`, or `step` + 1 before the update */
   char *slot_area; /* this rank's slots */
   char *mean; /* the last reduction's mean, or this rank's part of it */
-  bool holds_shard; /* the gradients hold the sum of a shard that has ended */
+  bool holds_shard; /* the gradients hold the sum of a shard that has ended: to be cleared before
+                       the next shard */
   bool in_parts; /* each rank of its group has a part of the mean; false: this rank has all */
   bool has_mean; /* false: this rank has joined, and has no mean yet */
   bool gave_states; /* an optimizer has received the job's states, and has not stepped yet */
   bool repeats; /* the ranks with the last mean are lost: the group makes it again */
   bool repeat_counted; /* repeats, but `reductions` of this rank, which joined, counts it already */
   int mean_parts; /* of the last mean; 1 if not in_parts */
-  char **means; /* [shards] memory of each of the mean_parts, addressed by model offset */
+  char **means; /* [shards] of each of the mean_parts: where offset 0 of the model would be */
   double **squares; /* [shards] squares of each part */
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   /* memory of the ranks on this host: */
   bool one_host; /* all members are on this host and read each other's memory */
   cddp__published *own; /* this rank's; NULL: on a GPU */
   cddp__published **published; /* [shards] by member number; NULL: on another host, or on a GPU */
-  cddp__lost_block *lost_blocks; /* [lost_count] to be freed: cddp__free_lost */
+  cddp__lost_block *lost_blocks; /* [lost_count] for cddp__free_lost, which frees own ones */
   size_t lost_count, lost_capacity;
   void *next_blocks[2]; /* in a meeting: memory for the new groups' control blocks; else NULL */
   char *states; /* of the optimizer, received on joining; NULL: none, or a cddp_optim has them */
@@ -21375,13 +21378,14 @@ typedef struct cddp__rank_report {
   cddp__ref next_blocks[2];   /* for the new groups; those of a host's lowest rank are used */
 } cddp__rank_report;
 
-/* Stops listening, so this rank is lost to the others. link->over: its BYEs say so. */
+/* Stops listening, so this rank is lost to the others. link->over: the BYEs of the groups' links
+   prove its end. */
 static void cddp__elastic_close(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   cddp__connection *link;
   int i;
   for (i = 0; i < 2; i++) {
-    if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
+    if (groups[i] == NULL /* left */ || groups[i]->hosts == NULL /* no links */) continue;
     pthread_mutex_lock(&groups[i]->p2p.lock);
     for (link = groups[i]->hosts->links; link != NULL; link = link->next) link->over = true;
     pthread_mutex_unlock(&groups[i]->p2p.lock);
@@ -21391,7 +21395,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
 
 /* --- sums of shards --- */
 
-/* Zeroed memory: on a GPU the device's, else shared memory for `use`. */
+/* Zeroed memory: on a GPU the device's, else shared memory for `use`. NULL: out of memory. */
 static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
   char *p;
   if (!d->group->backend->on_device) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
@@ -21405,7 +21409,7 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
    elements there can be twice as wide. */
 static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
-  size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride;
+  size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride; /* all can be in use */
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->layout.slots) return CDDP_OK;
@@ -21421,11 +21425,13 @@ static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   return r;
 }
 
+/* Forgets the sums of this rank's ended shards, and their sparse rows. */
 static void cddp__drop_sums(cddp_ddp *d) {
   d->shards.own_node_count = 0;
   d->rows.bytes = 0;
 }
 
+/* The next step begins with all shards open, divided among the epoch's ranks. */
 static void cddp__elastic_begin_step(cddp_ddp *d) {
   cddp__drop_sums(d);
   cddp__assign_shards(d->shards.owner, d->shards.count, d->step.active_count);
@@ -21435,7 +21441,7 @@ static void cddp__elastic_begin_step(cddp_ddp *d) {
 static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   cddp__shard_node *nodes = d->shards.own_nodes;
   int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0;
-  int in_gradients = -1 /* as node.slot */, width = 1;
+  int in_gradients = -1 /* as node.slot */, width = 1 /* shard */;
   cddp_result r = CDDP_OK;
   while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++; /* to the node in the gradients */
   if (i < d->shards.own_node_count) {
@@ -21449,7 +21455,7 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* A shard of this rank that it has not begun; -1: none. */
+/* The first of this rank's shards that it has neither begun nor summed; -1: none. */
 static int cddp__find_shard(const cddp_ddp *d) {
   const int *owner = d->shards.owner;
   int i;
@@ -21464,11 +21470,12 @@ static int cddp__find_shard(const cddp_ddp *d) {
 /* Makes the current shard's sum a node. On one host the last node can stay in the gradients, where
    others read it. */
 static cddp_result cddp__finish_shard(cddp_ddp *d) {
-  bool to_slot = !d->elastic->one_host || cddp__find_shard(d) >= 0;
+  bool has_next = cddp__find_shard(d) >= 0; /* which needs the gradients */
+  bool to_slot = has_next || !d->elastic->one_host; /* messages are sent from slots */
   cddp_result r = CDDP_OK;
   if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current);
   CDDP__POINT("elastic shard end");
-  if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0)) /* > 0: it can merge */
+  if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0 /* it can merge with a node */))
     r = cddp__grow_slots(d, d->shards.own_node_count + 1);
   if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, to_slot);
   d->elastic->holds_shard = !to_slot;
@@ -21488,13 +21495,12 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
    later step, once that rank's process has ended. */
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
-  cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list;
-  list = g->block_ref.kind != CDDP__REF_EXTENT
-             ? NULL /* between threads: the block is never freed */
-             : (cddp__lost_block *)cddp__grow_array(
-                   &d->group->host->allocator, elastic->lost_blocks, &elastic->lost_capacity,
-                   elastic->lost_count + 1, sizeof *list);
-  if (list != NULL) {
+  cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list = NULL;
+  if (g->block_ref.kind == CDDP__REF_EXTENT) /* else, between threads, it is never freed */
+    list = (cddp__lost_block *)cddp__grow_array(
+        &d->group->host->allocator, elastic->lost_blocks, &elastic->lost_capacity,
+        elastic->lost_count + 1, sizeof *list);
+  if (list != NULL) { /* without memory for the list the block stays until this process ends */
     elastic->lost_blocks = list;
     list[elastic->lost_count++] = lost;
   }
@@ -21504,15 +21510,15 @@ static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
 /* Breaks this process's groups, such as that of cddp_init, with the lost process of this window, so
    that no call reads its memory and it can be freed. */
 static void cddp__break_groups_of(cddp__host *host, int window) {
-  char saved_text[CDDP__ERROR_MAX];
+  char saved_text[CDDP__ERROR_MAX]; /* a caller can report its own failure after this */
   cddp_group *g;
-  int k;
+  int k; /* the lost rank in g */
   memcpy(saved_text, cddp__error_text, sizeof saved_text);
   pthread_mutex_lock(&host->lock);
   for (g = host->groups; g != NULL; g = g->next) {
     for (k = 0; k < g->size && g->host_index[k] != window;) k++;
-    if (k == g->size || cddp__is_broken(g)) continue;
-    cddp__fail(
+    if (k == g->size /* not in g */ || cddp__is_broken(g)) continue;
+    cddp__fail( /* sets the text for cddp__publish_failure */
         CDDP_PEER_LOST, "rank %d of the group was lost, and the elastic model continues without "
         "it: use cddp_ddp_group", k);
     if (cddp__publish_failure(g, CDDP_PEER_LOST)) cddp__wake_all(g);
@@ -21529,12 +21535,14 @@ static bool cddp__group_in_use(cddp_group *g) {
   return false;
 }
 
-/* Makes the control block of a broken group private, at the same address. */
+/* Makes the control block of a broken group private, at the same address, so that the memory of the
+   lost process can be freed. false: no memory, nothing has changed. Lock: host.lock. */
 static bool cddp__keep_block(cddp_group *g) {
   size_t bytes = cddp__head_bytes(g->size, g->local_size);
   char *copy = cddp__map_memory(-1 /* fd: private */, 0 /* base */, bytes);
   if (copy == NULL) return false;
   memcpy(copy, g->block, bytes);
+  /* moves the copy over the block */
   if (syscall(SYS_mremap, copy, bytes, bytes, 3 /* MAYMOVE | FIXED */, g->block) == -1) {
     munmap(copy, bytes);
     return false;
@@ -21548,10 +21556,10 @@ static bool cddp__keep_block(cddp_group *g) {
 static bool cddp__window_in_use(const cddp_ddp *d, int window) {
   cddp__host *host = d->group->host;
   cddp_group *g;
-  bool in_use = false, other_models;
+  bool in_use = false, other_models; /* than d */
   int k;
   pthread_mutex_lock(&host->lock);
-  other_models = host->models > 1;
+  other_models = host->models > 1; /* with optimizers, which can share states */
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     for (k = 0; k < g->size && !in_use; k++)
       in_use = g->host_index[k] == window &&
@@ -21564,20 +21572,22 @@ static bool cddp__window_in_use(const cddp_ddp *d, int window) {
   return in_use;
 }
 
-/* Marks the processes of this host that are no longer members. */
+/* After a meeting: marks the processes of this host that are no longer members as lost, and breaks
+   the program's groups with them. */
 static void cddp__elastic_note_lost(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__process *p;
   for (p = cddp__next_process(host, NULL); p != NULL; p = cddp__next_process(host, p)) {
-    if (!p->member || p->window == host->arena.window ||
+    if (!p->member || p->window == host->arena.window /* this process */ ||
         cddp__is_member_here(&d->elastic->meeting, p->window))
       continue;
     pthread_mutex_lock(&host->lock);
     p->member = false;
     p->lost_in_step = 1 + d->elastic->step; /* 0: not lost */
-    if (p->window >= host->size) cddp__close_fd(&p->pidfd); /* other threads use the first ranks' */
+    /* Those of the first ranks stay open: other threads use them. */
+    if (p->window >= host->size) cddp__close_fd(&p->pidfd);
     pthread_mutex_unlock(&host->lock);
-    if (host->arena.fd >= 0) cddp__break_groups_of(host, p->window);
+    if (host->arena.fd >= 0) cddp__break_groups_of(host, p->window); /* else nothing is shared */
   }
 }
 
@@ -21602,8 +21612,7 @@ static void cddp__free_lost(cddp_ddp *d) {
     const cddp__lost_block lost = elastic->lost_blocks[i];
     if (lost.step >= elastic->step || cddp__lost_lives(host, lost.step))
       elastic->lost_blocks[kept++] = lost;
-    else
-      /* The generation tells that it is not a later group's block. */
+    else /* if it is this rank's, and the generation shows that it is not a later group's */
       cddp__arena_free_lost_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = kept;
@@ -21613,12 +21622,13 @@ static void cddp__free_lost(cddp_ddp *d) {
     if (p->lost_in_step == 0 || p->lost_in_step > elastic->step /* lost in it */ ||
         host->arena.fd < 0)
       continue;
-    if (p->use_locked && cddp__window_in_use(d, p->window)) continue;
+    if (p->use_locked && cddp__window_in_use(d, p->window)) continue; /* a later step tries again */
     if (p->use_locked) cddp__unmap_window(host, p);
     if (cddp__process_gone(host, p->window)) cddp__free_window(host, p);
   }
 }
 
+/* [own_node_count] the slot of each of the rank's nodes; -1: its gradients. */
 static int32_t *cddp__published_slots(cddp__published *published) {
   return (int32_t *)(void *)(published + 1);
 }
@@ -21627,7 +21637,7 @@ static size_t cddp__published_bytes(const cddp_ddp *d) {
   return sizeof(cddp__published) + (size_t)d->shards.count * sizeof(int32_t);
 }
 
-/* Publishes the addresses that never change. */
+/* Allocates this rank's cddp__published, with the addresses that never change. */
 static cddp_result cddp__create_published(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__published *own = (cddp__published *)cddp__arena_alloc(
@@ -21639,13 +21649,14 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* A rank that reads the address after this process has died sees all or none of it. */
+/* Publishes the address of own->refs[which]. If this process dies here, a reader sees all of it or
+   none: `kind` is NONE while the rest changes. */
 static void cddp__publish_ref(cddp__published *own, int which, const void *memory, size_t bytes,
                               cddp__host *host) {
   cddp__ref ref = cddp__ref_of(host, memory, bytes);
   uint64_t kind = ref.kind;
   own->refs[which].kind = ref.kind = CDDP__REF_NONE;
-  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  __atomic_signal_fence(__ATOMIC_SEQ_CST); /* for the compiler: a round orders it for readers */
   own->refs[which] = ref;
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   own->refs[which].kind = kind;
@@ -21663,15 +21674,18 @@ static void cddp__publish_own(cddp_ddp *d) {
   cddp__publish_ref(own, CDDP__PUBLISHED_ROWS, d->rows.packet, d->rows.capacity, host);
 }
 
-/* Maps the memory that rank k of the group has published. packets[k]: its rows. */
+/* Maps the memory that rank k of the group has published, and sets the addresses by which the
+   reduction reads it. packets[k]: its sparse rows. */
 static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
   const cddp__ref *refs = elastic->published[elastic->member_of_rank[k]]->refs;
-  void *at[CDDP__PUBLISHED_COUNT] = {d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
+  void *at[CDDP__PUBLISHED_COUNT] = {/* of this rank, if k is this rank */
+                                     d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; k != d->me && r == CDDP_OK && i < CDDP__PUBLISHED_COUNT; i++)
-    if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE) /* not each has sums, rows */
+    /* A rank without slots or rows has no memory for them, and nothing reads its at[i]. */
+    if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE)
       r = cddp__map_ref(d->group->host, &refs[i], &at[i]);
   if (r != CDDP_OK) return r;
   cddp__set_gradient_addresses(d, k, (char *)at[CDDP__PUBLISHED_ARENA]);
@@ -21684,7 +21698,7 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
 
 /* --- the reduction --- */
 
-/* Fails unless this rank and a member have made the same call. */
+/* Fails unless `other`, the last update of `member`, is the same call as this rank's. */
 static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *other,
                                         int member) {
   const cddp__elastic_call *mine = &d->elastic->last_update;
@@ -21719,7 +21733,7 @@ typedef struct cddp__reduction_header { /* the payload of a reduction's first ro
 } cddp__reduction_header;
 CDDP__STATIC_ASSERT(sizeof(cddp__reduction_header) <= CDDP__PAYLOAD, "a round carries it");
 
-/* What rank k has sent. */
+/* The payload of rank k in the round that has just ended. */
 static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k) {
   cddp__reduction_header header;
   memcpy(&header, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof header);
@@ -21731,27 +21745,32 @@ static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k
 static cddp_result cddp__check_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   const cddp__member *members = elastic->meeting.members;
-  cddp__elastic_call call, job = elastic->last_update; /* job: the oldest member's */
+  cddp__elastic_call call, job = elastic->last_update; /* job: that of the oldest member */
   int k, member, oldest = -1;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
     member = elastic->member_of_rank[k];
-    if (call.kind == 0 || (oldest >= 0 && members[member].since >= members[oldest].since)) continue;
+    if (call.kind == 0 /* it has joined, and made no update yet */ ||
+        (oldest >= 0 && members[member].since >= members[oldest].since))
+      continue;
     oldest = member;
     job = call;
   }
-  if (oldest < 0 || elastic->repeat_counted /* its weights have the update */) return CDDP_OK;
+  if (oldest < 0 /* the first step */ || elastic->repeat_counted /* it is an update ahead */)
+    return CDDP_OK;
   if (elastic->last_update.kind == 0) elastic->last_update = job; /* joined: nothing to compare */
   r = cddp__compare_update(d, &job, oldest);
-  if (r != CDDP_OK && members[elastic->meeting.me].since > members[oldest].since) return r;
-  for (k = 0; r == CDDP_OK && k < d->step.active_count; k++) {
+  if (r != CDDP_OK && members[elastic->meeting.me].since > members[oldest].since)
+    return r; /* this rank joined later: it alone fails */
+  for (k = 0; /* the oldest ones must agree, else no rank can tell which is right */
+        r == CDDP_OK && k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
     member = elastic->member_of_rank[k];
     if (call.kind != 0 && members[member].since == members[oldest].since)
       r = cddp__compare_update(d, &call, member);
   }
-  return r == CDDP_OK ? r : cddp__break(d->control, r); /* on all ranks */
+  return r == CDDP_OK ? r : cddp__break(d->control, r); /* all ranks fail */
 }
 
 /* On GPUs: waits for the model's work. */
@@ -21775,22 +21794,23 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->shards.node_count; i++) {
     cddp__shard_node *node = &d->shards.nodes[i];
-    node->slot = /* until now the node's index among those of its rank */
+    node->slot = /* was until now, from cddp__plan_nodes, the node's index among its rank's nodes */
         cddp__published_slots(elastic->published[elastic->member_of_rank[node->rank]])[node->slot];
     d->shards.widths[i] = cddp__reduce_width(node);
   }
   elastic->mean_parts = d->step.active_count;
   elastic->in_parts = true;
-  if (d->rows.sparse != NULL) r = cddp__merge_packets(d, packets);
+  if (d->rows.sparse != NULL) r = cddp__merge_packets(d, packets); /* each rank: all rows */
   if (r != CDDP_OK) return r;
   CDDP__POINT("elastic rows gathered");
-  pass.means = elastic->mean;
+  pass.means = elastic->mean; /* the pass writes this rank's part there */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
   cddp__run_pass(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
   return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL, 0);
 }
 
+/* This rank has, or is about to receive, the whole mean in its own memory. */
 static void cddp__set_whole_mean(cddp__elastic *elastic) {
   elastic->mean_parts = 1;
   elastic->in_parts = false;
@@ -21812,7 +21832,8 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   return r == CDDP_OK ? cddp__await_model(d) : r;
 }
 
-/* Collective: computes the step's mean. */
+/* Collective, when this rank has no shard left: computes the step's mean, and assigns the shards of
+   the next step. CDDP_PEER_LOST: a member was lost, so the members must meet. */
 static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
@@ -21820,15 +21841,16 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int k, unused; /* unused: most slots of a rank; this rank has grown its own */
   CDDP_ASSERT(elastic->reductions == elastic->step); /* the last update is complete */
-  if (!elastic->one_host && elastic->holds_shard) /* since another host's process has joined */
-    r = cddp__elastic_clear_gradients(d);
+  /* The sum stayed in the gradients before a process of another host joined. Now slots are sent. */
+  if (!elastic->one_host && elastic->holds_shard)
+    r = cddp__elastic_clear_gradients(d); /* moves the sum to a slot */
   if (!elastic->one_host && r == CDDP_OK) r = cddp__grow_slots(d, 1); /* sent, even without sums */
-  if (r != CDDP_OK) return r;
+  if (r != CDDP_OK) return r; /* nothing announced: this rank alone fails */
   if (elastic->own != NULL) cddp__publish_own(d);
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  elastic->reductions - elastic->repeat_counted /* its number */, &mine,
-                  sizeof mine);
+                  elastic->reductions - elastic->repeat_counted /* number: must be the same */,
+                  &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
   if (r == CDDP_OK) r = cddp__check_updates(d);
@@ -21839,7 +21861,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
                                           d->shards.nodes, d->shards.widths, &unused);
   r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
   if (r != CDDP_OK) return r;
-  elastic->reductions += !elastic->repeat_counted;
+  elastic->reductions += !elastic->repeat_counted; /* else it was counted already */
   elastic->repeats = elastic->repeat_counted = false;
   elastic->has_mean = true;
   elastic->meetings = 0;
@@ -21850,11 +21872,12 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
 
 /* --- a meeting: the ranks' reports --- */
 
+/* Report k of a table, by rank in the next groups; of a message that is one report: k = 0. */
 static cddp__rank_report *cddp__rank_report_at(const cddp_ddp *d, cddp__message *table, int k) {
   return (cddp__rank_report *)(void *)cddp__report_at(&d->elastic->meeting, table, k);
 }
 
-/* A byte for each shard, 1: the rank has its sum. */
+/* [shards] 1: the report's rank has the shard's sum. */
 static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__rank_report *report) {
   return (unsigned char *)((float *)(report + 1) + d->count);
 }
@@ -21868,16 +21891,18 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   out.has_optim = true;
   memcpy(out.settings, &o->desc, CDDP__SETTING_COUNT * sizeof *out.settings); /* its first fields */
   if (o->count > 0) out.settings[CDDP__SETTING_COUNT] = o->desc.weight_decays[0]; /* the last */
-  out.lr_scales = cddp__hash64(1, o->desc.lr_scales, (size_t)o->count * sizeof(double));
-  out.weight_decays = cddp__hash64(1, o->desc.weight_decays, (size_t)o->count * sizeof(double));
-  if (cddp__most_steps(o) == 0) return out; /* no states */
+  out.lr_scales = cddp__hash64(1 /* seed */, o->desc.lr_scales, (size_t)o->count * sizeof(double));
+  out.weight_decays =
+      cddp__hash64(1 /* seed */, o->desc.weight_decays, (size_t)o->count * sizeof(double));
+  if (cddp__most_steps(o) == 0) return out; /* it has not stepped, so it has no states */
   out.state_count = o->state_count;
   out.stepped = true;
   if (counts != NULL) memcpy(counts, o->steps, (size_t)o->count * sizeof *counts);
   return out;
 }
 
-/* This rank's report. Allocates the next groups' control blocks. */
+/* Creates this rank's report, *out, which the caller frees, even after a failure. Allocates memory
+   for the next groups' control blocks: until the table tells, any rank can be its host's lowest. */
 static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
@@ -21896,7 +21921,7 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   sums = cddp__report_sums(d, report);
   report->reductions = elastic->reductions;
   report->steps = d->steps;
-  report->in_parts = elastic->in_parts;
+  report->in_parts = elastic->in_parts; /* whether others can read its mean without a broadcast */
   report->has_mean = elastic->has_mean;
   report->snapshot = d->snapshot;
   if (d->snapshot.has_optim || d->snapshot.stepped) /* its optimizer has not taken the states yet */
@@ -21905,9 +21930,9 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
     report->snapshot = cddp__optim_snapshot(d->optim, counts);
   for (i = 0; i < d->shards.count; i++)
     sums[i] = cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i);
-  for (i = 1; i <= d->shards.count; i++) /* for any number of ranks */
+  for (i = 1; i <= d->shards.count; i++) /* enough for any number of ranks, all on this host */
     block_bytes = cddp__max(block_bytes, cddp__block_bytes(i, i));
-  for (i = 0; i < 2; i++) {
+  for (i = 0; i < 2; i++) { /* control, comm */
     elastic->next_blocks[i] = cddp__arena_alloc(host, block_bytes, CDDP__EXTENT_BLOCK_LAZY);
     if (elastic->next_blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
     report->next_blocks[i] = cddp__ref_of(host, elastic->next_blocks[i], block_bytes);
@@ -21917,70 +21942,76 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
 
 /* --- a meeting: the groups of the members --- */
 
-/* Records which members have ended: the BYE of a link says so, or the link was closed without
-   BYE and without reset (a firewall can only reset). If a member's link was reset, its other one
-   can prove the end: this waits for that up to 20 ms. */
+/* Before the groups are left: sets meeting.ended of members whose end a link proves. The link's BYE
+   says that the member is over, or its system closed the link without a reset, which a firewall
+   cannot. If a member's link was reset, that of the other group can prove the end: this waits for
+   it up to 20 ms. */
 static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
-  bool again;
+  bool unproven; /* a link was reset, and its member is not in `ended` */
   cddp__connection *link;
   cddp__wait wait;
   int i;
   cddp__wait_begin(&wait, 0.02 /* s */);
   do {
-    for (again = false, i = 0; i < 2; i++) {
-      if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
+    for (unproven = false, i = 0; i < 2; i++) {
+      if (groups[i] == NULL || groups[i]->hosts == NULL /* no links */) continue;
       pthread_mutex_lock(&groups[i]->p2p.lock);
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
         int member = d->elastic->member_of_rank[link->rank];
         unsigned char *ended = &d->elastic->meeting.ended[member], unused;
-        ssize_t n = 1;
-        if (link->state == CDDP__CONNECTION_UP)
-          n = recv(link->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT);
-        if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__connection_end(link, n == 0 ? 0 : errno);
+        ssize_t got = 1; /* as if open */
+        if (link->state == CDDP__CONNECTION_UP) /* its end might not be noticed yet */
+          got = recv(link->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT);
+        if (got == 0) /* closed */
+          cddp__connection_end(link, 0 /* error */);
+        else if (got < 0 && errno != EAGAIN /* open, no bytes */)
+          cddp__connection_end(link, errno);
         if (link->state != CDDP__CONNECTION_ENDED) continue;
         if (link->peer_over || (link->error == 0 && !link->peer_failed && link->got == 0 &&
                                 cddp__buffer_size(&link->in) == 0)) /* between two frames */
           *ended = 1;
-        again = again || (link->error > 0 && *ended == 0);
+        unproven = unproven || (link->error > 0 && *ended == 0);
       }
       pthread_mutex_unlock(&groups[i]->p2p.lock);
     }
-  } while (again && cddp__wait_pause(&wait));
+  } while (unproven && cddp__wait_pause(&wait));
 }
 
+/* When a step has ended: leaves its broken_comm, if any. */
 static void cddp__leave_broken(cddp_ddp *d) {
   if (d->elastic->broken_comm != NULL) cddp__elastic_leave_group(d, d->elastic->broken_comm);
   d->elastic->broken_comm = NULL;
 }
 
-/* Leaves both groups. But a step's first comm becomes broken_comm, in which the program's calls
-   fail until the next step. */
+/* Breaks both groups with the thread's error text, and leaves them. But a step's first comm becomes
+   broken_comm, in which the program's calls fail until the next step. */
 static void cddp__elastic_leave_both(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm}, *g;
-  char text[CDDP__ERROR_MAX];
+  char text[CDDP__ERROR_MAX]; /* why they broke; calls below overwrite the thread's */
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   cddp__elastic_record_ends(d);
   for (i = 0; i < 2; i++) {
-    if ((g = groups[i]) == NULL) continue;
+    if ((g = groups[i]) == NULL) continue; /* the last meeting failed before it was created */
     if (g->size > 1 && cddp__publish_failure(g, cddp__fail(CDDP_PEER_LOST, "%s", text)))
       cddp__announce_failure(g, CDDP__NOTIFY_HOSTS);
-    if (i == 0 || d->elastic->broken_comm != NULL) {
+    if (i == 0 /* control */ || d->elastic->broken_comm != NULL) {
       cddp__elastic_leave_group(d, g);
       continue;
     }
-    d->elastic->broken_comm = g; /* the program can call it */
-    cddp__engine_drain(g);
+    d->elastic->broken_comm = g; /* the program has it from cddp_ddp_group */
+    cddp__engine_drain(g); /* the program's calls in it end with the failure */
     (g->backend->leave)(g); /* its device stays, for cddp_alloc and handles */
   }
   d->control = d->comm = NULL;
 }
 
-/* Registers a member on this host. Its pid and pidfd are for texts; the first ranks' are known. */
+/* Registers a member on this host, and locks its use byte: its memory stays. Its pid and pidfd are
+   for texts that say how it ended. cddp_init has set those of the first ranks. */
 static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
-  if (host->one_process) return CDDP_OK;
+  if (host->one_process) return CDDP_OK; /* threads: no other processes */
   if ((p = cddp__add_process(host, window, pid)) == NULL) return CDDP_OUT_OF_MEMORY;
   if (!p->member && (window >= host->size || host->joined) && window != host->arena.window) {
     host->started_before = cddp__boot_ticks(); /* an upper bound on its start */
@@ -21989,51 +22020,55 @@ static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t
   return cddp__lock_use(host, p);
 }
 
-/* If the program has closed the memfd, this rank's locks are lost: others free what it reads. */
+/* Fails if the program has closed the memfd. Then this rank's locks are lost, and other ranks would
+   free memory that it reads. */
 static cddp_result cddp__check_memfd(const cddp__host *host) {
   if (host->arena.fd < 0 || cddp__memfd_is_open(host)) return CDDP_OK;
   return cddp__fail(CDDP_SYSTEM, "the program has closed descriptors of cddp (closefrom), without "
                                  "which an elastic model cannot replace ranks");
 }
 
-/* Creates a group of the members in `table`. which: 0, control; 1, comm. */
+/* Creates a group of the members in `table`, without waiting for them. On each host the lowest rank
+   owns the control block. which: 0, control; 1, comm. */
 static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table, int which,
                                               cddp_group **out) {
   cddp__elastic *elastic = d->elastic;
   const cddp__meeting *m = &elastic->meeting;
   cddp__host *host = d->group->host;
-  int indices[CDDP__MAX_RANKS], k, rank = 0, here = 0, lowest = -1; /* here: ranks on this host */
+  int indices[CDDP__MAX_RANKS]; /* group.host_index */
+  int local_size = 0, lowest_local = -1, rank = 0 /* of this process */, k;
   cddp__ref ref;
-  uint64_t id[3];
+  uint64_t hashed[3]; /* token of the model, id of the table + which: the same on all ranks */
   void *block = NULL;
   cddp_result r = cddp__check_memfd(host);
   for (k = 0; k < d->step.active_count && r == CDDP_OK; k++) {
     const cddp__member *member = &cddp__report_at(m, table, k)->self;
     indices[k] = member->host == m->members[m->me].host ? member->index : -1;
     if (indices[k] >= 0) r = cddp__register_process(host, indices[k], member->pid);
-    if (indices[k] >= 0 && here++ == 0) lowest = k;
+    if (indices[k] >= 0 && local_size++ == 0) lowest_local = k;
     if (elastic->member_of_rank[k] == m->me) rank = k;
   }
   if (r != CDDP_OK) return r;
-  ref = cddp__rank_report_at(d, table, lowest)->next_blocks[which];
-  /* on each rank: any can be the first to use it */
-  r = cddp__commit_block(host, ref.base + ref.offset, d->step.active_count, here);
+  ref = cddp__rank_report_at(d, table, lowest_local)->next_blocks[which];
+  /* on each rank, as any can be the first to use the block */
+  r = cddp__commit_block(host, ref.base + ref.offset, d->step.active_count, local_size);
   if (r != CDDP_OK) return r;
-  if (lowest == rank) {
+  if (lowest_local == rank) {
     block = elastic->next_blocks[which];
     elastic->next_blocks[which] = NULL; /* the group owns it */
-    cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here); /* this host's ranks */
+    /* the block is freed when this many ranks have left */
+    cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)local_size);
   } else if ((r = cddp__map_ref(host, &ref, &block)) != CDDP_OK) {
     return r;
   }
   r = cddp__group_build(out, host, rank, d->step.active_count, indices, (char *)block,
                         d->group->timeout_s);
   if (r != CDDP_OK) return r;
-  memcpy(id, m->net->token, 2 * sizeof *id); /* all 16 bytes */
-  id[2] = cddp__report_at(m, table, 0)->table_id + (uint64_t)which;
+  memcpy(hashed, m->net->token, 2 * sizeof *hashed); /* all 16 bytes */
+  hashed[2] = cddp__report_at(m, table, 0)->table_id + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = (*out)->of_model = true;
-  (*out)->id = cddp__hash64(1, id, sizeof id) & ~(uint64_t)1; /* even: no split group's */
+  (*out)->id = cddp__hash64(1 /* seed */, hashed, sizeof hashed) & ~(uint64_t)1; /* odd: splits */
   r = cddp__hosts_attach(*out, m->net, elastic->member_of_rank);
   CDDP__POINT("elastic built");
   return r;
@@ -22045,8 +22080,9 @@ static cddp_result cddp__commit_mean(cddp_ddp *d) {
                            d->layout.dense_bytes + cddp__gather_nodes_slack(d));
 }
 
-/* Connects the members' new groups and exchanges the addresses of each cddp__published. Both groups
-   get links, for _record_ends: the system of a dead process resets a link with unread bytes, but at
+/* Collective: connects the members' new groups, and exchanges the addresses of each cddp__published.
+   Sets the addresses, and allocates the pages, that depend on the ranks. Both groups get links, for
+   cddp__elastic_record_ends: the system of a dead process resets a link with unread bytes, but at
    most one of the two has any. */
 static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
@@ -22055,14 +22091,14 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__ref ref;
   cddp_result r;
   int k;
-  memset(&ref, 0, sizeof ref);
+  memset(&ref, 0, sizeof ref); /* NONE, on a GPU */
   if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref, sizeof ref);
-  if (r == CDDP_OK)
-    r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
+  if (r == CDDP_OK) /* makes the links of comm */
+    r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, NULL, 0);
   for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
     void *at = elastic->own;
-    if (g->host_index[k] < 0) continue;
+    if (g->host_index[k] < 0) continue; /* on another host */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
     elastic->published[elastic->member_of_rank[k]] = (cddp__published *)at;
@@ -22073,7 +22109,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
   if (r != CDDP_OK || elastic->own == NULL || d->layout.dense_bytes == 0) return r;
-  if (!elastic->one_host) return cddp__commit_mean(d); /* else this rank's part */
+  if (!elastic->one_host) return cddp__commit_mean(d); /* on one host it writes only its part: */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end);
   if (d->layout.dense_bytes >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
     begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
@@ -22082,8 +22118,9 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   return begin < end ? cddp__commit_lazy(d->group->host, elastic->mean + begin, end - begin) : r;
 }
 
-/* Assigns the shards of reduction number `next` that have no sum on any member. Only ranks that
-   lack a repeated reduction still have the weights before it (`able`). */
+/* Sets the owner of each shard of reduction number `next`: a rank that has its sum, else one that
+   computes it. A reduction that is repeated needs the weights before it, which only the ranks that
+   lack it still have (`able`). */
 static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint64_t next) {
   int *owner = d->shards.owner, able[CDDP__MAX_RANKS], count = 0, missing = 0, assigned = 0, i, k;
   for (k = 0; k < d->step.active_count; k++) {
@@ -22097,14 +22134,15 @@ static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint6
       cddp__rank_report *report = cddp__rank_report_at(d, table, k);
       if (report->reductions == next && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
     }
-    missing += owner[i] < 0;
+    missing += owner[i] < 0; /* to be computed */
   }
   for (i = 0; i < d->shards.count; i++) /* about missing / count shards in a row for each rank */
     if (owner[i] < 0) owner[i] = able[(int64_t)assigned++ * count / missing];
 }
 
-/* Sets the groups' ranks and the owners of shards. Returns the report of the first member with the
-   most reductions, preferably one with the last mean; NULL: all ranks are joining. */
+/* Sets the groups' ranks, what this step needs, and the owners of shards. Returns the report of the
+   rank that gives its mean and weights: the first member with the most reductions, preferably one
+   with the last mean; NULL: all ranks are joining. */
 static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
   cddp__elastic *elastic = d->elastic;
   cddp__rank_report *from = NULL, *report;
@@ -22119,7 +22157,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
          (report->reductions == from->reductions && report->has_mean > from->has_mean)))
       from = report;
   }
-  elastic->repeats = false;
+  elastic->repeats = false; /* true: a member lacks the last mean, and no rank has it */
   for (k = 0; from != NULL && from->has_mean == 0 && k < ranks; k++) {
     report = cddp__rank_report_at(d, table, k);
     if (report->head.joining == 0 && report->reductions < from->reductions)
@@ -22134,8 +22172,9 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
   return from;
 }
 
-/* Broadcasts the bytes of rank `source` to the joining ranks. The others only pass them on, in
-   scratch memory. host_data: data of a rank on a GPU is in host memory. */
+/* Collective: broadcasts the bytes of rank `source` to the joining ranks, in chunks. The other ranks
+   only pass them on, in scratch memory (`passed`), and ignore `data`. host_data: on a GPU, `data`
+   is in host memory. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   const cddp_allocator *allocator = &d->group->host->allocator;
