@@ -1693,7 +1693,7 @@ typedef struct cddp__atomic_u64 {
 /* A call site: the public function, and the source line that calls it. file NULL: the line is not
    known. */
 typedef struct cddp__site {
-  const char *function, *file;
+  const char *function, *file; /* literals, of __func__ and __FILE__ */
   int line;
 } cddp__site;
 
@@ -1738,7 +1738,7 @@ enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
 CDDP__DTYPES(CDDP__X)
 #undef CDDP__X
 
-/* esize: an element's bytes, a power of two. */
+/* Whether an element at p would be misaligned. esize: its bytes, a power of two. */
 static bool cddp__misaligned(const void *p, size_t esize) {
   return ((uintptr_t)p & (esize - 1)) != 0;
 }
@@ -1749,10 +1749,11 @@ static size_t cddp__dtype_size(unsigned d) { return cddp__dtype_ok(d) ? cddp__dt
 static const char *cddp__dtype_name(unsigned d) {
   return cddp__dtype_ok(d) ? cddp__dtypes[d].name : "an unknown dtype";
 }
-static bool cddp__dtype_half(unsigned d) {
+static bool cddp__dtype_half(unsigned d) { /* f16 or bf16 */
   return cddp__dtype_ok(d) && cddp__dtypes[d].cls == CDDP__CLASS_HALF;
 }
-static bool cddp__dtype_trains(unsigned d) { /* of parameters: class FLOAT or HALF */
+/* Whether a parameter can have dtype d. FLOAT and HALF are the first classes. */
+static bool cddp__dtype_trains(unsigned d) {
   return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF;
 }
 /* The dtype in which sums and other arithmetic on elements of dtype d are done: f32 for halves. */
@@ -1784,7 +1785,8 @@ typedef struct cddp__op_header {
   uint32_t call; /* kind, dtype, op and phase: cddp__call_code */
   uint64_t count; /* elements */
   int32_t root; /* rank; -1: the call has no root */
-  uint32_t fp_mode; /* cddp__fp_mode() of the calling thread; 0: the call does not compute */
+  uint32_t fp_mode; /* cddp__fp_mode() of the calling thread, so that results are the same on all
+                       ranks; 0 too if the call does not compute */
   union {
     unsigned char bytes[CDDP__PAYLOAD]; /* the value of a small collective, or other data */
     cddp__ref ref; /* PHASE_REFS: this rank's buffer; PHASE_BLOCK: the new control block */
@@ -1797,7 +1799,7 @@ typedef struct cddp__op_header {
    sender's next send, if another thread has just taken this one. */
 typedef struct cddp__send_request {
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SEND_*, or CDDP__POSTED_TO(receiver) */
-  cddp__atomic_u32 tag;
+  cddp__atomic_u32 tag; /* atomic, as is number: receivers read both before they take the request */
   uint32_t dtype; /* dtype and count must be the receive's: else REFUSED */
   uint64_t count; /* elements */
   cddp__atomic_u64 number; /* of the send at its sender, ascending: receivers take the lowest */
@@ -1811,7 +1813,7 @@ typedef struct cddp__send_request {
 } cddp__send_request;
 enum {
   CDDP__SEND_FREE,   /* the sender can use the request */
-  CDDP__SEND_POSTED, /* in the lowest byte: CDDP__POSTED_TO the receiver */
+  CDDP__SEND_POSTED, /* for a receiver: in the low byte of CDDP__POSTED_TO */
   CDDP__SEND_TAKEN,  /* the receiver copies the bytes */
   CDDP__SEND_DONE,   /* the receiver has the bytes; the sender sets FREE */
   CDDP__SEND_REFUSED /* the receive has another count or dtype: the group is broken */
@@ -1854,8 +1856,9 @@ typedef struct cddp__slot {
   cddp__atomic_u32 send_top; /* receivers scan the send requests below: others were never used */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
   cddp__atomic_u32 works; /* operations queued or running in the rank's engine */
-  cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | the wait status of
-                             waitid; 0: not known. Writer: the rank before this one on the host */
+  cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | its wait status, as
+                             waitpid has it; 0: not known. Writer: the rank before this one on the
+                             host, which has a pidfd of the process */
   cddp__send_request sends[CDDP__SENDS];
   /* Failure. */
   cddp__atomic_u32 site_round; /* the last round in which ranks made different calls */
@@ -1870,7 +1873,7 @@ typedef struct cddp__slot {
   char where[CDDP__WHERE_MAX]; /* the operation and call site of that wait */
   /* Memory of this rank, and its calls on device memory. */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* [i]: block i of requests, i > 0; block 0 is `sends` */
-  cddp__ref scratch; /* several hosts: copies of chunks of a private buffer */
+  cddp__ref scratch; /* several hosts: memory for copies of chunks of its private buffers */
   cddp__logged_call call_log[CDDP__CALL_LOG]; /* a ring of the calls up to number `calls` */
   cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* number of messages on device memory to each rank */
 } cddp__slot;
@@ -1899,8 +1902,9 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 left; /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 generation; /* number of the block; a change means that it was freed */
   cddp__atomic_u32 size; /* when `left` is this number, the block is freed; 0: not set yet */
-  cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank */
-  cddp__atomic_u32 cores; /* that all ranks of the host together can use; first: only one rank */
+  cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank of the host */
+  cddp__atomic_u32 cores; /* number that all ranks of the host together can use; at first that one
+                             rank can use */
   cddp__atomic_u32 joins; /* job's first group: number of joined processes */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones, a bitmap; job's first group */
   cddp__cause cause; /* a lost rank of which a notice has arrived or was sent */
@@ -1938,8 +1942,8 @@ typedef struct cddp__process {
   int window; /* arena.window of that process */
   uint32_t pid; /* 0: not known */
   int pidfd; /* tells how the process ended; only of the next rank and joined ones. -1: none */
-  bool member; /* of this rank's elastic model */
-  bool use_locked; /* this rank locks the process's use byte, and can have mapped its memory */
+  bool member; /* the process is a member of this rank's elastic model */
+  bool use_locked; /* this rank locks the process's use byte (>>arena), so it can map its memory */
   uint64_t lost_in_step; /* 1 + the step in which the model lost it; 1: no member; 0: not lost */
   struct cddp__process *next; /* in host.others */
 } cddp__process;
@@ -1962,7 +1966,7 @@ struct cddp__join_listeners {
 typedef struct cddp__host {
   cddp_allocator allocator;
   cddp_logger logger;
-  pthread_mutex_t lock; /* of fields that name it, and of the arena */
+  pthread_mutex_t lock; /* of fields with "lock" or "host.lock", and of the arena */
   int refs; /* in `lead`: number of groups that use lead or one of its siblings; lead's lock */
   struct cddp__host *lead; /* this host; if ranks are threads: rank 0's, which counts for all */
   struct cddp__host *sibling; /* if ranks are threads: the next rank's host, freed with `lead` */
@@ -1973,7 +1977,7 @@ typedef struct cddp__host {
   int cores; /* usable by all ranks together; before the rendezvous by this rank */
   int container_cores; /* limit of this rank's container */
   /* The ranks. */
-  bool one_process; /* this process has all ranks (threads, or one): no memfd */
+  bool one_process; /* this process has all ranks (threads, or one alone), so there is no memfd */
   int size, index; /* number of ranks of the job's first group on this host; this rank's index */
   cddp__process *ranks; /* [size] these ranks */
   cddp__process *others; /* processes that joined, until their memory is freed: a list; lock */
@@ -2048,15 +2052,15 @@ enum { CDDP__KINDS(CDDP__X) };
 #undef CDDP__X
 CDDP__STATIC_ASSERT(CDDP__KIND_ALL_GATHER_V == CDDP__KIND_GROUP_NEW - 2 &&
                         CDDP__KIND_ALL_TO_ALL_V == CDDP__KIND_GROUP_NEW - 1,
-                    "calls on the program's data come first, of them those with counts last");
+                    "kind < GROUP_NEW: a call on the program's data; the last two have counts");
 CDDP__STATIC_ASSERT(CDDP__KIND_DDP_CREATE == CDDP__KIND_GROUP_NEW + 1 &&
                         CDDP__KIND_DDP_NEXT == CDDP__KIND_COUNT - 1,
-                    "the calls of models, which compute, are from DDP_CREATE on");
+                    "kind >= DDP_CREATE, < COUNT: a call of a model, which computes");
 CDDP__STATIC_ASSERT(CDDP__KIND_SEND == CDDP__KIND_COUNT + 1 &&
                         CDDP__KIND_RECV == CDDP__KIND_SEND + 1,
-                    "messages are the last kinds");
+                    "kind > COUNT: a message");
 CDDP__STATIC_ASSERT(CDDP_BAND == CDDP_MAX + 1 && CDDP_BXOR == CDDP_BAND + 2,
-                    "operations on bits are the last");
+                    "op >= CDDP_BAND: an operation on bits");
 
 /* The functions of a group for the memory of its operations. Every group has one:
    cddp__cpu_backend, or one of cddp_kernels.cuh, which also handles host memory. */
@@ -2075,8 +2079,9 @@ typedef struct cddp__backend {
   /* Converts n elements. */
   cddp_result (*convert)(const cddp_group *g, void *to, cddp_dtype to_dtype, const void *from,
                          cddp_dtype from_dtype, size_t n);
-  cddp_result (*prepare)(cddp_group *g); /* collective, before g is split */
-  cddp_result (*open)(const cddp_group *from, cddp_group *g); /* collective over g, a new group */
+  cddp_result (*prepare)(cddp_group *g); /* collective, before g is split: waits for device work */
+  /* Collective over g, a group split from `from`: creates a device context like that of `from`. */
+  cddp_result (*open)(const cddp_group *from, cddp_group *g);
   void (*leave)(cddp_group *g); /* in cddp_destroy: completes what peers still need */
   void (*close)(cddp_group *g); /* after leave, when the group's memory is freed */
   /* Memory until the next call, on the thread that calls collectives. NULL: use alloc and free. */
@@ -2087,7 +2092,8 @@ typedef struct cddp__backend {
 /* Carries a group's collectives in host memory that do not fit into a round: by shared memory,
    connections between hosts, or MPI. */
 typedef struct cddp__carrier {
-  bool foreign; /* another library: it reduces over all ranks, also those in cddp_ddp_join */
+  bool foreign; /* another library (MPI), which reduces over all ranks, also absent ones, those in
+                   cddp_ddp_join */
   bool shares_memory; /* every rank can read all gradients: `average` is not called */
   cddp_result (*run)(cddp_group *g, const cddp__call *c); /* a whole collective */
   /* Writes the mean of the ranks' c->count elements to c->recv. arrays: [local_size] the inputs of
@@ -2119,7 +2125,7 @@ struct cddp_work {
   uint32_t pushed_at_poll; /* engine.poll_count at the push: due when poll_count differs */
 
   /* Messages. p2p.lock */
-  int send; /* send: index of the request with the address of the caller's buffer; -1: none (a copy) */
+  int send; /* send: index of the request with the address of the caller's buffer; -1: a copy */
   int from; /* receive: the message's sender; with CDDP_ANY a candidate until done */
   bool filling; /* receive: a link is reading the message into the buffer */
   double next_look; /* when cddp_test next checks if the peer has ended; no lock */
@@ -2160,7 +2166,7 @@ typedef struct cddp__engine {
 /* The state of an engine's own work. The thread that calls collectives takes it; the thread that
    has waited for it frees it. */
 enum {
-  CDDP__OWN_FREE,
+  CDDP__OWN_FREE, /* the next collective takes it */
   CDDP__OWN_HELD, /* the only operation in flight; not in the queue */
   CDDP__OWN_RUNS, /* outside the queue, run by the thread that waits for it */
   CDDP__OWN_LENT  /* in the queue, or done */
@@ -2177,7 +2183,7 @@ typedef struct cddp__copy_timing {
 typedef struct cddp__p2p {
   pthread_mutex_t lock; /* guards all other fields, except next_served */
   cddp_work *recvs; /* pending receives, oldest first */
-  int next_any; /* the rank that the next CDDP_ANY checks first */
+  int next_any; /* the rank that the next receive from CDDP_ANY checks first: ranks alternate */
   uint64_t send_number; /* of the last posted send: send_request.number */
   uint64_t sends_open; /* number in flight to the receiver of the last cddp__scan_sends, then, and
                           of all sends since: an upper bound for each receiver of these */
@@ -2239,7 +2245,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
   /* Failure. fail_lock guards the failure in this rank's slot too. */
   pthread_mutex_t fail_lock;
-  bool failed; /* this rank knows that the group is broken, and has ended its links */
+  bool failed; /* this rank has noticed that the group is broken, and has ended its links */
 
   /* Life. host.lock. */
   struct cddp_group *next; /* in host.groups */
@@ -2253,7 +2259,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 /* A node of the canonical tree over the shards of a step: the sum of a rank's shards. */
 typedef struct cddp__shard_node {
   int32_t first, width; /* first shard, number of shards */
-  int32_t slot; /* the rank's slot with the sum; -1: one shard, in the rank's gradients */
+  int32_t slot; /* which of the rank's slots for sums (addresses.slots) has the sum; -1: one shard,
+                   whose sum is in the rank's gradients */
   int32_t rank; /* only in lists of all ranks' nodes */
 } cddp__shard_node;
 
@@ -2268,17 +2275,17 @@ enum cddp__storage {
    those that are not in the arena. Fields are the same on every rank, except begin and end. */
 typedef struct cddp__tensor {
   enum cddp__storage storage;
-  size_t offset, bytes;
-  size_t arena_offset; /* equals `offset` if no gradient is in place */
+  size_t offset, bytes; /* of the gradient */
+  size_t arena_offset; /* in the arena; equals `offset` if no gradient is in place */
   size_t padded_bytes; /* `bytes` rounded up to cache lines; the padding in the arena stays zero */
-  size_t begin, end; /* the bytes of it that this rank updates; end <= begin: none */
+  size_t begin, end; /* this rank updates [begin, end); end <= begin: nothing */
   size_t first_norm_block; /* index in addresses.squares of the sum of its first block */
   size_t dense_offset; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready; /* cddp_ddp_ready was called in this step; lock */
   bool noted; /* cddp_ddp_ready was called under no_sync since the last step; lock */
   bool used; /* some rank has a gradient for it in the step that is being reduced */
   bool shared; /* its weights are in shared memory on all ranks */
-  float restored_steps; /* in a rank that joined: number of steps of the parameter, of the snapshot */
+  float restored_steps; /* in a rank that joined: the parameter's steps in the snapshot, a count */
   const void *data; /* elastic: param.data, for cddp__elastic_set_optim in any thread */
   int bucket; /* index in plan.buckets */
 } cddp__tensor;
@@ -2292,8 +2299,8 @@ typedef struct cddp__model_info {
   char text[176]; /* describes the hashed data, for the error text if ranks differ */
 } cddp__model_info;
 
-/* An optimizer's settings, from a cddp_sgd_desc or cddp_adamw_desc. The numbers are first, all
-   doubles (a flag is 0 or 1): ranks compare them as one array. */
+/* An optimizer's settings, with the names and meanings of cddp_sgd_desc and cddp_adamw_desc. The
+   numbers are first, all doubles (a flag is 0 or 1): ranks compare them as one array. */
 typedef struct cddp__optim_desc {
   double lr; /* not hashed, since it can change */
   double shared; /* not hashed; 1: the states are in shared memory. Set only while ranks compare */
@@ -2359,7 +2366,7 @@ typedef struct cddp__layout {
                                            dense_bytes */
   size_t model_bytes; /* dense_bytes; elastic: + sparse gradients as dense ones */
   size_t bytes; /* of the arena's gradients; on a device sparse ones are last */
-  size_t slot_stride; /* bytes from one slot to the next */
+  size_t slot_stride; /* bytes from one slot for sums of shards to the next */
   int slots; /* a rank's number of slots for sums of shards; elastic: used by this rank so far */
   size_t arena_bytes; /* `bytes`, and the slots and squares behind the gradients */
   size_t state_stride; /* bytes from one optimizer state to the next */
@@ -2370,7 +2377,7 @@ typedef struct cddp__layout {
 typedef struct cddp__addresses {
   char **gradients; /* [ranks][count] of each parameter */
   char **weights; /* [ranks][count]; valid if tensor.shared */
-  char **slots; /* [ranks] each rank's first slot */
+  char **slots; /* [ranks] each rank's first slot for sums of shards */
   double **squares; /* [ranks] for the norm: sum of squares of each block of the rank's part */
 } cddp__addresses;
 
@@ -2380,9 +2387,10 @@ typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp-buckets */
    between two steps. */
 typedef struct cddp__plan {
   size_t limits[2]; /* bytes of the first bucket, and of the others */
-  int *offsets, *params; /* where each bucket begins in params; the parameters by bucket */
+  int *params; /* [parameters] ordered by bucket */
+  int *offsets; /* [count + 1] where each bucket begins in `params` */
   cddp__bucket_state *buckets; /* [count] */
-  int count; /* of buckets */
+  int count; /* number of buckets */
   int *sorted; /* [parameters] the memory of all buckets[].sorted */
   int next; /* the first bucket that is not launched in this step */
   int *arrival; /* [arrived] parameters, in the order of cddp_ddp_ready */
@@ -2418,9 +2426,9 @@ typedef struct cddp__shards {
   bool uses_slots; /* for the sums of own_nodes: more shards than ranks, or shards with NCCL */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
-  cddp__shard_node *nodes; /* [count] nodes of all ranks, ascending */
+  cddp__shard_node *nodes; /* [count] nodes of all ranks, ascending; node_count are in use */
   int *widths; /* [count] number of shards of each node */
-  int node_count; /* in use */
+  int node_count;
 } cddp__shards;
 
 /* Gradients that are rows. Written by the training thread. */
@@ -2440,8 +2448,8 @@ typedef struct cddp__uneven {
 
 /* Scratch memory: no contents last beyond a function. */
 typedef struct cddp__ddp_scratch {
-  void **buffers; /* [shards] arrays to add up, on the engine's thread */
-  const void **sources; /* [shards] the same on the training thread */
+  void **buffers; /* [shards] arrays to add up; used by the engine's thread */
+  const void **sources; /* [shards] arrays to add up; used by the training thread */
   unsigned char *flags; /* [ranks + 1][count] ready flags, own ones last; the training thread */
   cddp__call *calls; /* [count + buffers + ranks] on a device, to be started together; lock, or
                         the thread that steps */
@@ -2491,8 +2499,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 
 /* --- ranks of other hosts --- */
 
-typedef struct cddp__connection cddp__connection; /* >>connections, as is */
-typedef struct cddp__message cddp__message; /* a received frame */
+typedef struct cddp__connection cddp__connection; /* >>connections */
+typedef struct cddp__message cddp__message; /* >>connections: a received frame */
 
 #define CDDP__LEFT_GROUPS 8 /* number of groups that net.left remembers */
 
@@ -2517,7 +2525,7 @@ typedef struct cddp__net {
   int rank, size; /* in the job */
   int host, host_count; /* this host's index; hosts of the job */
   unsigned char *token; /* [16] of the job; a process gets it from the store */
-  cddp__host_entry *hosts; /* [host_count] behind the token; `ranks` follows */
+  cddp__host_entry *hosts; /* [host_count]; token, hosts and ranks are one block of memory */
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret; /* NULL: none */
   int listener; /* for links from other ranks */
@@ -2549,7 +2557,8 @@ typedef struct cddp__peer {
   cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
                                 connected at the same time. Any thread may read these */
   uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from, to the peer waited; p2p.lock */
-  cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored last */
+  cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored after the two fields
+                            below, so a thread that reads 1 can read them */
   double lost_at; /* the time, of cddp__now, at which that connection ended */
   int error; /* connection.error of that connection */
 } cddp__peer;
@@ -2569,19 +2578,19 @@ typedef struct cddp__hosts {
   int *widths; /* [subtree_count] leaves of each subtree */
   int *leaves, leaf_count; /* ranks that are summed: those not in cddp_ddp_join */
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
-  int posted_count;
-  double notices_read; /* leaders: when a round last read notices */
+  int posted_count; /* number of frames in `posted` */
+  double notices_read; /* leaders: time, of cddp__now, at which a round last read notices */
   long flow_step; /* of cddp__flow_run. cddp__deliver waits until earlier steps' frames are sent */
   const void **pointers, **sums; /* [size] scratch: sources of a reduction */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote; /* lowest rank on another host; its header is written last */
   bool local_only; /* the current round has only this host's ranks */
   char *stage; /* pieces in transit to and from other hosts */
-  size_t stage_size;
+  size_t stage_size; /* bytes of `stage` */
   char **scratch; /* [local_size] shared: chunks of private buffers; NULL: none yet */
   cddp__connection *links; /* to other hosts; p2p.lock, as the fields up to `pass` */
   cddp__message *stored, **stored_end; /* messages without a receive, oldest first */
-  size_t stored_bytes;
+  size_t stored_bytes; /* of the messages in `stored` */
   uint64_t pass; /* number of the current pass through `posted` */
   bool polling; /* a thread of this rank polls for all threads that wait */
   int wake_fd; /* an eventfd that wakes that thread */
@@ -2605,7 +2614,7 @@ static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
 /* >>rendezvous: answers joining processes, and closes the listeners for them. */
-enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* of `bool waits`: for their messages */
+enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* values of `bool waits`: WAIT waits for messages */
 static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
@@ -2622,7 +2631,7 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change);
 /* >>elastic. _close closes this rank's listeners and connections: the other members count it as
    lost. _set_optim makes `optim` the optimizer of the elastic model with its parameters, if any. */
 static void cddp__elastic_close(cddp_ddp *d);
-enum cddp__pairing { CDDP__PAIR_NEW, CDDP__PAIR_STEPS }; /* optim is new; it steps or did */
+enum cddp__pairing { CDDP__PAIR_NEW, CDDP__PAIR_STEPS }; /* optim is new; it steps or has stepped */
 static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing when);
 
 /* cddp_kernels.cuh; without CDDP_CUDA the end of >>public. _give_device, collective: creates the
@@ -3359,10 +3368,12 @@ static bool cddp__record_path(char *path, size_t size, uint64_t job, int rank, i
   return true;
 }
 
-/* Opens the recorder if CDDP_RECORD is set, else sets *out to NULL. job: a number for the names of
-   the files, the same on all ranks. size: of the world. join: the number of a process that joined;
-   else 0. An earlier process of its rank can have a file, which it keeps. The file gets its full
-   size now: a full disk cannot kill the program later (SIGBUS). */
+/* Opens the recorder if CDDP_RECORD is set. Otherwise sets *out to NULL. The file gets its full
+   size now: a full disk cannot kill the program later (SIGBUS).
+     job    a number for the names of the files, the same on all ranks
+     size   of the world
+     join   number of a process that joined, since an earlier process of the rank can have a file;
+            else 0 */
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
                                      int join) {
   size_t bytes = CDDP__RECORD_BYTES;
