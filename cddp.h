@@ -16173,11 +16173,14 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
    How a group is left: a rank marks its slot and counts itself in the control block. When all ranks
    have left, the rank that allocated the block frees it (>>arena). */
 
-/* Creates a group on a control block that all members have mapped. Takes a reference to the host.
-   members: their indices on this host, -1 on another; NULL: all ranks of the job. */
+/* Creates this rank's object of a group, on a control block that all members have mapped. Takes a
+   reference to the host.
+     rank      this rank's number in the new group, of `size` ranks
+     members   [size] their indices on this host; -1: on another host; NULL: all ranks of the job */
 static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int rank, int size,
                                      const int *members, char *block, double timeout_s) {
-  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes, l2; /* 4 arrays */
+  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)); /* bytes of 4 arrays */
+  size_t bytes, l2; /* of a staging buffer; of the cache */
   cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
   int i, slot_count = 0;
@@ -16197,18 +16200,20 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->block = (cddp__control_block *)(void *)block;
   g->block_generation = cddp__load32(&g->block->generation);
   g->timeout_s = timeout_s;
-  for (i = 0; i < size; i++) g->local_size += g->host_index[i] >= 0;
+  for (i = 0; i < size; i++) g->local_size += g->host_index[i] >= 0; /* ranks of this host */
   for (i = 0; i < size; i++) /* ranks of other hosts share a slot */
     g->slot_index[i] = g->host_index[i] >= 0 ? slot_count++ : g->local_size;
-  g->local_rank = g->slot_index[rank];
+  g->local_rank = g->slot_index[rank]; /* slots of this host's ranks are numbered like these */
   g->slots = (cddp__slot *)(void *)(block + cddp__slots_at(size));
   g->staging = block + cddp__head_bytes(size, g->local_size);
   l2 = CDDP__L2; /* bytes of the second-level cache; 0: unknown */
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   /* The first rank's choice stays. */
   (void)cddp__compare_swap32(&g->block->staging, 0, (uint32_t)bytes);
-  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0; /* else >>hosts */
-  g->staging_ready = host->arena.fd < 0 || g->local_size < size ? SIZE_MAX /* all */ : 0;
+  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging)
+                                          : 0; /* several hosts: cddp__sort_hosts sets it */
+  g->staging_ready = host->arena.fd < 0 /* no memfd */ || g->local_size < size
+                         ? SIZE_MAX /* all have memory: cddp__commit_block */ : 0;
   g->backend = &cddp__cpu_backend;
   g->carrier = &cddp__shm_carrier;
   (void)cddp__compare_swap32(&g->block->cores, 0, (uint32_t)host->cores);
@@ -16221,7 +16226,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   cddp__cond_init(&g->engine.work);
   slot = cddp__slot_of(g, rank);
   g->engine.works = &slot->works;
-  g->p2p.sends[0] = slot->sends;
+  g->p2p.sends[0] = slot->sends; /* the first block of send requests */
   g->p2p.send_blocks = 1;
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&host->lock);
@@ -16236,11 +16241,11 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   return CDDP_OK;
 }
 
-/* Gives back a reference. Ranks that are threads read each other's memory, so all hosts of a lead
-   are freed together, after all groups. */
+/* Gives back a reference to the host, which can be NULL. Ranks that are threads read each other's
+   memory, so all hosts of a lead are freed together, after all groups of all threads. */
 static void cddp__host_release(cddp__host *host) {
   cddp__host *lead = host != NULL ? host->lead : NULL;
-  int left;
+  int left; /* references */
   if (host == NULL) return;
   pthread_mutex_lock(&lead->lock);
   left = --lead->refs;
@@ -16261,7 +16266,7 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
   for (p = 0; color >= 0 && p < g->size; p++) {
     const int32_t *theirs = cddp__op_header_of(g, p, g->round)->u.split; /* color, key */
     if (theirs[0] != color) continue;
-    for (i = n++; i > 0; i--) {
+    for (i = n++; i > 0; i--) { /* insertion: ranks with larger keys move up */
       if (cddp__op_header_of(g, members[i - 1], g->round)->u.split[1] <= theirs[1]) break;
       members[i] = members[i - 1];
     }
@@ -16280,15 +16285,17 @@ static cddp_result cddp__commit_block(cddp__host *host, uint64_t base, int size,
   return cddp__fail_commit("the control block of a group", bytes);
 }
 
-/* A round of g. The first member of each new group and host allocates the control block, the others
-   map it. (members: [n] ranks of g; n 0: this rank is in no group. *ref, *block: the block; NULL
-   after a failure. *mine: this rank's own failure.) */
+/* A round of g. On each host the first member of a new group allocates its control block, and the
+   others map it. Fails if the round fails.
+     members   [n] the new group's members, as ranks of g; n 0: this rank is in no new group
+     ref       receives the block's reference, and block its address here; NULL after a failure
+     mine      receives the result of this rank's own part: other ranks do not know it yet */
 static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
                                         char **block, cddp_result *mine) {
-  void *p = NULL;
+  void *p = NULL; /* the block */
   cddp_result r;
   size_t bytes;
-  int first = 0, here = 0, i; /* the first member on this host; the number of members here */
+  int first = 0, here = 0, i; /* index of the first member on this host; number of members here */
   for (i = n - 1; i >= 0; i--) {
     if (g->host_index[members[i]] < 0) continue;
     first = i;
@@ -16298,28 +16305,29 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
   *block = NULL;
   *mine = CDDP_OK;
   memset(ref, 0, sizeof *ref);
-  if (n > 0 && members[first] == g->rank) {
+  if (n > 0 && members[first] == g->rank) { /* this rank allocates */
     p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_BLOCK);
     if (p != NULL) *ref = cddp__ref_of(g->host, p, bytes);
     *mine = p == NULL ? CDDP_OUT_OF_MEMORY
                       : cddp__commit_block(g->host, ref->base + ref->offset, n, here);
     if (*mine == CDDP_OK) {
-      cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here);
+      cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here); /* freed when all left */
     } else {
       cddp__arena_free(g->host, p);
-      memset(ref, 0, sizeof *ref);
+      memset(ref, 0, sizeof *ref); /* CDDP__REF_NONE tells the others */
     }
   }
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0 /* count */, ref, sizeof *ref);
   if (r != CDDP_OK || n == 0) return r;
   *ref = cddp__op_header_of(g, members[first], g->round)->u.ref;
+  /* NONE: the allocating rank has failed, and alone reports it: cddp__agree tells the others. */
   if (ref->kind != CDDP__REF_NONE && (*mine = cddp__map_ref(g->host, ref, &p)) == CDDP_OK)
     *block = (char *)p;
   return CDDP_OK;
 }
 
-/* Adds `change` to the number of models and handles that use the group's memory, or (0) notes that
-   this rank has left. Frees a left group without them. */
+/* Adds `change` to the number of models and handles that use the group's memory; LEAVE_GROUP: notes
+   that this rank has left. Frees the group once this rank has left and nothing uses its memory. */
 static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host *host = g->host;
   bool last;
@@ -16330,14 +16338,14 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   last = cddp__load32(&g->left) != 0 && g->models == 0;
   pthread_mutex_unlock(&host->lock);
   if (!last) return;
-  (g->backend->close)(g);
+  (g->backend->close)(g); /* frees a device's context */
   cddp__free(&host->allocator, g->world);
   cddp__free(&host->allocator, g);
   cddp__host_release(host);
 }
 
-/* Leaves the group: peers that wait for this rank fail. The group's memory stays while models use
-   it. Keeps this thread's error text. */
+/* Leaves the group: peers that wait for this rank fail. Frees the group unless models or handles
+   use its memory: then cddp__group_hold does later. Keeps this thread's error text. */
 static void cddp__group_leave(cddp_group *g) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp__host *host = g->host;
@@ -16345,27 +16353,27 @@ static void cddp__group_leave(cddp_group *g) {
   char text[CDDP__ERROR_MAX];
   int i;
   memcpy(text, cddp__error_text, sizeof text);
-  (g->backend->leave)(g);
-  cddp__engine_stop(g);
-  cddp__stop_serving(g);
+  (g->backend->leave)(g); /* ends work on a device */
+  cddp__engine_stop(g); /* ends its thread; operations in flight fail */
+  cddp__stop_serving(g); /* from now on no other thread serves g's receives */
   pthread_mutex_lock(&host->lock);
   for (at = &host->groups; *at != g; at = &(*at)->next) {}
   *at = g->next;
   pthread_mutex_unlock(&host->lock);
-  cddp__hosts_leave(g);
-  for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay valid */
+  cddp__hosts_leave(g); /* closes the links */
+  for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received outlive this rank */
     if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(host, cddp__send_at(g, i)->stage);
     else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
   for (i = 1; i < g->p2p.send_blocks; i++) cddp__arena_free_with(host, g->p2p.sends[i], g->block);
   (g->carrier->leave)(g);
   (void)cddp__compare_swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT); /* DEAD stays */
-  cddp__wake_all(g);
-  cddp__add32(&g->block->left, 1);
-  if (g->block_ref.kind == CDDP__REF_NONE) { /* the first group: its block is no extent */
+  cddp__wake_all(g); /* peers that wait for this rank see that it has left */
+  cddp__add32(&g->block->left, 1); /* the block can be freed from here on */
+  if (g->block_ref.kind == CDDP__REF_NONE) { /* the job's first group: its block is no extent */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
-    if (host->record != NULL) host->record->left = 1;
+    if (host->record != NULL) host->record->left = 1; /* this process ends in good order */
     host->slots = NULL;
-    if (!host->one_process || g->size == 1) /* else threads share it */
+    if (!host->one_process || g->size == 1) /* else all threads use this mapping */
       munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }
   pthread_mutex_destroy(&g->fail_lock);
@@ -16374,13 +16382,14 @@ static void cddp__group_leave(cddp_group *g) {
   pthread_cond_destroy(&g->engine.changed);
   pthread_cond_destroy(&g->engine.work);
   cddp__free(&host->allocator, g->hosts);
-  g->hosts = NULL;
-  cddp__group_hold(g, CDDP__LEAVE_GROUP);
+  g->hosts = NULL; /* for models that outlive it. No lock: g is in no list anymore */
+  cddp__group_hold(g, CDDP__LEAVE_GROUP); /* can free g */
   memcpy(cddp__error_text, text, sizeof text);
 }
 
-/* Collective: splits g by color. *out: NULL if this rank's color is negative. check: a hash that
-   must be the same on all ranks of g. */
+/* Collective: splits g by color, in host memory. All ranks return the same result.
+     check   a number that must be the same on all ranks of g, such as a hash of a list of ranks
+     out     receives the new group of this rank's color; NULL if that is negative, or on failure */
 static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
                                cddp_group **out) {
   const cddp_allocator *allocator = &g->host->allocator;
@@ -16388,10 +16397,10 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   int *members = (int *)cddp__calloc(allocator, 2 * (size_t)g->size, sizeof *members);
   int n, i, rank = 0;
   int32_t mine[2]; /* color, key */
-  uint64_t record, id[3];
+  uint64_t record, hashed[3];
   cddp__ref ref;
   char *block = NULL;
-  cddp_result r, built;
+  cddp_result r, built; /* of all ranks; of this rank's part */
   *out = NULL;
   if (members == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   mine[0] = color;
@@ -16401,10 +16410,10 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CALL, check, mine, sizeof mine);
   if (r != CDDP_OK) goto done;
   n = cddp__members_of_color(g, color, members);
-  r = cddp__begin_access(g); /* until *out has the block: its owner can be lost (elastic) */
+  r = cddp__begin_access(g); /* until *out has the block: an elastic model can lose its owner */
   if (r == CDDP_OK) r = cddp__exchange_block(g, members, n, &ref, &block, &built);
   if (r != CDDP_OK) {
-    (void)cddp__end_access(g, CDDP_OK); /* waits for no rank */
+    (void)cddp__end_access(g, CDDP_OK /* waits for no peer: none uses this rank's buffers */);
     goto done;
   }
   for (i = 0; i < n; i++) {
@@ -16417,20 +16426,20 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     cddp__add32(&((cddp__control_block *)(void *)block)->left, 1);
   if (*out != NULL) {
     (*out)->block_ref = ref;
-    id[0] = g->id; /* a hash of these: ranks on other hosts identify a group by its id */
-    id[1] = g->calls;
-    id[2] = (uint64_t)color;
-    (*out)->id = cddp__hash64(0, id, sizeof id) | 1;
+    hashed[0] = g->id; /* the same on all its ranks: other hosts know the group by its id */
+    hashed[1] = g->calls;
+    hashed[2] = (uint64_t)color;
+    (*out)->id = cddp__hash64(0 /* seed */, hashed, sizeof hashed) | 1; /* odd: of a split */
     for (i = 0; g->world != NULL && i < n; i++) members[g->size + i] = g->world[members[i]];
     built = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
                                members + g->size);
   }
   (void)cddp__end_access(g, CDDP_OK);
-  r = cddp__agree(g, built);
-  if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts connect */
+  r = cddp__agree(g, built); /* all ranks get the failure of one */
+  if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* its leaders connect */
     r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0 /* no payload */);
   if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank);
-  if (*out != NULL && r != CDDP_OK) {
+  if (*out != NULL && r != CDDP_OK) { /* built, but another rank failed */
     cddp__group_leave(*out);
     *out = NULL;
   }
@@ -16440,13 +16449,14 @@ done:
   return r;
 }
 
-/* Splits a healthy group, and creates the new group's device context. */
+/* Collective: splits a healthy group as cddp__split does, and creates the new group's device
+   context. */
 static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t check,
                                      cddp_group **out) {
   cddp_result r;
-  cddp__engine_drain(g);
+  cddp__engine_drain(g); /* earlier calls with a handle run first */
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if ((r = (g->backend->prepare)(g)) != CDDP_OK) return r;
+  if ((r = (g->backend->prepare)(g)) != CDDP_OK) return r; /* of the device */
   r = cddp__split(g, color, key, check, out);
   if (r != CDDP_OK || *out == NULL) return r;
   r = (g->backend->open)(g, *out);
@@ -16458,16 +16468,17 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
 }
 
 /* Creates the group of all ranks. Its control block is at the start of the shared memory; a joined
-   process has a private one. After a failure *out can be a group too. */
+   process has a private one. After a failure *out can be a group too, which the caller leaves. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
                                      const cddp__config *config) {
-  int fd = host->joined ? -1 /* private */ : host->arena.fd;
-  int size = host->joined ? host->size : config->world_size;
+  int fd = host->joined ? -1 /* private memory */ : host->arena.fd;
+  int size = host->joined ? host->size /* can be larger: cddp__init */ : config->world_size;
   size_t bytes = cddp__round_up(cddp__block_bytes(size, host->size), cddp__page_size());
   char *block;
   int i;
   cddp_result r;
-  /* life byte: it lives; use bytes of all: it can read their memory */
+  /* This process locks its life byte, which shows that it lives. It also locks the use bytes of all
+     processes, as it can read their memory. */
   if (fd >= 0 && (!cddp__arena_lock(host, F_WRLCK, host->index, 1) ||
                   !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size)))
     return cddp__fail_errno("lock on the shared memory");
@@ -16476,15 +16487,16 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
       (r = cddp__commit_block(host, 0, size, host->size)) != CDDP_OK) return r;
   block = cddp__map_memory(fd, 0, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
-  if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP);
+  if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP); /* not in core dumps */
   r = cddp__group_build(out, host, config->rank, size, NULL /* all */, block, config->timeout_s);
   if (r != CDDP_OK) munmap(block, bytes);
   if (r != CDDP_OK || host->joined) return r;
-  cddp__count_cores(host, (*out)->block->processors); /* adds this rank's */
+  cddp__count_cores(host, (*out)->block->processors); /* adds this rank's: cddp__init counts all */
   return cddp__hosts_attach(*out, host->net, NULL /* all ranks */);
 }
 
-/* Sets the processes on this host from the table of ranks. Keeps a table with other hosts. */
+/* Sets the processes on this host from the table of ranks. Takes over a table with other hosts, as
+   host.net. */
 static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   int i;
   for (i = 0; i < table->size; i++)
@@ -16502,36 +16514,36 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   cddp__rendezvous rdv;
   int next; /* the process that this rank watches */
   cddp_result r = cddp__rendezvous_init(&rdv, config, host);
-  if (r == CDDP_OK) r = cddp__claim_rank(&rdv);
+  if (r == CDDP_OK) r = cddp__claim_rank(&rdv); /* fails if a living process has this rank */
   if (r == CDDP_OK) r = cddp__listen_endpoint(&rdv);
   cddp__close_fd(&config->listen_fd); /* rdv has a duplicate */
-  if (r == CDDP_OK) r = cddp__collect_ranks(&rdv);
+  if (r == CDDP_OK) r = cddp__collect_ranks(&rdv); /* the table of all ranks */
   if (r == CDDP_OK) cddp__host_set_ranks(host, rdv.net);
   if (r == CDDP_OK && rdv.memory_fd >= 0) { /* from the first rank of this host */
     cddp__take_memfd(host, rdv.memory_fd, host->size);
-    rdv.memory_fd = -1;
+    rdv.memory_fd = -1; /* the host owns it now */
   } else if (r == CDDP_OK && host->size > 1) {
     /* A window holds at least the host's control block, and a huge page for other allocations. */
     r = cddp__create_memfd(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r == CDDP_OK)
-    r = cddp__record_open(&host->record, cddp__hash64(0, rdv.net->token, 16) /* job */,
+    r = cddp__record_open(&host->record, cddp__hash64(0 /* seed */, rdv.net->token, 16) /* job */,
                           config->rank, config->world_size, 0 /* join */);
-  if (r == CDDP_OK) r = cddp__send_table(&rdv);
-  if (r == CDDP_OK) r = cddp__await_ready(&rdv);
+  if (r == CDDP_OK) r = cddp__send_table(&rdv); /* to this rank's clients */
+  if (r == CDDP_OK) r = cddp__await_ready(&rdv); /* until all ranks have the group */
 #ifdef CDDP_MPI /* MPI's start can block forever without all ranks: all must call it, and return */
   if (r == CDDP_OK && strcmp(config->backend, "mpi") == 0) {
     r = cddp__mpi_start(*out);
-    rdv.deadline = cddp__now() + config->timeout_s; /* MPI can have started slowly */
+    rdv.deadline = cddp__now() + config->timeout_s; /* anew: MPI can have started slowly */
     if (r == CDDP_OK) r = cddp__await_ready(&rdv);
   }
 #endif
   r = cddp__rendezvous_end(&rdv, *out, r);
   if (r != CDDP_OK) return r;
-  host->started_before = cddp__boot_ticks(); /* now all ranks have started */
-  /* For cddp__wait_tick. If seccomp forbids pidfd_open, only the next rank's parent process can
-     know how it has ended. */
+  host->started_before = cddp__boot_ticks(); /* all ranks have started before now */
+  /* For cddp__wait_tick, which stores how the next process has ended. If seccomp forbids
+     pidfd_open, only that process's parent can know it. */
   next = (host->index + 1) % host->size;
   if (next != host->index)
     host->ranks[next].pidfd =
@@ -16543,10 +16555,11 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
    memory. cddp_ddp_create does the rest: >>elastic. */
 static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, cddp__host *host) {
   const cddp__join_table *table = &host->job_info->table;
-  int fd = -1;
+  int fd = -1; /* the memfd of the job's ranks on this host; -1: there are none */
+  int world_size = host->size; /* max(WORLD_SIZE, RANK + 1): cddp__init */
   cddp_result r;
   host->joined = true; /* cddp__world_group reads it */
-  r = cddp__join_find(host, &fd);
+  r = cddp__join_find(host, &fd); /* fills the table */
   if (r == CDDP_OK && fd >= 0) r = cddp__join_memory(host, fd, table->local_size);
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r != CDDP_OK) return r;
@@ -16557,8 +16570,8 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
       "first ranks: use cddp_ddp_group, the group of the current ranks, and skip "
       "cddp_load (the job sends its weights and states)", config->rank);
   (void)cddp__break(*out, CDDP_UNSUPPORTED);
-  if (table->job != 0)
-    r = cddp__record_open(&host->record, table->job, config->rank, host->size,
+  if (table->job != 0) /* 0: the job has no flight recorder */
+    r = cddp__record_open(&host->record, table->job, config->rank, world_size,
                           table->record_number);
   if (r == CDDP_OK && host->arena.fd >= 0) { /* its index follows those of the first group */
     host->size = table->local_size;
@@ -16572,7 +16585,7 @@ static void cddp__discard_record(const cddp__host *host) {
   cddp__record_discard(host->record, host->joined ? host->job_info->table.record_number : 0);
 }
 
-/* cddp_init, except the device. */
+/* cddp_init, except the device. d: with defaults. */
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__config config;
   cddp__host *host;
@@ -16580,12 +16593,13 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   int size;
   cddp_result r = cddp__discover(&config, d);
   if (r != CDDP_OK) return r;
-  /* a process that joins can have a rank above world_size */
+  /* A process that joins can have a rank above world_size. */
   size = config.rank < config.world_size ? config.world_size : config.rank + 1;
   host = cddp__host_create(&d->allocator, &d->logger, size, config.rank);
   if (host == NULL) return CDDP_OUT_OF_MEMORY;
   host->one_process = config.world_size == 1 && !config.joins;
-  if (config.init_method[0] != 0) r = cddp__job_info_create(host, &config);
+  if (config.init_method[0] != 0) /* the job has an address: processes can join it */
+    r = cddp__job_info_create(host, &config);
   if (r == CDDP_OK && host->one_process && host->job_info != NULL) { /* processes can join */
     cddp__hold_name(host->job_info);
     cddp__share_for_joins(host);
@@ -16595,8 +16609,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
         : config.world_size == 1 ? cddp__world_group(&g, host, &config)
         : cddp__start_job(&g, &config, host);
   if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
-  cddp__close_fd(&config.listen_fd); /* of a job of one rank */
-  cddp__host_release(host); /* the group has a reference */
+  cddp__close_fd(&config.listen_fd); /* not closed yet in a job of one rank */
+  cddp__host_release(host); /* frees it if there is no group, which would have a reference */
   if (r == CDDP_OK && !config.joins) {
     cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
     cddp__store32(&g->block->cores, (uint32_t)host->cores);
