@@ -19399,7 +19399,7 @@ static cddp_result cddp__copy_gradient(cddp_ddp *d, int i) {
 }
 
 /* A second mark in one step fails the model: the sums would be wrong if the caller ignored the
-   error. noted: under no_sync a mark is only remembered, in tensor->noted. */
+   error. Under no_sync a mark is only noted: it does not start a reduction. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   const cddp_group *g;
   cddp__tensor *tensor;
@@ -19480,8 +19480,8 @@ typedef struct cddp__difference {
 } cddp__difference;
 
 /* Collective, once headers show that an optimizer differs from that of rank `first`: breaks the
-   group. Rank `first` sends all of its numbers, each rank sends its first difference to the others,
-   and the error names the lowest of these. optim: this rank's, or NULL. */
+   group. Rank `first` sends all of its numbers. Each rank sends its first difference to the others.
+   The error names the lowest of these. optim: this rank's, or NULL. */
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, int first) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
@@ -19766,8 +19766,8 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
 enum { CDDP__NOT_CLEARED, CDDP__CLEARED }; /* of `bool cleared` */
 
 /* Ends an update by optim (NULL: the caller's own, or none): counts the step and zeroes the
-   gradients. cleared: the update has zeroed those that were reduced, except those that optim
-   skipped. Else zeroes the whole arena, on an absent rank too: a hook reads it. */
+   gradients. cleared: the update has zeroed the reduced ones, except those that optim skipped.
+   Otherwise this function zeroes the whole arena, on an absent rank too: a hook reads it. */
 static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
@@ -19936,19 +19936,22 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
         Before the next cddp_ddp_step weights and states come from a rank that has data. If all
         ranks are absent they come from the last one that called cddp_ddp_join. */
 
-/* Makes the call that the ranks with data made, as the header of the first of them (lead) says. */
+/* On an absent rank: makes the call that the ranks with data made, as the header of the first of
+   them (lead) says. optim: the one passed to cddp_ddp_join. */
 static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t missing) {
   int lead = d->step.active[0];
-  uint32_t kind = cddp__code_kind(cddp__op_header_of(d->control, lead, d->control->round)->call);
+  uint32_t kind = /* of the call of `lead`, in its header of the meeting */
+      cddp__code_kind(cddp__op_header_of(d->control, lead, d->control->round)->call);
   cddp__step_header theirs = cddp__step_header_of(d, lead);
   cddp_result r;
   if (kind == CDDP__KIND_DDP_BUFFERS)
     return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, lead);
   if (kind == CDDP__KIND_DDP_WAIT) {
-    r = cddp__finish_step(d, (int)kind, NULL, missing);
+    r = cddp__finish_step(d, (int)kind, NULL /* no optim */, missing);
+    /* Nothing else zeroes this rank's gradients, which the wait has made means. */
     return r == CDDP_OK ? cddp__end_update(d, NULL, CDDP__NOT_CLEARED) : r;
   }
-  if (optim == NULL)
+  if (optim == NULL) /* the others step */
     return cddp__fail(
         CDDP_MISMATCH, "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; "
         "pass the cddp_optim of the training loop", d->group->rank, lead);
@@ -19956,15 +19959,16 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t mis
     return cddp__fail(
         CDDP_MISMATCH, "rank %d called ddp_join with one cddp_optim, rank %d called ddp_step with "
         "another: a loop that calls cddp_ddp_join can step only one", d->group->rank, lead);
-  cddp__set_lr(optim, theirs.lr);
+  cddp__set_lr(optim, theirs.lr); /* this rank does not run its schedule any more */
   return cddp__finish_step(d, (int)kind, optim, missing);
 }
 
-/* Collective, once all ranks are absent: all get the state of the last one to join. */
+/* Collective, once all ranks are absent: all receive weights, states and buffers of the last rank
+   that called cddp_ddp_join, which missed no step. */
 static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
-  int p, last = 0;
+  int p, last = 0; /* last: the lowest of the ranks that joined at this meeting */
   cddp_result r;
-  if (!d->uneven.had_absent) return CDDP_OK;
+  if (!d->uneven.had_absent) return CDDP_OK; /* all joined at the same meeting: none is behind */
   while (last < d->group->size - 1 &&
          cddp__step_header_of(d, last).absent != CDDP__ABSENT_SINCE_NOW)
     last++;
@@ -19978,7 +19982,7 @@ static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
   r = cddp__catch_up(d, optim, last);
   if (r == CDDP_OK)
     r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, last);
-  d->uneven.had_absent = false;
+  d->uneven.had_absent = false; /* for the next epoch */
   return r;
 }
 
@@ -19995,18 +19999,21 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
         "neither shards nor elastic in cddp_ddp_desc");
   if (optim != NULL) CDDP__TRY(cddp__check_pair(d, optim));
   CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
+  /* In a failed model flags can stay set: the call returns the failure instead, below. */
   for (i = 0; i < d->count && !cddp__has_cause(&d->failure); i++)
     CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
                 "parameter \"%s\" is ready; end the step that it belongs to first",
                 cddp__param_name(d->params, i).s);
   CDDP__TRY(cddp__check_cause(&d->failure));
-  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r;
+  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r; /* the model stays usable */
   d->shards.taken = 0; /* cddp_ddp_next_shard can have begun one, for which no data was left */
   d->shards.current = -1;
-  record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
-  if (r == CDDP_OK) r = cddp__end_update(d, NULL, CDDP__NOT_CLEARED);
+  record = cddp__record_begin(
+      d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0 /* elements */);
+  if (r == CDDP_OK) /* gradients must be zero: this rank adds none */
+    r = cddp__end_update(d, NULL, CDDP__NOT_CLEARED);
   d->uneven.absent = CDDP__ABSENT_SINCE_NOW;
-  while (r == CDDP_OK) {
+  while (r == CDDP_OK) { /* a step or other call of the ranks with data */
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, optim, &missing);
     if (r != CDDP_OK || d->step.active_count == 0 /* all are absent */) break;
     r = cddp__match_call(d, optim, missing);
@@ -20016,7 +20023,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   d->uneven.absent = 0;
   if (r != CDDP_OK) r = cddp__break_model(d, r);
   cddp__record_finish(d->control, record, r);
-  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
+  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r; /* others mostly name it */
 }
 
 /* >>ddp-create ------------------------------------------------------------------------------------
@@ -20030,8 +20037,9 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
      3. Rank 0's weights and buffers go to all ranks.
    A process that joins an elastic model takes no part in collectives: see cddp__elastic_join. */
 
-/* The settings that must be equal on all ranks. max_grad_norm is hashed as a number: the decimal
-   point of its text depends on the locale. */
+/* Hash and text of the settings that must be equal on all ranks. The hash covers the text, and what
+   the text does not show in full. max_grad_norm is hashed as a number, and added to the text last:
+   the decimal point of its text depends on the locale. */
 static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
   const cddp_ddp_desc *desc = &d->desc;
   const char *hook =
@@ -20040,7 +20048,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
       : desc->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
                                                    : ", a comm_hook";
   const char *name;
-  uint64_t bytes, all = 0, types = 0;
+  uint64_t bytes, all = 0, types = 0; /* of a buffer; of all buffers; hash of dtypes and sizes */
   int i;
   out->hash =
       cddp__hash64((uint64_t)desc->buffer_count, &desc->max_grad_norm, sizeof desc->max_grad_norm);
@@ -20069,7 +20077,8 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
 
 #define CDDP__SETTINGS (-1) /* instead of a parameter's index */
 
-/* What must be equal on all ranks of parameter i, or of the model's settings. */
+/* Hash and text of the properties of parameter i that must be equal on all ranks, or of the
+   settings (i: CDDP__SETTINGS). */
 static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
   cddp__model_info info;
   const char *name = i >= 0 && d->params[i].name != NULL ? d->params[i].name : "";
@@ -20083,12 +20092,12 @@ static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
   if (cddp__sparse_of(d, i) != NULL)
     cddp__append(info.text, sizeof info.text, ", %zu sparse rows", d->rows.sparse[i]->rows);
   cddp__append(info.text, sizeof info.text, ")");
-  info.hash = cddp__hash64(strlen(name), name, strlen(name)); /* all of it: the text cuts it */
+  info.hash = cddp__hash64(strlen(name), name, strlen(name)); /* the whole name: the text cuts it */
   info.hash = cddp__hash64(info.hash, info.text, strlen(info.text));
   return info;
 }
 
-/* The settings, with the hash of all parameters. */
+/* The description of the whole model: its settings, with a hash of all parameters. */
 static cddp__model_info cddp__model_of(const cddp_ddp *d) {
   cddp__model_info model = cddp__describe(d, CDDP__SETTINGS);
   int i;
@@ -20099,35 +20108,38 @@ static cddp__model_info cddp__model_of(const cddp_ddp *d) {
   return model;
 }
 
-/* Refuses another model than the job's. */
+/* In a joining process: refuses a model that is not the job's. */
 static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info *job) {
   cddp__model_info model = cddp__model_of(d);
   if (model.hash != job->hash)
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %.*s in the job",
-                      model.text, d->group->rank, (int)sizeof job->text - 1, job->text);
+                      model.text, d->group->rank, (int)sizeof job->text - 1,
+                      job->text); /* received, so perhaps without a NUL */
   if (model.params == job->params) return CDDP_OK;
   return cddp__fail(
       CDDP_MISMATCH, "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
       "elements than on the ranks of the job", d->group->rank);
 }
 
-/* Collective: every rank's error names the first rank that differs from rank 0. */
+/* Collective: refuses ranks with different models. Each rank compares its own description with that
+   of rank 0; every rank's error is about the first rank that differs. */
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  uint64_t count = (uint64_t)d->count; /* then rank 0's */
-  cddp__model_info mine, *theirs; /* rank 0's: settings, parameters */
-  cddp_result r = cddp__round(g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
-                              d->meets /* must agree */, &count, sizeof count);
+  uint64_t count = (uint64_t)d->count; /* after the round: rank 0's */
+  cddp__model_info mine, *theirs; /* theirs: [1 + count] rank 0's settings, then parameters */
+  cddp_result r = cddp__round( /* d->meets as the round's count: ranks compare that */
+      g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->meets, &count, sizeof count);
   int i;
   if (r != CDDP_OK) return r;
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
   theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   for (i = CDDP__SETTINGS; g->rank == 0 && i < d->count; i++) theirs[i + 1] = cddp__describe(d, i);
-  r = cddp__broadcast(g, theirs, ((size_t)count + 1) * sizeof *theirs, 0);
+  r = cddp__broadcast(g, theirs, ((size_t)count + 1) * sizeof *theirs, 0 /* root */);
+  /* The settings have the number of parameters: if that differs, the loop ends there. */
   for (i = CDDP__SETTINGS; r == CDDP_OK && i < d->count; i++) {
     char what[32] = "the model has";
-    const char *at = mine.text, *differs = at; /* the first setting that differs */
+    const char *at = mine.text, *differs = at; /* differs: start of the first setting that does */
     mine = cddp__describe(d, i);
     if (mine.hash == theirs[i + 1].hash) continue;
     if (i >= 0) snprintf(what, sizeof what, "parameter %d is", i);
@@ -20140,9 +20152,10 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   return cddp__agree(g, r);
 }
 
-static cddp__atomic_u32 cddp__models_made;
+static cddp__atomic_u32 cddp__models_made; /* in this process: for cddp_ddp.id */
 
-/* Local. d can be half made. Keeps this thread's error text. */
+/* Local: leaves the model's groups and frees its memory. d can be half made, after a failure of
+   cddp__ddp_new or _setup. Keeps this thread's error text. */
 static void cddp__ddp_free(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
@@ -20151,22 +20164,23 @@ static void cddp__ddp_free(cddp_ddp *d) {
   cddp_optim *o;
   int i;
   memcpy(text, cddp__error_text, sizeof text);
-  if (d->optim != NULL) d->optim->model_link = NULL;
+  if (d->optim != NULL) d->optim->model_link = NULL; /* it can step on without the model */
   while ((o = d->sharing) != NULL) { /* the optimizer can be used again: its states become whole */
-    /* a failed model can have states that are stepped in part: start again */
+    /* A failed model can have states that are stepped in part: the optimizer starts without any. */
     if (cddp__has_cause(&d->failure) || cddp__is_broken(d->control) ||
         cddp__copy_shared(o) != CDDP_OK) {
       memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
       cddp__renew_masters(o);
     }
-    if (o->own_shared != NULL) /* others can still copy from it */
+    if (o->own_shared != NULL) /* freed with the group's block: others can copy until then */
       cddp__arena_free_with(h, o->own_shared, d->control->block);
-    o->own_shared = NULL; /* _end_sharing would free it */
+    o->own_shared = NULL; /* cddp__end_sharing would free it now */
     cddp__end_sharing(o);
   }
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__STORAGE_PLACED) d->params[i].grad = NULL; /* in the arena */
-  /* A hook can be waiting. */
+    if (d->tensors[i].storage == CDDP__STORAGE_PLACED) /* the arena is freed below */
+      d->params[i].grad = NULL;
+  /* A hook can be waiting for its peers: ends that, so that the engine can be stopped. */
   if (d->hook_group != NULL && d->hook_group != d->group && d->plan.next > 0) {
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
@@ -20174,7 +20188,7 @@ static void cddp__ddp_free(cddp_ddp *d) {
     cddp__engine_drain(d->comm);
   }
   if (d->memory->free != NULL) (d->memory->free)(d);
-  /* With NCCL both can be d->group. */
+  /* With NCCL hook_group and comm are d->group, which the caller destroys. */
   if (d->hook_group != NULL && d->hook_group != d->group) cddp__group_leave(d->hook_group);
   if (d->comm != NULL && d->comm != d->group) cddp__group_leave(d->comm);
   if (d->control != NULL) cddp__group_leave(d->control);
@@ -20184,26 +20198,29 @@ static void cddp__ddp_free(cddp_ddp *d) {
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->rows.sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->rows.sparse[i]);
   g = d->group;
-  cddp__free(a, d); /* and its arrays */
+  cddp__free(a, d); /* with the arrays, which are in the same allocation */
   cddp__group_hold(g, CDDP__REMOVE_USE); /* frees g if the program has destroyed it */
   memcpy(cddp__error_text, text, sizeof text);
 }
 
-/* The address of the next n elements in the memory behind a cddp_ddp. base NULL: counts bytes. */
+/* Takes n elements of `size` bytes from the memory at `base`, of which *at bytes are taken. Returns
+   their address; base NULL: only counts, returns NULL. */
 static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
   size_t begin = *at;
-  *at += cddp__round_up(n * size, sizeof(double));
+  *at += cddp__round_up(n * size, sizeof(double)); /* the alignment of all arrays */
   return base != NULL ? base + begin : NULL;
 }
 #define CDDP__TAKE(array, n) \
   (array) = (__typeof__(array))cddp__take_array(base, &at, n, sizeof *(array))
 
-/* Sets d's arrays, from `base` on, or to NULL if it is NULL. Returns their size in bytes. */
+/* Sets the pointers of d's arrays, which are side by side from `base` on; base NULL: to NULL.
+   Returns the arrays' size in bytes. */
 static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int count,
                                const cddp_ddp_desc *desc) {
   size_t n = (size_t)count, size = (size_t)g->size;
   size_t shards = cddp__max(size, (size_t)desc->shards); /* desc->shards 0: one a rank */
-  size_t ranks = desc->elastic ? shards : size, at = 0; /* ranks: the most that can be */
+  size_t ranks = desc->elastic ? shards : size; /* the most that the model can have */
+  size_t at = 0;
   CDDP__TAKE(d->tensors, n);
   CDDP__TAKE(d->partitions, n);
   CDDP__TAKE(d->layout.param_order, n);
@@ -20212,7 +20229,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   CDDP__TAKE(d->addresses.squares, ranks);
   CDDP__TAKE(d->addresses.slots, ranks);
   CDDP__TAKE(d->plan.buckets, n);
-  CDDP__TAKE(d->plan.offsets, n + 2); /* as cddp__plan_buckets needs it, and `params` */
+  CDDP__TAKE(d->plan.offsets, n + 2); /* n + 2 and 3 * n: with scratch of cddp__plan_buckets */
   CDDP__TAKE(d->plan.params, 3 * n);
   CDDP__TAKE(d->plan.sorted, n);
   CDDP__TAKE(d->plan.arrival, n);
@@ -20227,52 +20244,53 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   CDDP__TAKE(d->scratch.calls, n + (size_t)desc->buffer_count + size);
   CDDP__TAKE(d->scratch.buffers, shards);
   CDDP__TAKE(d->scratch.sources, shards);
-  CDDP__TAKE(d->scratch.flags, n * (size + 1));
+  CDDP__TAKE(d->scratch.flags, n * (size + 1)); /* all ranks', then this rank's */
   return at;
 }
 #undef CDDP__TAKE
 
-/* The first half of creation, local. NULL: out of memory. */
+/* The first half of creation, local: fields that depend on the arguments alone. NULL: no memory,
+   text set. */
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
-  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25;
+  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25; /* limits of buckets, in MiB */
   double first = desc->first_bucket_mb > 0   ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap : 1; /* PyTorch's defaults */
-  cddp_ddp none, *d; /* none: counts the bytes of the arrays */
-  bool any_sparse = false;
+  cddp_ddp none, *d; /* none: only for counting the bytes of the arrays */
+  bool any_sparse = false, joins = g->host->joined && desc->elastic;
   int i;
   d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1,
                                sizeof *d + cddp__ddp_arrays(&none, NULL, g, count, desc));
   if (d == NULL) return NULL;
   (void)cddp__ddp_arrays(d, (char *)(d + 1), g, count, desc);
   d->group = g;
-  cddp__group_hold(g, CDDP__ADD_USE);
+  cddp__group_hold(g, CDDP__ADD_USE); /* g's memory stays while the model uses it */
   d->id = cddp__add32(&cddp__models_made, 1);
   d->params = params;
   d->count = count;
   d->desc = *desc;
   d->me = g->local_rank;
   d->memory = g->backend->memory != NULL ? g->backend->memory : &cddp__host_memory;
-  d->meets = !g->backend->enqueues; /* not NCCL */
-  /* the size of a joining process's g says nothing */
-  d->shards.count = desc->shards > g->size || (g->host->joined && desc->elastic)
-                        ? desc->shards
-                        : g->size;
-  d->shards.uses_slots = !desc->elastic && /* NCCL's own order of sums is not the canonical one */
-                     (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
+  d->meets = !g->backend->enqueues; /* not NCCL; more below */
+  /* The group of a joining process has one rank: its size is not the job's. */
+  d->shards.count = desc->shards > g->size || joins ? desc->shards : g->size;
+  /* With one shard per rank too if NCCL would sum: its order is not the canonical one. */
+  d->shards.uses_slots =
+      !desc->elastic && (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
   cddp__rank_shards(d->shards.count, g->size, g->rank, &i /* unused */, &d->shards.own_count);
   cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
-  if (desc->elastic) d->shards.own_count = 1;
+  if (desc->elastic) d->shards.own_count = 1; /* and its nodes are planned in each step */
   else
     d->shards.node_count =
         cddp__plan_nodes(d->shards.owner, d->shards.count, cddp__gathers_nodes(d), d->shards.nodes,
                          d->shards.widths, &d->layout.slots);
   d->shards.current = -1;
   d->step.reduces_early = cddp__reduces_early(d, false /* no step yet */);
+  /* MiB to bytes; a product beyond size_t means no limit. */
   d->plan.limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
   d->plan.limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
   pthread_mutex_init(&d->lock, NULL);
-  for (i = 0; i < g->size; i++) d->step.active[d->step.active_count++] = i;
+  for (i = 0; i < g->size; i++) d->step.active[d->step.active_count++] = i; /* until a meeting */
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
     if (desc->sparse_rows[i] == 0) continue;
     any_sparse = true;
@@ -20286,7 +20304,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
       d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->rows.sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
-    cddp__mark_multithreaded(g->host); /* a hook can make any call on the engine's thread */
+    cddp__mark_multithreaded(g->host); /* the program's hook can call cddp on the engine's thread */
   return d;
 }
 
@@ -20301,16 +20319,16 @@ static bool cddp__shares_process(const cddp_group *g) {
   return false;
 }
 
-/* Refuses what `elastic` or `shards` exclude. */
+/* Refuses groups and other settings that `elastic` or `shards` exclude. */
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
   bool gpus = g->backend->on_device;
-  const char *other = /* both exclude it */
+  const char *other = /* a setting that both exclude */
       d->desc.comm_hook != NULL        ? "comm_hook"
       : d->desc.find_unused_parameters ? "find_unused_parameters"
       : d->desc.uneven_inputs          ? "uneven_inputs"
                                        : NULL;
-  const char *clash =
+  const char *clash = /* excluded by elastic */
       g->id != 0                               ? "a group of cddp_group_split"
       : g->host->elastic                       ? "another elastic model"
       : d->shards.count > CDDP__ELASTIC_SHARDS ? "more than 1,024 shards"
@@ -20324,7 +20342,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
     return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
                       clash);
   if (d->desc.shards == 0) return CDDP_OK;
-  if (d->desc.shards < g->size && !(g->host->joined && d->desc.elastic))
+  if (d->desc.shards < g->size && !(g->host->joined && d->desc.elastic)) /* that g is not the job */
     return CDDP__REFUSE(
         "shards in cddp_ddp_desc is %d, but the group has %d ranks; each rank needs at least one",
         d->desc.shards, g->size);
@@ -20335,12 +20353,13 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Lists this rank's partitions, and sets params[].grad of placed gradients. */
+/* After the layout: sets params[].grad of the gradients that are PLACED in the arena. Lists this
+   rank's partitions: its part of each parameter's weights and gradient. */
 static void cddp__place_partitions(cddp_ddp *d) {
   int i;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
-    cddp_partition *part = &d->partitions[d->partition_count];
+    cddp_partition *part = &d->partitions[d->partition_count]; /* the next free entry */
     size_t esize = cddp__dtype_size(d->params[i].dtype);
     if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
       d->params[i].grad = d->arena + tensor->arena_offset;
@@ -20354,15 +20373,16 @@ static void cddp__place_partitions(cddp_ddp *d) {
   }
 }
 
-/* Collective. *out: a group that reduces buckets. With NCCL, which enqueues them, the caller's: one
-   order of calls, one set of connections. Else, or if the model is elastic, a private one. check:
-   ranks compare it; no other split of d->group passes this number. */
+/* Collective. *out: a group that reduces buckets or that a hook uses. With NCCL, which enqueues
+   their calls, the caller's group: one order of calls, one set of connections. Else, or if the
+   model is elastic, a private one. check: ranks compare it. It is a number that no split by the
+   program passes, so a rank that calls another split of d->group is found. */
 static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
   cddp_result r;
   if (!g->backend->enqueues || d->desc.elastic) {
-    r = cddp__split_group(g, 0, g->rank, check, out);
-    if (*out != NULL) (*out)->of_model = true;
+    r = cddp__split_group(g, 0 /* color: all ranks */, g->rank /* key */, check, out);
+    if (*out != NULL) (*out)->of_model = true; /* the model leaves it */
     return r;
   }
   *out = g;
@@ -20370,14 +20390,17 @@ static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_g
 }
 
 /* The second half of creation: collective; in a joining process (joins) local. There d->control is
-   NULL, and cddp__agree returns its argument. */
+   NULL, and cddp__agree returns its argument. After a failure the caller frees d. Each cddp__agree
+   makes a failure of one rank the result of all. */
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
-  char **arenas = (char **)d->scratch.buffers;
+  char **arenas = (char **)d->scratch.buffers; /* [local_size] borrowed: addresses here */
   cddp_result r = d->memory->select_device(d);
   int k;
-  if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
-  if (d->control != NULL) d->control->of_model = true;
+  if (r == CDDP_OK && !joins) /* not cddp__split_group: control needs no device context */
+    r = cddp__split(g, 0 /* color: all ranks */, g->rank /* key */,
+                    CDDP__KIND_DDP_CREATE /* check: see cddp__private_group */, &d->control);
+  if (d->control != NULL) d->control->of_model = true; /* the model leaves it */
   if (r != CDDP_OK) return r;
   r = cddp__check_shards(d);
   if (!joins) {
@@ -20385,13 +20408,13 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     if (r == CDDP_OK) r = cddp__private_group(d, CDDP__KIND_DDP_CREATE, &d->comm);
     if (r != CDDP_OK) return r;
     r = cddp__agree_on_params(d);
-    if (r == CDDP_OK && d->desc.comm_hook != NULL)
-      r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hook_group); /* + 1: not comm's */
+    if (r == CDDP_OK && d->desc.comm_hook != NULL) /* + 1: another `check` than comm's */
+      r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hook_group);
     if (r == CDDP_OK && !g->backend->on_device) r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
   cddp__set_layout(d);
-  if ((r = cddp__agree(d->control, (d->memory->alloc)(d))) != CDDP_OK) return r;
+  if ((r = cddp__agree(d->control, (d->memory->alloc)(d) /* the arena */)) != CDDP_OK) return r;
   cddp__set_rank_addresses(d, d->me, d->arena);
   if (!joins && !g->backend->on_device) {
     r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->layout.arena_bytes,
@@ -20402,7 +20425,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   if (r == CDDP_OK && !joins)
     r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, 0 /* root */);
   if (r != CDDP_OK) return r;
-  cddp__set_plan(d, NULL);
+  cddp__set_plan(d, NULL /* order of declaration, reversed */);
   cddp__reset_step(d);
   cddp__place_partitions(d);
   return CDDP_OK;
