@@ -2658,7 +2658,7 @@ static void cddp__await_nccl_threads(void);
      2. A deadline is a time of cddp__now.
      3. Only functions of this room access scalars that threads or processes share. */
 
-/* What cddp_last_error returns: the text of this thread's last failure. */
+/* The text of this thread's last failure: cddp_error returns it. */
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
 
 /* Where the program made the public call that this thread executes; and where it makes the next,
@@ -2794,7 +2794,7 @@ static cddp__text cddp__cut(const char *text, size_t n) {
   return t;
 }
 
-/* The shortest decimal text that strtod converts back to x. */
+/* A decimal text that strtod converts back to x: 15 digits if they suffice, as for 0.1; else 17. */
 static cddp__text cddp__describe_number(double x) {
   cddp__text t = cddp__textf("%.15g", x);
   return strtod(t.s, NULL) == x ? t : cddp__textf("%.17g", x); /* 17 digits: always exact */
@@ -3044,7 +3044,7 @@ static void cddp__note_sleep(double start, double asked) {
   } while (!cddp__compare_swap64(&cddp__stopped, stopped, stopped + (uint64_t)(1e9 * overrun)));
 }
 
-static struct timespec cddp__timespec(double seconds) {
+static struct timespec cddp__timespec(double seconds) { /* a time, or a duration */
   struct timespec t;
   t.tv_sec = (time_t)seconds;
   t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
@@ -3820,7 +3820,7 @@ static int cddp__disconnect_in_forks(int fd) {
   return fd;
 }
 
-/* Closes a descriptor, unless it is -1. */
+/* Closes a descriptor, unless it is -1, and sets it to -1. */
 CDDP__OUT_OF_LINE void cddp__close_fd(int *fd) {
   if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* before close, then other threads can get the number */
     __atomic_fetch_and(&cddp__own_sockets[*fd / 32], ~(1u << (*fd % 32)), __ATOMIC_ACQ_REL);
@@ -3920,7 +3920,7 @@ static void cddp__address_to_all(cddp__address *address) {
   if (address->sa.ss_family == AF_INET) address->v4.sin_addr.s_addr = htonl(INADDR_ANY);
 }
 
-static bool cddp__address_is_loopback(const cddp__address *address) {
+static bool cddp__address_is_loopback(const cddp__address *address) { /* ::1 or 127.*.*.* */
   if (address->sa.ss_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&address->v6.sin6_addr) != 0;
   return address->sa.ss_family == AF_INET && ntohl(address->v4.sin_addr.s_addr) >> 24 == 127;
 }
@@ -3943,7 +3943,7 @@ static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   return a;
 }
 
-static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
+static cddp__address cddp__loopback_address(void) { /* 127.0.0.1, without a port */
   struct sockaddr_in6 in;
   cddp__address a;
   memset(&in, 0, sizeof in);
@@ -4318,9 +4318,9 @@ typedef struct cddp__span { /* bytes in memory that the span does not own */
 } cddp__span;
 
 typedef struct cddp__buffer { /* a growing queue of bytes */
-  const cddp_allocator *allocator;
-  size_t *total; /* NULL, or the sum of the capacities of several buffers */
-  unsigned char *data;
+  const cddp_allocator *allocator; /* of data */
+  size_t *total; /* NULL, or the sum of the capacities of several buffers, this one's too */
+  unsigned char *data; /* [capacity], NULL if that is 0 */
   size_t start, end; /* the bytes in use are data[start .. end); those before start are consumed */
   size_t capacity;
   bool failed; /* an addition failed because memory was exhausted */
@@ -4445,7 +4445,7 @@ struct cddp__connection {
   bool ready; /* the last cddp__connections_poll found an event */
   bool ended_early; /* it ended before it was UP */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
-  cddp__challenge challenge;
+  cddp__challenge challenge; /* PROVING: the proof of the secret */
   cddp__buffer out, in; /* to be sent; received and not parsed */
   size_t sent; /* bytes sent of a hello, proof or frame (with head) that is not in `out`; 0: none
                   is partly sent */
@@ -4462,8 +4462,10 @@ struct cddp__connection {
   bool over; /* this rank has left its elastic model: its BYE says so */
   bool peer_failed; /* the peer's BYE says that the group is broken */
   bool peer_over; /* the peer's BYE says that the peer has left the elastic model */
-  double retry_at; /* when to connect again; a joining process's: time of its first message */
-  cddp__hello hello;
+  double retry_at; /* when cddp__link_reconnect next connects again */
+  cddp__hello hello; /* sent or received, by `caller` */
+  /* of processes that join only: */
+  double first_message_at; /* time, of cddp__now, of the first message of the proof */
 };
 
 /* How a peer has ended. cddp__rank_end (>>failure) decides about a rank of a group,
@@ -4475,6 +4477,7 @@ enum cddp__end {
   CDDP__IS_UNREACHABLE /* its host does not answer */
 };
 
+/* error: connection.error of an ENDED connection */
 static enum cddp__end cddp__end_from_error(int error) {
   if (error == CDDP__LEFT) return CDDP__HAS_LEFT;
   if (error == ECONNREFUSED /* no listener */ || error == EPROTO /* not cddp */)
@@ -4517,9 +4520,9 @@ static void cddp__connection_close(cddp__connection *c) {
   cddp__close_fd(&c->fd);
   cddp__close_fd(&c->fds[0]);
   cddp__close_fd(&c->fds[1]);
-  cddp__buffer_clear(&c->out, 0);
-  cddp__buffer_clear(&c->in, 0);
-  cddp__free(c->in.allocator, c->message);
+  cddp__buffer_clear(&c->out, 0 /* keep */);
+  cddp__buffer_clear(&c->in, 0 /* keep */);
+  cddp__free(c->in.allocator, c->message); /* a half-read frame */
   c->message = NULL;
 }
 
@@ -4556,7 +4559,7 @@ static void cddp__socket_message_init(cddp__socket_message *message, struct iove
 /* n: the result of sendmsg or recvmsg, which this returns. Ends the connection if the peer has
    closed it or the call has failed, but not if the call can succeed later. */
 static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
-  if (n == 0) cddp__connection_end(c, 0);
+  if (n == 0) cddp__connection_end(c, 0 /* the peer has closed it */);
   if (n < 0 && errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM)
     cddp__connection_end(c, errno);
   return n;
@@ -4618,7 +4621,7 @@ static int cddp__connection_fill(cddp__connection *c, size_t space) {
   }
   io.iov_base = c->in.data + c->in.end;
   io.iov_len = cddp__min(c->in.capacity - c->in.end, 1u << 20);
-  n = cddp__connection_recvmsg(c, &io, 1);
+  n = cddp__connection_recvmsg(c, &io, 1 /* element */);
   if (n > 0) c->in.end += (size_t)n;
   return n > 0 ? 1 : c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
 }
@@ -4647,7 +4650,7 @@ static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *he
     io[0].iov_len = cddp__min((in_head ? head_size : stop) - *sent, CDDP__SEND_BYTES);
     io[1].iov_base = (char *)(uintptr_t)data; /* sendmsg takes no const */
     io[1].iov_len = in_head ? cddp__min(stop, CDDP__SEND_BYTES) - head_size : 0;
-    n = cddp__connection_sendmsg(c, io, 2 /* elements of io */);
+    n = cddp__connection_sendmsg(c, io, 2 /* elements */);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
     *sent += (size_t)n;
   }
@@ -4678,7 +4681,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
     io[0].iov_len = left;
     io[1].iov_base = c->in.data;
     io[1].iov_len = c->in.capacity;
-    n = cddp__connection_recvmsg(c, io, 2 /* elements of io */);
+    n = cddp__connection_recvmsg(c, io, 2 /* elements */);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
     if ((size_t)n > left) { /* the bytes behind the first `left` are in `in` */
       c->in.start = 0;
@@ -12393,8 +12396,7 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   while ((c = *at) != NULL) {
     bool began = c->challenge.messages_received > 0;
     if (cddp__connection_progress(c) && c->peer < 0) cddp__join_answer(host, c);
-    if (!began && c->challenge.messages_received > 0)
-      c->retry_at = cddp__now(); /* of the first message */
+    if (!began && c->challenge.messages_received > 0) c->first_message_at = cddp__now();
     if (c->state == CDDP__CONNECTION_ENDED || (c->peer == 0 && cddp__buffer_size(&c->out) == 0) ||
         (few && cddp__now() > c->deadline) ||
         (c->challenge.messages_received == 0 ? ++silent : ++proving) > limit) {
@@ -12402,7 +12404,8 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
       cddp__link_free(c);
       continue;
     }
-    if (c->challenge.messages_received > 0 && c->retry_at >= begin && n < most) waiting[n++] = c;
+    if (c->challenge.messages_received > 0 && c->first_message_at >= begin && n < most)
+      waiting[n++] = c;
     at = &c->next;
   }
   return n;
