@@ -7602,12 +7602,27 @@ static void cddp__host_free(cddp__host *host) {
   cddp__free(&allocator, host);
 }
 
+/* Sets the host's name for texts: MACHINE, or MACHINE/CDDP_HOST_ID. A cddp__host_entry has 67 bytes
+   for it. Of a longer id it has both ends, as names of pods differ in the last bytes. */
+static void cddp__name_host(cddp__host *host) {
+  const char *id = cddp__env("CDDP_HOST_ID");
+  size_t size, most;
+  gethostname(host->name, sizeof host->name - 1); /* the NUL remains from calloc */
+  if (id == NULL) return;
+  host->name[40] = 0; /* of at most 64 */
+  size = strlen(id);
+  most = 67 - 1 /* slash */ - strlen(host->name);
+  if (size <= most)
+    cddp__append(host->name, sizeof host->name, "/%s", id);
+  else
+    cddp__append(host->name, sizeof host->name, "/%.8s..%s", id, id + size - (most - 10));
+}
+
 /* Creates the host object of one rank, without peers and memfd. NULL: out of memory. size, index:
    the job's world size and rank. The rendezvous replaces them by this host's. */
 static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp_logger *logger,
                                      int size, int index) {
   cddp__host *host = (cddp__host *)cddp__calloc(allocator, 1, sizeof *host);
-  const char *host_id = cddp__env("CDDP_HOST_ID");
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* of this rank alone; not used later */
   int i;
   if (host == NULL) return NULL;
@@ -7624,8 +7639,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   cddp__count_cores(host, processors);
   host->refs = 1; /* the caller's */
   host->lead = host; /* of itself */
-  gethostname(host->name, sizeof host->name - 1); /* the NUL remains from calloc */
-  if (host_id != NULL) cddp__append(host->name, sizeof host->name, "/%.20s", host_id);
+  cddp__name_host(host);
   host->ranks = (cddp__process *)cddp__calloc(allocator, (size_t)size, sizeof *host->ranks);
   for (i = 0; i < size && host->ranks != NULL; i++) {
     host->ranks[i].window = i;
@@ -25843,7 +25857,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A failed cddp_init left the flight recorder's files. Sparse rows take 16 bytes less.
      Mended. Texts and tools
               Texts name the step, the call's line, no_sync, a slow disk, a killed rank (not a
-              blocked port), a rank without its flight recorder. They end at a whole character.
+              blocked port), a rank without its flight recorder, all of a CDDP_HOST_ID, or its ends.
+              They end at a whole character.
               cddp_save takes file names of 252 to 255 bytes.
               Faults (SIGSEGV) in hooks run the program's handler. cppcheck reads the header.
               cddptrace: jobs that hang now, why a rank is missing, a directory as its argument.

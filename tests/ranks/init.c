@@ -1055,7 +1055,8 @@ static void test_spellings(void) { /* of one host: its ranks still share memory 
   for (i = 0; i < 3; i++) CHECK_EQ(m[i].seen->local, 3);
 }
 
-/* CDDP_HOST_ID is, for example, the name of a pod, which can have 253 bytes. */
+/* CDDP_HOST_ID is, for example, the name of a pod, which can have 253 bytes. Texts show how two of
+   them differ. */
 static void test_long_host_ids(void) {
   static const int lengths[] = {60, 61, 253};
   char id[2][256];
@@ -1071,9 +1072,14 @@ static void test_long_host_ids(void) {
     for (i = 0; i < 3; i++) {
       m[i].name = "CDDP_HOST_ID";
       m[i].value = id[i / 2];
+      m[i].job = i < 2;
+      m[i].stays = 20;
     }
+    m[2].dies = true;
     launch(m, 3, 30);
     check_joined(m, 3);
+    for (i = 0; i < 2; i++)
+      CHECK(m[i].seen->end == CDDP_PEER_LOST && strstr(m[i].seen->end_text, "aaay)") != NULL);
     for (i = 0; i < 3; i++) CHECK_EQ(m[i].seen->local, i < 2 ? 2 : 1);
   }
   unsetenv("CDDP_HOST_ID");
