@@ -22145,7 +22145,7 @@ static cddp_result cddp__commit_mean(cddp_ddp *d) {
                            d->layout.dense_bytes + cddp__gather_nodes_slack(d));
 }
 
-/* Collective: connects the members' new groups, and exchanges the addresses of each cddp__published.
+/* Collective: connects the members' new groups and exchanges the addresses of each cddp__published.
    Sets the addresses, and allocates the pages, that depend on the ranks. Both groups get links, for
    cddp__elastic_record_ends: the system of a dead process resets a link with unread bytes, but at
    most one of the two has any. */
@@ -22237,7 +22237,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
   return from;
 }
 
-/* Collective: broadcasts the bytes of rank `source` to the joining ranks, in chunks. The other ranks
+/* Collective: broadcasts the bytes of rank `source` to the joining ranks in chunks. The other ranks
    only pass them on, in scratch memory (`passed`), and ignore `data`. host_data: on a GPU, `data`
    is in host memory. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
@@ -22246,7 +22246,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
   bool takes_part =
       elastic->meeting.self_joining || elastic->member_of_rank[source] == elastic->meeting.me;
   bool host_data = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
-  size_t most = CDDP__NODES_CHUNK * sizeof(double), at, n;
+  size_t most = CDDP__NODES_CHUNK * sizeof(double) /* in a chunk */, at, n;
   void *passed = NULL, *host_chunk = host_data ? cddp__malloc(allocator, most) : NULL;
   cddp_result r = !host_data           ? d->memory->scratch(d, most, &passed)
                   : host_chunk != NULL ? CDDP_OK
@@ -22264,7 +22264,8 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
   return r;
 }
 
-/* Broadcasts the weights, buffers and states of rank `source`. from: its report. */
+/* Collective: broadcasts the weights, buffers and states of rank `source`. from: its report. A
+   joining rank stores the states in elastic->states, until its program creates the optimizer. */
 static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int source) {
   cddp__elastic *elastic = d->elastic;
   size_t bytes = (size_t)from->snapshot.state_count * d->layout.state_stride;
@@ -22274,6 +22275,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   cddp_result r = CDDP_OK;
   int i;
   CDDP_ASSERT(!receives || states == NULL);
+  /* A sender's optimizer has the states, unless they are still in elastic->states. */
   if ((sends || receives) && bytes > 0 && states == NULL) {
     states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_OPEN); /* peers write to it */
     if (states == NULL) return CDDP_OUT_OF_MEMORY;
@@ -22292,11 +22294,12 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
     elastic->states = states;
     d->snapshot = from->snapshot;
     for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = ((float *)(from + 1))[i];
-    elastic->step = from->reductions;
+    elastic->step = from->reductions; /* the weights are those after this many updates */
     d->steps = from->steps;
-    elastic->meeting.self_joining = false;
+    elastic->meeting.self_joining = false; /* it is complete: it can send in the next meeting */
   }
-  if (states != elastic->states) (d->group->backend->free)(d->group, states);
+  if (states != elastic->states) /* the sender's copy; after a failure a receiver's, too */
+    (d->group->backend->free)(d->group, states);
   return r;
 }
 
@@ -22305,8 +22308,9 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__rank_report *from) {
   cddp__elastic *elastic = d->elastic;
-  bool joins = elastic->meeting.self_joining, some_join = false, some_lack = false;
-  bool lacks_mean = !joins && elastic->reductions < from->reductions && !elastic->repeats;
+  bool joins = elastic->meeting.self_joining, some_join = false, some_lack_mean = false;
+  bool mean_lives = !elastic->repeats; /* else it is made again, and none receives it */
+  bool lacks_mean = mean_lives && !joins && elastic->reductions < from->reductions;
   bool has_mean = lacks_mean || (!joins && elastic->has_mean);
   int source = 0, k;
   cddp_result r = CDDP_OK;
@@ -22314,12 +22318,12 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
     const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
     bool joining = report->head.joining != 0;
     if (report == from) source = k;
-    some_lack =
-        some_lack || (!joining && report->reductions < from->reductions && !elastic->repeats);
+    some_lack_mean = some_lack_mean ||
+                     (mean_lives && !joining && report->reductions < from->reductions);
     some_join = some_join || joining;
   }
-  /* in_parts: all can read its parts. */
-  if (some_lack && d->layout.dense_bytes > 0 && from->in_parts == 0) {
+  /* from->in_parts: the mean is in parts, in memory that members who lack it can read. */
+  if (some_lack_mean && d->layout.dense_bytes > 0 && from->in_parts == 0) {
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense_bytes, CDDP_U8, source);
     if (elastic->own != NULL) r = cddp__commit_mean(d);
     if (r == CDDP_OK) r = cddp__run_model_collective(d, &call);
@@ -22327,12 +22331,12 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
     has_mean = true;
   }
   if (r == CDDP_OK && some_join) r = cddp__send_snapshot(d, from, source);
-  if (r == CDDP_OK && some_lack) r = cddp__await_model(d);
+  if (r == CDDP_OK && some_lack_mean) r = cddp__await_model(d); /* on GPUs: for the mean */
   if (r != CDDP_OK) return r;
   elastic->has_mean = has_mean;
-  /* Else this rank counts the repeated mean when it is made. */
-  if (elastic->repeat_counted || !elastic->repeats) elastic->reductions = from->reductions;
-  if (elastic->reductions == elastic->step && !elastic->repeats) cddp__leave_broken(d);
+  /* A rank without the update by the repeated mean counts that mean when it is made. */
+  if (elastic->repeat_counted || mean_lives) elastic->reductions = from->reductions;
+  if (elastic->reductions == elastic->step && mean_lives) cddp__leave_broken(d); /* a new step */
   return CDDP_OK;
 }
 
@@ -22346,7 +22350,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__message *mine = NULL, *table = NULL;
   cddp_result r;
   int i;
-  if (++elastic->meetings > 4 * d->shards.count + 16) /* more than losses explain */
+  if (++elastic->meetings > 4 * d->shards.count + 16) /* more than losses and joins explain */
     return cddp__fail(
         CDDP_ABORTED, "ranks formed new groups %d times in step %" PRIu64 " and could not "
         "complete it", elastic->meetings - 1, d->steps);
@@ -22361,17 +22365,17 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_PEER_LOST) r = CDDP_ABORTED; /* the members are gone or out of reach: no retry */
   if (r == CDDP_OK) from = cddp__elastic_apply_table(d, table);
   CDDP__POINT("elastic table");
-  if (r == CDDP_OK && from == NULL) { /* only joining ranks */
+  if (r == CDDP_OK && from == NULL) { /* only joining ranks: none has the weights */
     cddp__meeting_forget_members(m);
-    r = CDDP_PEER_LOST;
+    r = CDDP_PEER_LOST; /* the caller calls again */
   }
   if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 0 /* which */, &d->control);
   if (r == CDDP_OK) r = cddp__elastic_create_group(d, table, 1 /* which */, &d->comm);
   if (r == CDDP_OK) r = cddp__meeting_confirm(m);
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
   cddp__elastic_note_lost(d);
-  if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm); /* on GPUs */
-  for (i = 0; i < 2; i++) { /* unless this rank's blocks are in use */
+  if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm); /* on GPUs: a communicator */
+  for (i = 0; i < 2; i++) { /* frees the blocks that became no group's: those are NULL */
     cddp__arena_free(host, elastic->next_blocks[i]);
     elastic->next_blocks[i] = NULL;
   }
@@ -22379,14 +22383,16 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__elastic_synchronize(d, table, from);
   cddp__free(&host->allocator, table);
   if (r != CDDP_OK) return r;
-  cddp__answer_joins(m);
+  cddp__answer_joins(m); /* with the new epoch and leader */
   cddp__log(&host->logger, CDDP__LOG_WARNING, "%d rank%s with step %" PRIu64, d->step.active_count,
             d->step.active_count == 1 ? " continues" : "s continue",
             d->steps + elastic->reductions - elastic->step);
   return CDDP_OK;
 }
 
-/* Sets d->shards.current to the next shard; -1: the mean exists. Reduces, and meets if needed. */
+/* Ends the current shard, if any, and sets d->shards.current to this rank's next one. If none is
+   left, the rank reduces, and meets if a member was lost or a process joins, until it has one or
+   the mean exists (-1). */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__meeting *m = &elastic->meeting;
@@ -22396,7 +22402,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     cddp__leave_broken(d);
   cddp__join_serve(d->group->host, CDDP__JOIN_WAIT);
   if (shard >= 0 && elastic->reductions == elastic->step) r = cddp__finish_shard(d);
-  if (shard >= 0) cddp__reset_step(d);
+  if (shard >= 0) cddp__reset_step(d); /* the next shard's gradients are not ready */
   d->shards.current = -1;
   while (r == CDDP_OK && elastic->reductions == elastic->step) { /* until the mean exists */
     if ((shard = cddp__find_shard(d)) >= 0) {
@@ -22406,8 +22412,8 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     }
     cddp__accept_reports(m, CDDP__ACCEPT_JOINING);
     if (cddp__choose_leader(m) != m->me) cddp__drop_all_links(m); /* only the leader admits */
-    if (m->requests > 0 && elastic->meetings == 0 && /* no second meeting for joins */
-        elastic->last_update.kind != 0)
+    if (m->requests > 0 && elastic->meetings == 0 /* no second one in a step for joins */ &&
+        elastic->last_update.kind != 0 /* else it would not admit: cddp__elastic_regroup */)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
     else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* else comm has lost a link */
       r = cddp__elastic_reduce(d);
@@ -22418,7 +22424,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
 
 /* --- the update --- */
 
-/* A pass over part k of the mean, bytes *begin to *end of the model. */
+/* A pass over part k of the mean. Sets [*begin, *end), its bytes in the model. optim NULL: none. */
 static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t *begin,
                                   size_t *end) {
   cddp__pass pass = cddp__pass_of(d, optim, true /* averaged */);
@@ -22428,9 +22434,11 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
   return pass;
 }
 
-/* Updates all of this rank's weights and states, on a host. */
+/* Updates all of this rank's weights and states by the mean, on a host. Reads the parts of other
+   ranks in their memory. */
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
-  cddp__sparse *const *own_sparse = optim->sparse; /* NULL: it was created without desc.ddp */
+  /* NULL if it was created without desc.ddp; cddp__optim_prepare needs those of d. */
+  cddp__sparse *const *own_sparse = optim->sparse;
   cddp__elastic *elastic = d->elastic;
   double clip = 1;
   size_t begin, end;
@@ -22440,10 +22448,10 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   optim->sparse = d->rows.sparse;
   r = cddp__optim_prepare(optim);
   optim->sparse = own_sparse;
-  if (r != CDDP_OK) return r;
+  if (r != CDDP_OK) return r; /* nothing has changed */
   if (d->desc.max_grad_norm > 0 && !elastic->in_parts) { /* else the reduction made the squares */
-    pass = cddp__part_pass(d, optim, 0, &begin, &end);
-    cddp__run_pass(&pass, begin, end);
+    pass = cddp__part_pass(d, optim, 0 /* the whole mean */, &begin, &end);
+    cddp__run_pass(&pass, begin, end); /* without `steps`: writes squares only */
     elastic->squares[0] = d->addresses.squares[d->me];
   }
   if (d->desc.max_grad_norm > 0) {
@@ -22462,7 +22470,8 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   return cddp__end_update(d, optim, CDDP__NOT_CLEARED);
 }
 
-/* optim NULL: cddp_ddp_wait, which returns the mean as gradients. */
+/* Ends the step with the mean, without other ranks. optim NULL: cddp_ddp_wait, which returns the
+   mean as gradients. */
 static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic_call *call = &d->elastic->last_update;
   bool on_device = d->group->backend->on_device;
@@ -22475,11 +22484,11 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   call->settings_hash = cddp__optim_settings(optim);
   call->lr = optim != NULL ? optim->desc.lr : 0;
   call->steps = d->steps;
-  memset(d->step.used, 1, (size_t)d->count);
+  memset(d->step.used, 1, (size_t)d->count); /* in elastic models each parameter counts as used */
   d->step.has_norm = false;
-  /* the mean becomes the gradients: */
+  /* The mean becomes the gradients, for the program or the device's step. */
   for (k = 0; (on_device || optim == NULL) && r == CDDP_OK && k < d->elastic->mean_parts; k++) {
-    cddp__pass pass = cddp__part_pass(d, NULL, k, &begin, &end);
+    cddp__pass pass = cddp__part_pass(d, NULL /* optim */, k, &begin, &end);
     r = (d->memory->copy)(d->arena + begin, pass.means + begin, end - begin, d->group->stream);
   }
   if (r == CDDP_OK && optim == NULL) {
@@ -22490,14 +22499,15 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   } else if (r == CDDP_OK) {
     r = cddp__step_own_weights(d, optim);
   }
-  d->elastic->holds_shard = false;
+  d->elastic->holds_shard = false; /* the update has zeroed the gradients, or they are the mean */
   CDDP__POINT("elastic updated");
   if (r == CDDP_OK) d->elastic->gave_states = false;
   if (r == CDDP_OK) d->elastic->step++;
   return r;
 }
 
-/* Compares a joined rank's optimizer with the job's. */
+/* Compares a joined rank's optimizer, `mine`, with the job's, d->snapshot. The lr can differ: it is
+   set to the job's later. */
 static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
   const cddp__snapshot *job = &d->snapshot;
   int i;
@@ -22514,32 +22524,34 @@ static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapsho
                     d->group->rank);
 }
 
-/* Makes `optim` the optimizer of d. In a joined rank it gets the snapshot's states. After a failure
-   nothing has changed for d. */
+/* Makes `optim` the optimizer of d. In a joined rank it gets the snapshot's states, once. After a
+   failure nothing has changed for d. */
 static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
-  cddp__snapshot *from = &d->snapshot, mine = cddp__optim_snapshot(optim, NULL);
+  cddp__snapshot *from = &d->snapshot, mine = cddp__optim_snapshot(optim, NULL /* counts */);
   cddp__elastic *elastic = d->elastic;
   cddp_result r = cddp__check_sizes(optim);
+  bool is_second;
   int i;
   if (r == CDDP_OK && from->has_optim) r = cddp__compare_settings(d, &mine);
   if (r != CDDP_OK) return r;
-  if ((d->optim != NULL ? d->optim != optim : elastic->gave_states) && d->group->host->joined &&
-      optim->state_count > 0)
+  is_second = d->optim != NULL ? d->optim != optim : elastic->gave_states /* to a destroyed one */;
+  if (is_second && d->group->host->joined && optim->state_count > 0)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "CDDP_JOIN: the job sends the states of one optimizer, and this is a second "
                       "one for the elastic model's parameters");
   CDDP_ASSERT(!from->stepped || optim->state_count == from->state_count);
   for (i = 0; r == CDDP_OK && from->stepped && i < optim->count; i++) {
     optim->steps[i] = d->tensors[i].restored_steps;
-    optim->init_master[i] = optim->steps[i] == 0; /* else received */
-    if (optim->steps[i] > 0) r = cddp__ensure_states(optim, i);
+    optim->init_master[i] = optim->steps[i] == 0; /* else the master weights are in the states */
+    if (optim->steps[i] > 0) r = cddp__ensure_states(optim, i); /* allocates them */
   }
   if (r == CDDP_OK && from->stepped)
     r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
   if (r == CDDP_OK && from->stepped && d->group->backend->on_device)
-    r = cddp__await_device(d->group, CDDP__AWAIT_STREAM); /* the next step finds losses */
+    /* Waits for the copies, as elastic->states is freed below. The next step finds lost ranks. */
+    r = cddp__await_device(d->group, CDDP__AWAIT_STREAM);
   if (r != CDDP_OK) return r;
-  if (d->optim != NULL) d->optim->model_link = NULL; /* its end no longer clears d->optim */
+  if (d->optim != NULL) d->optim->model_link = NULL; /* destroying it does not clear d->optim now */
   d->optim = optim;
   optim->model_link = &d->optim;
   if (from->has_optim) cddp__set_lr(optim, from->settings[CDDP__SETTING_LR]);
@@ -22555,10 +22567,10 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
 /* The elastic models of this process. An optimizer without desc.ddp finds its model here, and in a
    joining process its states. */
 static pthread_mutex_t cddp__models_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp_ddp *cddp__elastic_models; /* by elastic.next */
+static cddp_ddp *cddp__elastic_models; /* by elastic.next; read without the lock only for NULL */
 
 static void cddp__forget_elastic_models(void) { /* in a forked child: they are its parent's */
-  pthread_mutex_init(&cddp__models_lock, NULL);
+  pthread_mutex_init(&cddp__models_lock, NULL); /* another thread can hold it in the parent */
   __atomic_store_n(&cddp__elastic_models, NULL, __ATOMIC_RELEASE);
 }
 
@@ -22566,6 +22578,7 @@ static void cddp__register_elastic_fork(void) {
   (void)pthread_atfork(NULL, NULL, cddp__forget_elastic_models);
 }
 
+/* When the model is complete: optimizers find it. */
 static void cddp__elastic_register(cddp_ddp *d) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   int i;
@@ -22578,6 +22591,7 @@ static void cddp__elastic_register(cddp_ddp *d) {
   pthread_mutex_unlock(&cddp__models_lock);
 }
 
+/* Does nothing if d is not in the list: its creation failed, or this is a forked child. */
 static void cddp__elastic_unregister(cddp_ddp *d) {
   cddp_ddp **at = &cddp__elastic_models;
   pthread_mutex_lock(&cddp__models_lock);
@@ -22586,13 +22600,14 @@ static void cddp__elastic_unregister(cddp_ddp *d) {
   pthread_mutex_unlock(&cddp__models_lock);
 }
 
-/* Whether optim has d's parameters, in the same order. */
+/* Whether optim has exactly d's parameters, in the same order. */
 static bool cddp__has_params_of(const cddp_optim *optim, const cddp_ddp *d) {
   int i = 0;
   while (i < d->count && i < optim->count && optim->params[i].data == d->tensors[i].data) i++;
   return i == d->count && i == optim->count;
 }
 
+/* Whether optim and d have a parameter in common, one without elements excepted. */
 static bool cddp__has_any_param_of(const cddp_optim *optim, const cddp_ddp *d) {
   int i, k;
   for (i = 0; i < optim->count; i++)
@@ -22605,6 +22620,7 @@ static bool cddp__has_any_param_of(const cddp_optim *optim, const cddp_ddp *d) {
 static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing when) {
   cddp_ddp *d, *model = NULL;
   bool partial = false; /* in a joined process: optim has only some parameters of a model */
+  /* most programs have no elastic model: their optimizers need no lock */
   if (__atomic_load_n(&cddp__elastic_models, __ATOMIC_ACQUIRE) == NULL) return CDDP_OK;
   pthread_mutex_lock(&cddp__models_lock);
   for (d = cddp__elastic_models; d != NULL && model == NULL; d = d->elastic->next)
@@ -22616,22 +22632,22 @@ static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing
       !model->group->host->joined)
     return CDDP_OK; /* joining processes get the states of the one that steps */
   if (model != NULL) return cddp__elastic_restore(model, optim);
-  if (!partial) return CDDP_OK;
+  if (!partial) return CDDP_OK; /* it has nothing to do with an elastic model that joined */
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job sends the states of one optimizer with all parameters of "
                     "the elastic model, in its order; this optimizer has %d parameters",
                     optim->count);
 }
 
-/* optim NULL: cddp_ddp_wait. */
+/* cddp_ddp_step; optim NULL: cddp_ddp_wait. A failure fails the model. */
 static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic *elastic = d->elastic;
   cddp_result r;
   uint64_t record;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
-  if (optim == NULL && d->no_sync) return CDDP_OK;
+  if (optim == NULL && d->no_sync) return CDDP_OK; /* gradients accumulate: no update */
   record = cddp__record_begin(d->group, optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
-                              d->steps, 0);
+                              d->steps, 0 /* count */);
   r = d->memory->select_device(d);
   if (r == CDDP_OK && (d->shards.current >= 0 || elastic->reductions == elastic->step))
     r = CDDP__REFUSE("rank %d called the update of step %" PRIu64
@@ -22643,7 +22659,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
     d->steps++;
     d->step.present = d->step.active_count;
     cddp__reset_step(d);
-  } else {
+  } else { /* the other ranks count this one as lost */
     r = cddp__ddp_set_cause(d, cddp__break_model(d, r));
   }
   cddp__record_finish(d->group, record, r);
@@ -22652,6 +22668,8 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
 
 /* --- creation, joining and destruction --- */
 
+/* Part of cddp_ddp_destroy, also of a model whose creation failed. This rank is lost to the others,
+   which continue. */
 static void cddp__elastic_free(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   const cddp__backend *backend = d->group->backend;
@@ -22660,7 +22678,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   cddp__elastic_unregister(d);
   /* What other ranks can still read is freed when all ranks have left the group. Without a group,
      or if other threads of this process can read it: never. */
-  if (d->step.active_count != 1 && elastic->own != NULL) {
+  if (d->step.active_count != 1 /* this rank alone */ && elastic->own != NULL /* on a host */) {
     if (d->control != NULL) {
       cddp__arena_free_with(host, elastic->own, d->control->block);
       cddp__arena_free_with(host, elastic->mean, d->control->block);
@@ -22668,14 +22686,14 @@ static void cddp__elastic_free(cddp_ddp *d) {
     }
     elastic->own = NULL; /* not freed below */
     elastic->mean = d->arena = NULL;
-    if (host->one_process) elastic->slot_area = d->rows.packet = NULL;
+    if (host->one_process) elastic->slot_area = d->rows.packet = NULL; /* other threads read them */
   }
   cddp__leave_broken(d);
   if (elastic->meeting.net != NULL) cddp__elastic_close(d);
   cddp__free(&host->allocator, elastic->lost_blocks);
   host->elastic = false;
   if (host->joined && !elastic->meeting.self_joining)
-    host->job_info->table.lead.model.params = 0; /* a process joins only once */
+    host->job_info->table.lead.model.params = 0; /* cddp_ddp_create refuses another elastic model */
   (void)d->memory->select_device(d);
   (backend->free)(d->group, elastic->mean);
   (backend->free)(d->group, elastic->slot_area);
@@ -22686,12 +22704,15 @@ static void cddp__elastic_free(cddp_ddp *d) {
   d->elastic = NULL;
 }
 
+/* Allocates d->elastic, its meeting, and the memory that other ranks read. After a failure the
+   caller calls cddp__elastic_free. */
 static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   size_t n = (size_t)d->shards.count; /* the most members */
   cddp__elastic *elastic = (cddp__elastic *)cddp__calloc(
       &host->allocator, 1,
-      sizeof *elastic + n * (3 * sizeof(void *) + sizeof *elastic->member_of_rank));
+      sizeof *elastic + n * (3 * sizeof(void *) /* means, squares, published */ +
+                             sizeof *elastic->member_of_rank));
   cddp_result r;
   if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
   host->elastic = true;
@@ -22707,10 +22728,11 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   elastic->mean = cddp__elastic_allocate(d, d->layout.dense_bytes + cddp__gather_nodes_slack(d),
                                          CDDP__EXTENT_LAZY);
   if (elastic->mean == NULL) return CDDP_OUT_OF_MEMORY;
-  return !d->group->backend->on_device ? cddp__create_published(d) : CDDP_OK;
+  if (d->group->backend->on_device) return CDDP_OK; /* other ranks do not map a GPU's memory */
+  return cddp__create_published(d);
 }
 
-/* Collective over d->control. */
+/* Collective over d->control, the group of all ranks of d->group: makes them the first members. */
 static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = (size_t)g->size;
@@ -22719,13 +22741,13 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_result r = cddp__elastic_new(d);
   int k;
   CDDP__POINT("elastic enter");
-  if (r == CDDP_OK) r = cddp__await_model(d); /* a loss could end rank 0's broadcast */
+  if (r == CDDP_OK) r = cddp__await_model(d); /* on GPUs: of rank 0's weights, which a loss ends */
   memset(&mine, 0, sizeof mine);
   if (r == CDDP_OK) r = cddp__open_own_member(&d->elastic->meeting, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
   all = (cddp__leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  r = cddp__consensus(g, r, &mine, sizeof mine, all);
+  r = cddp__consensus(g, r, &mine, sizeof mine, all); /* fails on all ranks if one has failed */
   if (r == CDDP_OK) {
     m = &d->elastic->meeting;
     for (k = 0; k < g->size; k++) {
@@ -22742,7 +22764,8 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   for (k = 0; r == CDDP_OK && k < g->size; k++)
     if (g->host_index[k] >= 0) /* on this host */
       r = cddp__register_process(g->host, g->host_index[k], d->elastic->meeting.members[k].pid);
-  if (r == CDDP_OK) r = cddp__consensus(g, cddp__elastic_connect(d), NULL, 0, NULL);
+  if (r == CDDP_OK)
+    r = cddp__consensus(g, cddp__elastic_connect(d), NULL /* payload */, 0, NULL);
   if (r != CDDP_OK) return r;
   d->control->elastic = d->comm->elastic = true; /* from now on the model survives losses */
   cddp__answer_joins(&d->elastic->meeting);
@@ -22752,14 +22775,15 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
 /* In a joining process: the first meeting makes it a member. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__member self;
+  /* the job's model, from the answer in cddp_init: fails if d is another one */
   cddp_result r = cddp__join_compare(d, &d->group->host->job_info->table.lead.model);
   if (r == CDDP_OK) r = cddp__elastic_new(d);
   if (r == CDDP_OK) r = cddp__open_own_member(&d->elastic->meeting, &self);
   if (r != CDDP_OK) return r;
   cddp__set_member(&d->elastic->meeting, &self);
   d->elastic->meeting.net->host = self.host;
-  do r = cddp__elastic_regroup(d);
-  while (r == CDDP_PEER_LOST);
+  do r = cddp__elastic_regroup(d); /* also receives the weights */
+  while (r == CDDP_PEER_LOST); /* another rank was lost meanwhile */
   if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* the members' failure is not an error of this rank */
   if (r == CDDP_OK) cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return r;
