@@ -1804,8 +1804,8 @@ typedef struct cddp__send_request {
   uint64_t count; /* elements */
   cddp__atomic_u64 number; /* of the send at its sender, ascending: receivers take the lowest */
   union {
-    unsigned char bytes[sizeof(cddp__ref)]; /* the message, if it fits: needs no other line */
-    cddp__ref ref; /* of a longer one: the program's buffer, or `stage` */
+    unsigned char bytes[sizeof(cddp__ref)]; /* the message, if it fits: no other line is read */
+    cddp__ref ref; /* a longer message: where it is, the program's buffer or `stage` */
   } u;
   void *stage CDDP__OWN_LINE; /* the sender's memory for copies of messages, kept for reuse */
   size_t stage_size; /* bytes of `stage` */
@@ -1853,7 +1853,8 @@ typedef struct cddp__slot {
   cddp__atomic_u32 events; /* peers increment it after they change a send from or for this rank,
                               if this rank sleeps or the group has several hosts */
   cddp__atomic_u32 event_sleepers; /* threads of this rank that sleep on `events` */
-  cddp__atomic_u32 send_top; /* receivers scan the send requests below: others were never used */
+  cddp__atomic_u32 send_top; /* 1 + the highest index of a send request that was ever used:
+                                receivers scan only those below */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
   cddp__atomic_u32 works; /* operations queued or running in the rank's engine */
   cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | its wait status, as
@@ -1866,10 +1867,11 @@ typedef struct cddp__slot {
   char failure[CDDP__ERROR_MAX]; /* the group's error if block.broken names this slot; fail_lock */
   /* In the job's first group: the place where the rank waits, for texts of ranks that wait for it.
      Writer: the waiting thread. */
-  cddp__atomic_u64 wait; /* the awaited round: low half of the group's id << 32 | its number;
-                            UINT64_MAX: a message; 0: no thread has waited for long */
-  cddp__atomic_u32 wait_failed; /* 1: the last wait ended in a failure */
-  cddp__atomic_u32 multithreaded; /* 1: several threads use cddp: a wait stops only one */
+  cddp__atomic_u64 wait; /* a thread waits for a round: low half of the group's id << 32 | number of
+                            the round; UINT64_MAX: for a message; 0: no thread waits for long */
+  cddp__atomic_u32 wait_failed; /* 1: the last wait failed: `where` tells where that was */
+  cddp__atomic_u32 multithreaded; /* 1: several threads of the rank use cddp, so others can run on
+                                     while one waits */
   char where[CDDP__WHERE_MAX]; /* the operation and call site of that wait */
   /* Memory of this rank, and its calls on device memory. */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* [i]: block i of requests, i > 0; block 0 is `sends` */
@@ -1900,14 +1902,16 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0: not broken; else a cddp_result | the index of the
                                              slot with the text << 8 */
   cddp__atomic_u32 left; /* ranks of the host that have destroyed the group */
-  cddp__atomic_u32 generation; /* number of the block; a change means that it was freed */
+  cddp__atomic_u32 generation; /* number of the block in its memory: a change means that the block
+                                  was freed */
   cddp__atomic_u32 size; /* when `left` is this number, the block is freed; 0: not set yet */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank of the host */
   cddp__atomic_u32 cores; /* number that all ranks of the host together can use; at first that one
                              rank can use */
   cddp__atomic_u32 joins; /* job's first group: number of joined processes */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones, a bitmap; job's first group */
-  cddp__cause cause; /* a lost rank of which a notice has arrived or was sent */
+  cddp__cause cause; /* text of a notice about a lost rank, which has arrived or was sent before the
+                        group fails */
   cddp__atomic_u32 arrivals_sent; /* last round for which this host sent others its arrivals */
 } cddp__control_block;
 
@@ -1932,7 +1936,8 @@ typedef struct cddp__arena {
   cddp__atomic_u64 lowest, highest; /* bounds of the addresses of shared memory: cddp__ref_of finds
                                        without a lock that other memory is private */
   uint32_t generation; /* of this rank's last control block */
-  struct cddp__segments own, peers; /* own: sorted by address; peers: by offset in the memfd */
+  struct cddp__segments own; /* this rank's, sorted by address */
+  struct cddp__segments peers; /* other ranks', mapped here; sorted by offset in the memfd */
   struct cddp__extents lists[CDDP__SIZE_CLASSES]; /* indexed by cddp__size_class */
   struct cddp__extent *pending; /* a ring: own control blocks, and extents to free with a block */
 } cddp__arena;
@@ -2085,15 +2090,14 @@ typedef struct cddp__backend {
   void (*leave)(cddp_group *g); /* in cddp_destroy: completes what peers still need */
   void (*close)(cddp_group *g); /* after leave, when the group's memory is freed */
   /* Memory until the next call, on the thread that calls collectives. NULL: use alloc and free. */
-  cddp_result (*scratch)(const cddp_group *g, size_t bytes, void **out);
+  cddp_result (*scratch)(const cddp_group *g, size_t bytes, void **out); /* one block for a group */
   const struct cddp__ddp_memory *memory; /* models' functions; NULL: cddp__host_memory */
 } cddp__backend;
 
 /* Carries a group's collectives in host memory that do not fit into a round: by shared memory,
    connections between hosts, or MPI. */
 typedef struct cddp__carrier {
-  bool foreign; /* another library (MPI), which reduces over all ranks, also absent ones, those in
-                   cddp_ddp_join */
+  bool foreign; /* another library (MPI): it reduces over all ranks, also those in cddp_ddp_join */
   bool shares_memory; /* every rank can read all gradients: `average` is not called */
   cddp_result (*run)(cddp_group *g, const cddp__call *c); /* a whole collective */
   /* Writes the mean of the ranks' c->count elements to c->recv. arrays: [local_size] the inputs of
@@ -2126,7 +2130,7 @@ struct cddp_work {
 
   /* Messages. p2p.lock */
   int send; /* send: index of the request with the address of the caller's buffer; -1: a copy */
-  int from; /* receive: the message's sender; with CDDP_ANY a candidate until done */
+  int from; /* receive: the message's sender; with CDDP_ANY the rank checked last, until done */
   bool filling; /* receive: a link is reading the message into the buffer */
   double next_look; /* when cddp_test next checks if the peer has ended; no lock */
 
@@ -2224,10 +2228,12 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   char *staging; /* the staging buffers, two for each rank of this host */
   size_t staging_size; /* bytes of a staging buffer; 0: the group has none */
   size_t staging_ready; /* bytes of each of this rank's two buffers that already have memory */
-  cddp__ref block_ref; /* NONE: the job's first group; POINTER: threads, or made private */
+  cddp__ref block_ref; /* NONE: the job's first group; POINTER: the ranks are threads, or a private copy
+                          has replaced the block */
   uint32_t block_generation; /* block->generation when the group was created */
 
-  /* How this rank waits. An engine's thread changes spin and yields. */
+  /* How this rank waits. An engine's thread that shares a core changes spin and yields for the time
+     of an operation. */
   int spin, yields; /* number of polls before the first yield, of yields before the first sleep */
   bool oversubscribed; /* more ranks than cores: ranks count arrivals and sleep (>>round) */
   size_t round_max; /* bytes of the largest share of a call that can be a single round */
@@ -2259,8 +2265,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 /* A node of the canonical tree over the shards of a step: the sum of a rank's shards. */
 typedef struct cddp__shard_node {
   int32_t first, width; /* first shard, number of shards */
-  int32_t slot; /* which of the rank's slots for sums (addresses.slots) has the sum; -1: one shard,
-                   whose sum is in the rank's gradients */
+  int32_t slot; /* which of the rank's slots for sums (addresses.slots) has the sum; -1: none, the
+                   sum of one shard is in the rank's gradients */
   int32_t rank; /* only in lists of all ranks' nodes */
 } cddp__shard_node;
 
@@ -2405,8 +2411,8 @@ typedef struct cddp__step {
   bool sums; /* `divides`, and the last step was cddp_ddp_step: buckets are sums, not means */
   bool scatters; /* NCCL reduces each part of a bucket to the rank that steps it */
   bool scattered; /* the next call must be cddp_ddp_all_gather */
-  int *active; /* the first active_count: ranks not in cddp_ddp_join, as of the last meeting;
-                  elastic: all ranks of the epoch's groups */
+  int *active; /* [active_count] ranks not in cddp_ddp_join, as of the last meeting; elastic: all
+                  ranks of the epoch's groups */
   int active_count;
   int present; /* active_count of the last completed step: cddp_ddp_present */
   unsigned char *used; /* [count] tensor.used of the last wait or step; cddp_optim reads it */
@@ -2420,7 +2426,7 @@ typedef struct cddp__step {
 typedef struct cddp__shards {
   int count; /* in each step: desc.shards, or one per rank */
   int *owner; /* [count] each shard's rank; elastic: in the epoch's groups, see member_of_rank */
-  int own_count; /* number of this rank's shards; elastic: 1 */
+  int own_count; /* number of this rank's shards; elastic: 1, as each step assigns them anew */
   int taken; /* number of shards that cddp_ddp_next_shard returned in this step; not elastic */
   int current; /* the shard being computed; -1: none */
   bool uses_slots; /* for the sums of own_nodes: more shards than ranks, or shards with NCCL */
@@ -2465,9 +2471,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp_group *comm; /* its engine reduces buckets; with NCCL the caller's group */
   cddp_group *control; /* rounds of waits and steps, on the caller's thread */
   cddp_group *hook_group; /* passed to communication hooks, on the engine's thread; NULL: no hook */
-  cddp_param *params; /* the caller's */
-  int count;
-  cddp_ddp_desc desc;
+  cddp_param *params; /* [count] the caller's array */
+  int count; /* of parameters */
+  cddp_ddp_desc desc; /* a copy of the caller's */
   const cddp__ddp_memory *memory; /* host or device */
   bool meets; /* ranks meet on the host in each step, not only until plan.rebuilt */
   int me; /* this rank's index in `addresses`: local rank; elastic: rank in the epoch's groups;
@@ -2741,7 +2747,7 @@ static void cddp__escape_controls(void) {
   for (c = (unsigned char *)raw; *c != 0; c += size) {
     if (to >= cddp__error_text + CDDP__ERROR_MAX - 5) break; /* 5: for \x1b and the NUL */
     size = cddp__utf8(c, (size_t)(end - c));
-    if (size == 2 && c[0] == 0xc2 && c[1] < 0xa0) /* U+0080 to U+009F */
+    if (size == 2 && c[0] == 0xc2 && c[1] < 0xa0) /* U+0080 to U+009F, which is c[1] */
       to += snprintf(to, 5, "\\x%02x", (unsigned)c[1]);
     else if (size > 1 || (size == 1 && *c >= ' ' && *c != 127 /* DEL */))
       to = (char *)memcpy(to, c, size) + size;
@@ -4256,7 +4262,8 @@ static cddp_result cddp__listen_loopback(int *fd, int *port) {
   *port = cddp__address_port(&a);
   *fd = fcntl(listener, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* not in the table of FORK */
   if (r == CDDP_OK && *fd < 0) r = cddp__fail_errno("fcntl of a socket");
-  if (r == CDDP_OK && *port == 0 && !cddp__local_address(listener, &a)) /* again, for errno */
+  /* Port 0: _listen_all could not learn the port. The same call fails again, and sets errno. */
+  if (r == CDDP_OK && *port == 0 && !cddp__local_address(listener, &a))
     r = cddp__fail_errno("getsockname, to learn the port of rank 0");
   cddp__close_fd(&listener);
   return r;
@@ -4488,8 +4495,8 @@ static enum cddp__end cddp__end_from_error(int error) {
   return CDDP__IS_UNREACHABLE; /* ETIMEDOUT, EHOSTUNREACH and others */
 }
 
-/* The most connections of a listener whose proof is not complete. All ranks can connect at the same
-   time. When there are more, the oldest is closed; if a rank made it, that connects again. */
+/* The most connections of a listener without a complete proof. All ranks can connect at the same
+   time. When there are more, the oldest is closed; if a rank made it, the rank connects again. */
 static int cddp__unproven_most(int ranks) { return 128 + 4 * ranks; }
 
 /* Initializes the struct. The connection owns fd. It is UP, unless the owner sets another state or
@@ -4526,8 +4533,8 @@ static void cddp__connection_close(cddp__connection *c) {
   c->message = NULL;
 }
 
-/* Begins the proof of the secret, whose state is PROVING until cddp__connection_progress completes
-   it. Parameters as in cddp__challenge_begin. */
+/* Begins the proof of the secret: the connection is PROVING until cddp__connection_progress has
+   completed it. Parameters as in cddp__challenge_begin. */
 static cddp_result cddp__connection_begin_proof(cddp__connection *c, const char *secret,
                                               const char *purpose, const void *context, size_t n) {
   cddp_result r = cddp__challenge_begin(&c->challenge, secret, purpose, c->caller, context, n);
@@ -4600,8 +4607,8 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
   head = n > 0 && c->local ? CMSG_FIRSTHDR(&message.m) : NULL;
   if (head != NULL && head->cmsg_type == SCM_RIGHTS && head->cmsg_len >= CMSG_LEN(sizeof(int))) {
     fd_count = cddp__min((head->cmsg_len - CMSG_LEN(0)) / sizeof(int), 2);
-    cddp__close_fd(&c->fds[0]); /* now -1, if only one arrives too */
-    cddp__close_fd(&c->fds[1]);
+    cddp__close_fd(&c->fds[0]);
+    cddp__close_fd(&c->fds[1]); /* stays -1 if only one has arrived */
     memcpy(c->fds, CMSG_DATA(head), fd_count * sizeof(int));
     c->fds[0] = cddp__above_stdio(c->fds[0]);
     c->fds[1] = cddp__above_stdio(c->fds[1]);
