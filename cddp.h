@@ -17205,6 +17205,7 @@ static cddp__text cddp__param_name(const cddp_param *params, int i) {
 /* Bits of `rules`: each parameter needs a name; data; a dtype that trains, and an aligned grad. */
 enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 };
 
+/* Refuses the first parameter that breaks one of `rules`, or that no call could use. */
 static cddp_result cddp__check_params(const cddp_param *params, int count, int rules) {
   int i;
   if (count < 0 || (count > 0 && params == NULL))
@@ -17232,10 +17233,11 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
   return CDDP_OK;
 }
 
+/* rows: [count] cddp_ddp_desc.sparse_rows; 0: the parameter is dense. NULL: all are. */
 static cddp_result cddp__check_sparse(const cddp_param *params, int count, const size_t *rows) {
   int i;
   for (i = 0; rows != NULL && i < count; i++) {
-    if (rows[i] == 0) continue; /* dense */
+    if (rows[i] == 0) continue;
     if (params[i].count == 0 || params[i].count % rows[i] != 0)
       return CDDP__REFUSE("parameter \"%s\" cannot have %zu sparse rows, with %zu elements",
                           cddp__param_name(params, i).s, rows[i], params[i].count);
@@ -17265,7 +17267,7 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
   static const char *const what[] = {"data", "grad", "copy"};
   cddp__owned *list = (cddp__owned *)cddp__calloc(allocator, 3 * (size_t)count, sizeof *list);
   cddp_result r = CDDP_OK;
-  size_t n = 0, k;
+  size_t n = 0, k; /* n: entries of the list */
   int i, j;
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < count; i++) {
@@ -18151,9 +18153,9 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
                        CDDP_AVG);
 }
 
-/* Sums `count` nodes of this rank, which together form one node, into the slot `out`. clear: zeroes
-   the gradients, which can be one of them (slot -1). */
-static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
+/* Sums `count` nodes of this rank, which together form one node, into slot to_slot. slots: where the
+   nodes are; one can be -1, the gradients. clear: zeroes the gradients. */
+static cddp_result cddp__merge_nodes(cddp_ddp *d, int to_slot, const int *slots, const int *widths,
                                      int count, bool clear) {
   /* On a device one call takes a whole range. */
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
@@ -18168,7 +18170,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * esize) {
       n = cddp__min(block, (range.end - at) / esize);
       for (k = 0; k < count; k++) nodes[k] = cddp__node_at(d, d->me, slots[k], range.first, at);
-      r = (d->memory->sum)(cddp__slot_at(d, d->me, out, at), dtype, nodes, widths, count,
+      r = (d->memory->sum)(cddp__slot_at(d, d->me, to_slot, at), dtype, nodes, widths, count,
                            0 /* a sum, no mean */, n, stream);
       if (r == CDDP_OK && clear)
         r = (d->memory->zero)(cddp__gradient_at(d, d->me, range.first, at), n * esize, stream);
@@ -18195,7 +18197,7 @@ enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
    it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   cddp__shard_node *own = d->shards.own_nodes;
-  cddp__shard_node of_shard = {shard, 1 /* width */, -1 /* no slot */, 0 /* rank */};
+  cddp__shard_node of_shard = {shard, 1 /* width */, -1 /* no slot */, 0 /* all own nodes' rank */};
   int *count = &d->shards.own_node_count, free_slot = cddp__free_slot(own, *count);
   cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
   int *slot = &merge.node.slot, at = 0; /* at: the shard's index in merge.slots */
@@ -18209,7 +18211,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
     r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1, more);
     merge.slots[at] = free_slot;
     merge.widths[at] = -1; /* one shard, in the compute type */
-    cleared = true;
+    cleared = true; /* if `more` */
   }
   if (r == CDDP_OK && *slot >= 0)
     r = cddp__merge_nodes(d, *slot, merge.slots, merge.widths, merge.count, more && !cleared);
@@ -18222,7 +18224,8 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
 
 /* Takes the mean of a chunk, n elements for each rank, from offset `at` of the model, into `out`.
      1. Each rank receives its n elements of all nodes, in `most` exchanges. In the i-th, each rank
-        sends its i-th node. So a node's slot is the number of its exchange.
+        sends its i-th node, own_nodes[i]. In d->shards.nodes `slot` is that i, not a place in the
+        rank's memory.
      2. It takes their mean, in its place in `out`.
      3. All ranks gather the means. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
@@ -18230,7 +18233,8 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   cddp_dtype wide = cddp__compute_type(dtype);
   size_t ranks = (size_t)d->control->size;
   size_t bytes = n * cddp__dtype_size(wide); /* of n elements of a node */
-  char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *to;
+  char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype); /* this rank's means */
+  char *to; /* where an exchange receives */
   cddp__call means =
       cddp__make_call(CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM, -1 /* no root */);
   cddp__call nodes;
@@ -18248,10 +18252,13 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
     r = cddp__run_model_collective(d, &nodes);
   }
   CDDP__POINT("elastic exchanged");
-  for (i = 0; i < d->shards.node_count; i++)
-    d->scratch.sources[i] = ranks == 1 ? cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at)
-                               : (char *)scratch + ((size_t)d->shards.nodes[i].slot * ranks +
-                                                    (size_t)d->shards.nodes[i].rank) * bytes;
+  for (i = 0; i < d->shards.node_count; i++) {
+    const cddp__shard_node *node = &d->shards.nodes[i];
+    size_t place = ((size_t)node->slot * ranks + (size_t)node->rank) * bytes; /* in scratch */
+    d->scratch.sources[i] = ranks > 1
+                                ? (char *)scratch + place
+                                : cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at);
+  }
   if (r == CDDP_OK)
     r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
                          d->shards.count, n, d->group->stream);
@@ -18272,8 +18279,8 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
     size_t end = d->layout.starts[dtype + 1];
     esize = cddp__dtype_size((cddp_dtype)dtype);
     for (at = d->layout.starts[dtype]; r == CDDP_OK && at < end; at += n * ranks * esize) {
-      n = ((end - at) / esize + ranks - 1) / ranks;
-      n = cddp__round_up(cddp__min(n, chunk), CDDP__CACHE_LINE / esize);
+      n = ((end - at) / esize + ranks - 1) / ranks; /* of all that is left, rounded up */
+      n = cddp__round_up(cddp__min(n, chunk), CDDP__CACHE_LINE / esize); /* whole cache lines */
       r = cddp__gather_chunk(d, out + at, (cddp_dtype)dtype, at, n, most);
       CDDP__POINT("elastic piece");
     }
@@ -18910,14 +18917,18 @@ typedef struct cddp__pass {
   bool alone;        /* private states and elements: new weights are not written to other ranks */
 } cddp__pass;
 
+/* The index in a rank's squares of the norm block at offset `at` of the model, in the tensor. */
+static size_t cddp__norm_block_of(const cddp__tensor *tensor, size_t at) {
+  return tensor->first_norm_block + at / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES;
+}
+
 /* Sets this rank's sums of squares of the norm blocks in [begin, end) of the model, all of
    parameter i. grad: its mean gradient from `begin` on. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
-  const cddp__tensor *tensor = &d->tensors[i];
-  double *sums = d->addresses.squares[d->me] + tensor->first_norm_block;
+  double *sums = d->addresses.squares[d->me];
   size_t at, n;
-  for (at = begin; at < end; at += n) { /* to the end of a block */
-    size_t block = at / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES;
+  for (at = begin; at < end; at += n) { /* to the end of a norm block, or of the range */
+    size_t block = cddp__norm_block_of(&d->tensors[i], at);
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
     sums[block] = cddp__sum_squares(
         grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype), d->params[i].dtype);
@@ -18931,9 +18942,8 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
   double sum = 0, factor;
   int i, p;
   for (i = d->count - 1; i >= 0; i--) {
-    const cddp__tensor *tensor = &d->tensors[i];
     const cddp__sparse *sparse = cddp__sparse_of(d, i);
-    if (!d->step.used[i]) continue;
+    if (!d->step.used[i]) continue; /* no rank has a gradient */
     if (sparse != NULL) { /* not by parts: every rank has all rows of the mean */
       sum += cddp__sum_squares(
           sparse->mean.values, sparse->mean.n * sparse->width, d->params[i].dtype);
@@ -18941,8 +18951,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
     }
     for (p = 0; p < parts; p++) {
       if (!cddp__part_slice(d, i, parts, p, &begin, &end)) continue;
-      block = tensor->first_norm_block + begin / CDDP__BLOCK_BYTES -
-              tensor->offset / CDDP__BLOCK_BYTES;
+      block = cddp__norm_block_of(&d->tensors[i], begin);
       for (n = cddp__count_norm_blocks(begin, end); n > 0; n--) sum += sums[p][block++];
     }
   }
@@ -18974,7 +18983,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   }
   /* One part: this rank has the whole mean, and all its squares. */
   factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1 /* parts */);
-  for (i = 0; factor != 1 && i < d->count; i++)
+  for (i = 0; factor != 1 && i < d->count; i++) /* dense gradients; a sparse one counts 0 elements */
     if (d->step.used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
   cddp__clip_rows(d, factor);
@@ -18987,7 +18996,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
 static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u) {
   const cddp_ddp *d = pass->d;
   const cddp__tensor *tensor = &d->tensors[i];
-  size_t at = (tensor->begin - tensor->offset) / sizeof(float), n;
+  size_t at = (tensor->begin - tensor->offset) / sizeof(float), n; /* elements of the parameter */
   size_t end = (tensor->end - tensor->offset) / sizeof(float);
   int k, others = 0, size = d->group->local_size; /* others: weights of other ranks in args */
   cddp__fused_args args;
@@ -19388,7 +19397,7 @@ static void cddp__reset_step(cddp_ddp *d) {
    (the caller has checked). */
 static cddp_result cddp__next_shard(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
-  int first, count;
+  int first, count; /* of this rank's shards */
   if (d->shards.current >= 0) {
     r = cddp__end_shard(d, CDDP__MORE_SHARDS);
     cddp__reset_step(d); /* the next shard's gradients become ready again */
@@ -19483,9 +19492,9 @@ static uint64_t cddp__optim_settings(const cddp_optim *optim) {
 
 /* A rank's header of the last meeting. */
 static cddp__step_header cddp__step_header_of(const cddp_ddp *d, int rank) {
-  cddp__step_header m;
-  memcpy(&m, cddp__op_header_of(d->control, rank, d->control->round)->u.bytes, sizeof m);
-  return m;
+  cddp__step_header header;
+  memcpy(&header, cddp__op_header_of(d->control, rank, d->control->round)->u.bytes, sizeof header);
+  return header;
 }
 
 /* The name of an optimizer's number `at`, for texts. The numbers: settings, lr_scales [count],
@@ -19559,7 +19568,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
 static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim,
                                   uint64_t *missing) {
   cddp_group *g = d->control;
-  cddp__step_header m; /* this rank's, then each rank's */
+  cddp__step_header own, header; /* header: each rank's in turn */
   uint64_t settings = 0, active_settings = 0; /* hashes: of first_optim, of active[0] */
   uint64_t check = cddp__add_sharing(optim, optim != NULL ? optim->check : 0); /* for NCCL */
   double lr = 0; /* of the first rank that is not absent */
@@ -19570,32 +19579,33 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
   if (r != CDDP_OK || met) return r; /* met: step.active keeps all ranks */
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  memset(&m, 0, sizeof m); /* its padding is sent too */
+  memset(&own, 0, sizeof own); /* its padding is sent too */
   pthread_mutex_lock(&d->lock);
-  if (d->uneven.absent == 0) m.missing = (uint64_t)(d->count - d->plan.arrived); /* absent: none */
+  if (d->uneven.absent == 0) /* an absent rank misses none */
+    own.missing = (uint64_t)(d->count - d->plan.arrived);
   pthread_mutex_unlock(&d->lock);
-  m.settings_hash = cddp__optim_settings(optim);
-  m.lr = optim != NULL ? optim->desc.lr : 0;
-  m.optim = optim != NULL ? optim->number : 0;
-  m.absent = d->uneven.absent;
+  own.settings_hash = cddp__optim_settings(optim);
+  own.lr = optim != NULL ? optim->desc.lr : 0;
+  own.optim = optim != NULL ? optim->number : 0;
+  own.absent = d->uneven.absent;
   g->calls++;
-  r = cddp__round(g, kind, CDDP__PHASE_CALL, 0, &m, sizeof m);
+  r = cddp__round(g, kind, CDDP__PHASE_CALL, 0 /* count */, &own, sizeof own);
   if (r != CDDP_OK) return r;
   d->step.active_count = 0;
   for (p = 0; p < g->size; p++) {
-    m = cddp__step_header_of(d, p);
-    *missing += m.missing;
-    if (m.settings_hash != 0 && settings == 0) {
+    header = cddp__step_header_of(d, p);
+    *missing += header.missing;
+    if (header.settings_hash != 0 && settings == 0) {
       first_optim = p;
-      settings = m.settings_hash;
+      settings = header.settings_hash;
     }
-    differ = differ || (m.settings_hash != 0 && m.settings_hash != settings);
-    if (m.absent != 0) continue; /* its lr can be old */
+    differ = differ || (header.settings_hash != 0 && header.settings_hash != settings);
+    if (header.absent != 0) continue; /* its lr can be old */
     if (d->step.active_count == 0) { /* the first active rank */
-      lr = m.lr;
-      active_settings = m.settings_hash;
+      lr = header.lr;
+      active_settings = header.settings_hash;
     }
-    differ = differ || m.lr != lr;
+    differ = differ || header.lr != lr;
     d->step.active[d->step.active_count++] = p;
   }
   if (differ) /* compares with active[0], which has the lr of this step, if it has an optimizer */
@@ -19615,15 +19625,15 @@ static bool cddp__flag_missing(unsigned char flag) {
 /* Fails with a list of the first gradients that are missing, from scratch.flags. CDDP_MISMATCH: one
    is missing on some ranks only; else CDDP_INVALID_ARGUMENT. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
-  int i, missing, shown = 0; /* missing: ranks on which parameter i is */
+  int i, missing, shown = 0; /* missing: on how many ranks parameter i is; shown: in the list */
   bool noted, any_noted = false; /* marked under no_sync only: on a rank; for any parameter shown */
-  size_t n = (size_t)d->count, all = n * (size_t)d->group->size, at; /* at: in flags */
+  size_t n = (size_t)d->count, flag_count = n * (size_t)d->group->size, at; /* at: in flags */
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4; i++) {
     missing = 0;
     noted = false;
-    for (at = (size_t)i; at < all; at += n) {
+    for (at = (size_t)i; at < flag_count; at += n) { /* each rank's flag of i */
       missing += cddp__flag_missing(d->scratch.flags[at]);
       noted = noted || d->scratch.flags[at] == CDDP__FLAG_NOTED;
     }
@@ -19651,14 +19661,14 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
    change; without it every rank fails. Afterwards all parameters are ready. */
 static cddp_result cddp__settle_unused(cddp_ddp *d) {
   size_t n = (size_t)d->count, i, p;
-  unsigned char *mine = d->scratch.flags + n * (size_t)d->group->size;
+  unsigned char *own = d->scratch.flags + n * (size_t)d->group->size; /* behind all ranks' flags */
   cddp_result r;
-  for (i = 0; i < n; i++)
-    mine[i] = d->uneven.absent != 0   ? CDDP__FLAG_ABSENT
+  for (i = 0; i < n; i++) /* with find_unused_parameters an accumulated gradient is used as it is */
+    own[i] = d->uneven.absent != 0   ? CDDP__FLAG_ABSENT
               : d->tensors[i].ready    ? CDDP__FLAG_READY
               : !d->tensors[i].noted   ? 0
               : d->desc.find_unused_parameters ? CDDP__FLAG_READY : CDDP__FLAG_NOTED;
-  r = cddp__all_gather(d->control, mine, d->scratch.flags, n);
+  r = cddp__all_gather(d->control, own, d->scratch.flags, n);
   if (r != CDDP_OK) return r;
   if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
   pthread_mutex_lock(&d->lock);
@@ -19668,7 +19678,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     tensor->used = false; /* unless a rank marked it */
     for (p = 0; p < (size_t)d->group->size; p++)
       if (d->scratch.flags[p * n + i] == CDDP__FLAG_READY) tensor->used = true;
-    if (mine[i] || !tensor->used) { /* absent, or accumulated under no_sync; or used by no rank */
+    if (own[i] != 0 || !tensor->used) { /* absent, or accumulated under no_sync; or used by no rank */
       r = cddp__copy_gradient(d, (int)i); /* the arena gets the gradient as it is */
     } else { /* other ranks used it: this rank adds zero */
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, tensor->offset),
@@ -19676,7 +19686,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
       if (cddp__sparse_of(d, (int)i) != NULL) d->rows.sparse[i]->added.n = 0;
     }
     tensor->ready = true;
-    d->plan.buckets[tensor->bucket].remaining--;
+    d->plan.buckets[tensor->bucket].remaining--; /* cddp__finish_buckets starts full ones */
   }
   pthread_mutex_unlock(&d->lock);
   return r;
@@ -19733,9 +19743,9 @@ static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
 static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   cddp_result r = CDDP_OK;
   d->step.reduces_early = cddp__reduces_early(d, stepped);
-  d->step.sums = stepped && d->step.divides;
+  d->step.sums = stepped && d->step.divides; /* the next call is assumed to be a step too */
   d->step.present = d->step.active_count;
-  d->shards.taken = d->shards.own_node_count = 0;
+  d->shards.taken = d->shards.own_node_count = 0; /* no shard of the next step is done */
   d->shards.current = -1;
   d->steps++;
   /* With unused parameters an order is incomplete, so the first plan stays, as in PyTorch. */
@@ -19772,7 +19782,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   r = cddp__broadcast_arrays(d, d->params, d->count, root);
   if (r != CDDP_OK || optim == NULL) return r;
   r = cddp__broadcast(d->control, optim->steps, (size_t)d->count * sizeof *optim->steps, root);
-  if (r == CDDP_OK)
+  if (r == CDDP_OK) /* bool: one byte each */
     r = cddp__broadcast(d->control, optim->init_master, (size_t)d->count, root);
   for (k = 0; k < optim->state_count && !optim->partitioned; k++)
     for (i = 0; r == CDDP_OK && i < optim->count; i++) {
