@@ -11111,7 +11111,8 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
 
 /* --- messages --- */
 
-/* Sends a message. fds: NULL, or two descriptors (-1: none), for a Unix socket. */
+/* Sends a message, and waits until the system has all of its bytes, at most until the deadline.
+   fds: NULL, or two descriptors (-1: none) to send with it on a Unix socket. */
 static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const void *body,
                                       size_t size, const int *fds, double deadline) {
   cddp_result r;
@@ -11120,7 +11121,8 @@ static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const 
   return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* to read */, deadline) : r;
 }
 
-/* The next complete message, of at most `most` bytes, which the caller frees; NULL: none. */
+/* The next complete message, of at most `most` bytes, without blocking. The caller frees it. NULL:
+   none, or the connection has ended. */
 static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   cddp__message *m;
   (void)cddp__connection_progress(c);
@@ -11132,19 +11134,21 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   return m;
 }
 
+/* Sends FAIL, and waits for that like cddp__send_message. */
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
   cddp_result r = cddp__post_failure(c, result, text);
   return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* to read */, deadline) : r;
 }
 
-/* Names the rank that was lost, a child or the parent. */
+/* Fails because the connection to a child or the parent has ended: CDDP_PEER_LOST and the rank's
+   name. */
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                                              const cddp__channel *channel) {
   const cddp__rank_info *info = &rdv->registered[channel->entry].info;
-  const cddp__net *net = rdv->net;
+  const cddp__net *net = rdv->net; /* NULL: which rank the parent is, is not known */
   bool local = channel->connection.local;
-  uint32_t peer[3];
+  uint32_t peer[3]; /* pid, uid, gid */
   int i;
   if (channel != &rdv->parent)
     return cddp__fail(CDDP_PEER_LOST, "rank %u (pid %u on %s) died or exited during the rendezvous",
@@ -11162,7 +11166,8 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                     net != NULL ? net->hosts[net->ranks[0].host].name /* the root's */ : "");
 }
 
-/* fd: -1: closed. On TCP both ends prove the secret first. caller: CDDP__END_*. */
+/* Makes `channel` a connection at socket fd; -1: none, it counts as ended. Begins the proof of the
+   secret on TCP (not local). caller: CDDP__END_*. */
 static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, int fd, bool local,
                                bool caller) {
   cddp__connection *c = &channel->connection;
@@ -11170,14 +11175,14 @@ static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, in
   cddp__connection_begin(c, &rdv->host->allocator, fd, caller);
   c->local = local;
   c->deadline = cddp__now() + CDDP__GREETING_S;
-  if (!local && fd >= 0)
+  if (!local && fd >= 0) /* a failure ends c: read when it is polled */
     (void)cddp__connection_begin_proof(c, rdv->job->secret, "rendezvous", rdv->root.proof_salt,
                                      sizeof rdv->root.proof_salt);
 }
 
-/* The address at which other hosts reach this host. With CDDP_IFNAME: the first address of that
-   interface, of the connection's family if it has one. Otherwise: the near end of connection fd,
-   chosen by the system's routes; loopback if fd is -1 or a Unix socket. */
+/* Sets *out to the address at which other hosts reach this host. With CDDP_IFNAME: the first
+   address of that interface, of the connection's family if it has one. Otherwise: the near end of
+   connection fd, chosen by the system's routes; loopback if fd is -1 or a Unix socket. */
 static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
   cddp__address list[CDDP__ADDRESSES_MAX];
@@ -11190,17 +11195,20 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
     return CDDP__REFUSE("CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
                         "and has an address; `ip addr` lists them", name);
   for (i = 0; i < n && list[i].sa.ss_family != out->sa.ss_family; i++) {}
-  *out = list[i < n ? i : 0];
+  *out = list[i < n ? i : 0 /* none of that family */];
   return CDDP_OK;
 }
 
-/* Listens for ranks on other hosts, on a free port of address `at`; if `wide` (they can reach this
-   host at another one) and the job can span hosts, of all addresses, IPv6 and IPv4. */
+/* Listens for ranks on other hosts, on a free port.
+     at     the address
+     wide   true: other hosts can reach this one at another address: listens at all addresses, IPv6
+            and IPv4. Not if the job has one host, or CDDP_IFNAME is set.
+   Sets the socket, *fd, and its port. */
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cddp__address *at,
                                            bool wide, int *fd, int *port) {
   struct sockaddr_in6 all;
   cddp__address a = *at;
-  int count; /* of sockets: 1 */
+  int count; /* of sockets: always 1 */
   cddp_result r = CDDP_NETWORK; /* no socket yet */
   cddp__address_set_port(&a, 0); /* any */
   if (wide && !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
@@ -11221,10 +11229,11 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
 }
 
 /* Opens a listening socket for the links of a rank on this node, unless it has one. Writes its
-   address and port into the rank's info. wide: a name or a file led to the root by loopback; the
-   root replaces this address, in cddp__build_table. */
+   address and port into the rank's info. */
 static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registration *entry) {
   const char *method = rdv->config->init_method;
+  /* true: a name or a file has led to the root by loopback, and other hosts need another address of
+     this host. The root replaces this one, in cddp__build_table. */
   bool wide = cddp__address_is_loopback(&rdv->address) &&
               (rdv->config->port != 0 ? !cddp__is_exact_address(rdv->config->host)
                                       : strncmp(method, "file:", 5) == 0);
@@ -11235,7 +11244,8 @@ static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registrat
 
 /* --- the children --- */
 
-static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) { /* the last one moves to k */
+/* Closes and removes child k. The last child moves to k, so loops go backwards. */
+static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) {
   cddp__connection_close(&rdv->children[k].connection);
   rdv->children[k] = rdv->children[--rdv->child_count];
 }
@@ -11243,18 +11253,18 @@ static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) { /* the last on
 /* Most connections of other hosts without a proof, if few descriptors are left. */
 #define CDDP__FEW_UNPROVEN 8
 
-/* Accepts the connections at a listener (-1: none). If more than `limit` have not sent RANK, closes
-   the oldest of these: a rank proves the secret and sends RANK immediately. */
+/* Accepts the connections at a listener (-1: none) as children. If more than `limit` have not sent
+   RANK, closes the oldest of these: a rank proves the secret and sends RANK immediately. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   bool local = listener == rdv->node_socket;
   size_t most = (size_t)cddp__unproven_most(rdv->config->world_size);
   int tries;
-  for (tries = 0; tries < 64 && listener >= 0; tries++) {
+  for (tries = 0; tries < 64 && listener >= 0; tries++) { /* the rest when it is polled again */
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
-    bool none = error == EMFILE || error == ENFILE; /* none, few descriptors are left */
+    bool none = error == EMFILE || error == ENFILE; /* no descriptor is left */
     bool few = none || (error == 0 && !cddp__has_spare_fd(fd));
     size_t limit = !few || local ? most : none ? 1 : CDDP__FEW_UNPROVEN;
-    size_t i, oldest = 0, silent = 0;
+    size_t i, oldest = 0, silent = 0; /* silent: number of children that have not sent RANK */
     cddp__channel *children;
     if (error == EINTR || error == ECONNABORTED) continue;
     if (error == EAGAIN || error == EINVAL) return CDDP_OK; /* EINVAL: rank 0 has closed its port */
@@ -11266,7 +11276,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
     }
     if ((none || error == 0) && silent >= limit)
       cddp__remove_child(rdv, oldest);
-    else if (error != 0)
+    else if (error != 0) /* no silent child to close */
       return cddp__fail_descriptors(rdv, error, "accept of another rank");
     if (none) continue; /* the removed child's descriptor is free now */
     if (few) fd = cddp__lower_fd(fd); /* to a number that removed children have freed */
@@ -11284,14 +11294,16 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   return CDDP_OK;
 }
 
-/* Answers a connection's first RANK with WAIT and returns true. False for a rank of another job,
-   such as one that restarts before this job has ended: it connects again. False, and FAIL, for a
-   rank of another user on this machine. Does not block. */
+/* Decides about a connection's first RANK, without blocking.
+     true             the answer is WAIT
+     false            a rank of another job, such as one that restarts before this job has ended.
+                      The caller closes the connection, and the rank connects again
+     false and FAIL   a rank of another user on this machine: it must not connect again */
 static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
                              const cddp__rank_info *info) {
   const cddp__rank_info *own = &rdv->registered[0].info;
   cddp__text text;
-  if (!c->local && info->run != own->run) return false;
+  if (!c->local /* the socket's name covers the run */ && info->run != own->run) return false;
   if (c->local || info->machine != own->machine || info->user == own->user)
     return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0, NULL, cddp__now()) == CDDP_OK;
   text = cddp__textf("rank %u at %s runs as another user (uid %u). If it belongs to another job, "
@@ -11302,11 +11314,11 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   return false;
 }
 
-/* The root receives rank 0's PORT. */
+/* The root receives rank 0's PORT: one of its listening sockets, and the salt of proofs there. */
 static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c,
                                       const cddp__message *m) {
   cddp__root_search *root = &rdv->root;
-  if (c->fds[0] < 0)
+  if (c->fds[0] < 0) /* the system drops descriptors above this process's limit */
     return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of rank 0's listening socket");
   memcpy(root->proof_salt, m + 1, sizeof root->proof_salt);
   root->fds[root->fd_count++] = cddp__disconnect_in_forks(c->fds[0]);
@@ -11314,15 +11326,17 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
   return CDDP_OK;
 }
 
-static void cddp__close_parent(cddp__rendezvous *rdv) { /* to find another, or be the root */
+/* Closes the connection to the parent, to find another parent or to be the root. */
+static void cddp__close_parent(cddp__rendezvous *rdv) {
   size_t i;
   cddp__connection_close(&rdv->parent.connection);
-  for (i = 0; i < rdv->registered_count; i++) /* bound to this end's address */
+  for (i = 0; i < rdv->registered_count; i++) /* listeners are bound to this end's address */
     cddp__close_fd(&rdv->registered[i].link_fd);
   rdv->forwarded = 0; /* the next parent gets all registrations */
 }
 
-/* A child's RANK: its own, or of a rank below it. *admitted: false ends the connection. */
+/* Handles a child's RANK: the first is its own, later ones are of ranks below it. *admitted false:
+   the caller ends the connection. */
 static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *child,
                                       const cddp__message *m, bool *admitted) {
   cddp__connection *c = &child->connection;
@@ -11333,14 +11347,14 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   info.host.name[sizeof info.host.name - 1] = 0;
   info.joins = 0; /* joining processes do not take part in a rendezvous */
   *admitted = info.pid != 0 && info.port >= 0 && info.port <= 65535 &&
-              (child->rank_received || cddp__admit_rank(rdv, c, &info));
+              (child->rank_received || cddp__admit_rank(rdv, c, &info) /* sends WAIT or FAIL */);
   if (!*admitted) return CDDP_OK;
-  /* this host's, for other nodes: not loopback, if possible */
+  /* This host's address for other nodes is that of the first connection that is not by loopback. */
   if (!c->local && (rdv->node_count == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
   node = c->local               ? 0
          : child->rank_received ? rdv->registered[child->entry].node
-                                : rdv->node_count++;
+                                : rdv->node_count++; /* a new coordinator */
   if (r == CDDP_OK) r = cddp__register_rank(rdv, &info, node);
   if (r != CDDP_OK || child->rank_received) return r;
   child->rank_received = true;
@@ -11349,8 +11363,8 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   /* As rank 0's coordinator this rank is the root, unless another root has answered WAIT. */
   if (!c->local || info.rank != 0 || rdv->parent.end_is_loss) return CDDP_OK;
   cddp__close_parent(rdv);
-  rdv->root.blocked.s[0] = 0;
-  rdv->root.next = rdv->root.address_count; /* so cddp__try_root publishes this one */
+  rdv->root.blocked.s[0] = 0; /* no longer looked for */
+  rdv->root.next = rdv->root.address_count; /* so cddp__try_root publishes this root's address */
   return CDDP_OK;
 }
 
@@ -11364,14 +11378,15 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
   while (r == CDDP_OK && valid && (m = cddp__receive_message(c, CDDP__ERROR_MAX)) != NULL) {
     uint32_t kind = m->head.number;
     bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than any job has */
-    bool failed = kind >= CDDP__FAILED;
-    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* its end: no loss */
+    bool failed = kind >= CDDP__FAILED; /* FAIL */
+    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* a stranger */
+    /* A misfit can send only RANK and, if it is rank 0, PORT. */
     valid = kind == CDDP__RENDEZVOUS_PORT ? child->rank_received : child->end_is_loss;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
       r = cddp__receive_rank(rdv, child, m, &valid);
     else if (failed && valid)
       r = cddp__fail_by_message(m);
-    else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local && /* rank 0 can be a misfit */
+    else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local &&
              m->head.size == sizeof rdv->root.proof_salt &&
              rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
              rdv->registered[child->entry].info.rank == 0)
@@ -11380,7 +11395,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
       child->ready = true;
     else
       valid = false;
-    if (failed && valid) rdv->common_failure = true;
+    if (failed && valid) rdv->common_failure = true; /* its text names the rank that failed */
     if (!valid) cddp__connection_end(c, EPROTO);
     cddp__free(c->in.allocator, m);
   }
@@ -11390,7 +11405,8 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
 
 /* --- the parent --- */
 
-/* Checks a table of ranks. Completes it: this rank and its host, each rank's index on its host. */
+/* Checks a table of ranks. Completes it: this rank and its host, the hosts' sizes, and each rank's
+   index on its host. */
 static bool cddp__check_table(cddp__net *net, int rank) {
   int i;
   net->rank = rank;
@@ -11405,12 +11421,14 @@ static bool cddp__check_table(cddp__net *net, int rank) {
       return false;
     entry->index = net->hosts[entry->host].size++;
   }
-  for (i = 0; i < net->host_count && net->hosts[i].size > 0; i++) {} /* has ranks */
+  for (i = 0; i < net->host_count && net->hosts[i].size > 0; i++) {}
   net->host = net->ranks[rank].host;
-  return i == net->host_count && net->ranks[rank].pid == (uint32_t)getpid();
+  return i == net->host_count /* every host has ranks */ &&
+         net->ranks[rank].pid == (uint32_t)getpid();
 }
 
-/* Keeps a received TABLE, and the descriptors that a coordinator has sent with it. */
+/* Makes a received TABLE this rank's rdv->net, and takes the descriptors that a coordinator has
+   sent with it to a client. */
 static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *m) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
@@ -11431,11 +11449,12 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
     return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of the shared memory");
   rdv->memory_fd = c->fds[0];
   rdv->registered[0].link_fd = cddp__disconnect_in_forks(c->fds[1]);
-  c->fds[0] = c->fds[1] = -1;
+  c->fds[0] = c->fds[1] = -1; /* the connection no longer closes them */
   return CDDP_OK;
 }
 
-/* error: of connect(2) to `a`, where the process `listener` listens. */
+/* Fails because connect(2) to address `a` had this error, though a process listens there: its name
+   is `listener`. */
 static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__address *a,
                                       const char *listener, int error) {
   const char *here = rdv->host->name;
@@ -11451,6 +11470,7 @@ static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__a
                                     : "");
 }
 
+/* Seconds after which a port of another host counts as blocked. */
 static double cddp__blocked_s(const cddp__rendezvous *rdv) {
   double third = rdv->config->timeout_s / 3;
   return third < CDDP__BLOCKED_S ? third : CDDP__BLOCKED_S;
@@ -11461,14 +11481,15 @@ static const char *cddp__endpoint_name(const cddp__config *config) {
   return config->init_method + (config->port != 0 ? strlen("tcp://") : 0);
 }
 
-/* A try to reach the store or the root ends after try_s, which grows to 8 s; after a problem it is
-   short. Between the tries this rank serves its clients. */
+/* When a try to reach the store or the root must end: after try_s, which grows to 8 s. Between the
+   tries this rank serves its clients. After a misfit tries are short, since the rendezvous will
+   fail. */
 static double cddp__try_deadline(const cddp__rendezvous *rdv) {
   double seconds = cddp__has_cause(&rdv->problem) ? 0.25 : rdv->root.try_s;
   return cddp__earlier_deadline(seconds, rdv->deadline);
 }
 
-/* Of the launcher's store, or file://. */
+/* Options of the launcher's store, or of the file of file://. */
 static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
   cddp__store_options o;
   memset(&o, 0, sizeof o);
@@ -11482,13 +11503,15 @@ static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
   return o;
 }
 
-/* A try to find the root has failed with r and the text of cddp_error. Fails too or, if another try
-   can succeed (CDDP_NETWORK, CDDP_TIMEOUT), returns CDDP_OK and sets its time. */
+/* A try to find the root has failed with r and this thread's error text. If another try can succeed
+   (CDDP_NETWORK, CDDP_TIMEOUT): returns CDDP_OK, keeps the text in root.blocked, and sets the time
+   of the next try. Otherwise fails.
+     port_blocked   r is about the root's own port */
 static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool port_blocked) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
   double now = cddp__now();
-  uint64_t jitter = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024;
+  uint64_t jitter = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024; /* a random number */
   if (r == CDDP_MISMATCH && config->port != 0)
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; choose a free port, the same for all ranks");
@@ -11500,11 +11523,12 @@ static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool p
   root->next_look = now;
   if (root->next < root->address_count) return CDDP_OK; /* the next address immediately */
   root->next_look += root->pause * (0.5 + (double)jitter / 1024); /* factor 0.5 to 1.5 */
-  root->pause = root->pause < 0.125 ? 2 * root->pause : 0.25;
+  root->pause = root->pause < 0.125 ? 2 * root->pause : 0.25; /* at most 0.25 s */
   return CDDP_OK;
 }
 
-static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) { /* file:// */
+/* file://: reads the root's addresses and salt from the file, if rank 0 has written it. */
+static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
   cddp__store_file record;
@@ -11519,12 +11543,14 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) { /* file:// */
   return CDDP_OK;
 }
 
-/* The connection to the root has ended before WAIT (error 0), or connect(2) has failed with an
-   error. An address from a store or a file can be an earlier job's: then this rank tries again. */
+/* Handles a failed try to connect to the root: connect(2) has failed with `error`, or the
+   connection has ended before WAIT (error 0). Returns CDDP_OK if this rank tries again, at
+   root.next_look: for example because the address from a store or a file can be an earlier job's.
+   */
 static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   cddp__root_search *root = &rdv->root;
-  const cddp__address at = root->addresses[root->next - 1]; /* a copy: the file is read again */
-  const cddp__challenge *challenge = &rdv->parent.connection.challenge;
+  const cddp__address at = root->addresses[root->next - 1]; /* tried last; a copy: see below */
+  const cddp__challenge *challenge = &rdv->parent.connection.challenge; /* the root's proof */
   unsigned char old_salt[sizeof root->proof_salt];
   bool port_blocked = root->store != NULL && error != 0; /* the root's own port */
   cddp_result r = CDDP_NETWORK;
@@ -11532,13 +11558,14 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
     return cddp__fail_descriptors(rdv, error, "connection to another host");
   if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) { /* the proof failed */
     r = cddp__fail_refused(&rdv->parent.connection, cddp__describe_address(&at).s);
-  } else if (error == 0 && challenge->state == CDDP__CHALLENGE_PROVEN) { /* it has the secret */
+  } else if (error == 0 && challenge->state == CDDP__CHALLENGE_PROVEN) { /* but it sent no WAIT */
     cddp__fail(r, "the process at %s belongs to another job, or has just ended",
                cddp__describe_address(&at).s);
   } else {
     root->closed = root->closed || error == 0 || error == ECONNRESET;
     r = cddp__fail_connect(&at, error, &root->closed_since);
   }
+  /* A refusal is final only if the file, read again, still has this root's salt. */
   memcpy(old_salt, root->proof_salt, sizeof old_salt);
   if (r != CDDP_NETWORK && root->store != NULL &&
       (rdv->config->client_only || cddp__read_root_file(rdv) != CDDP_OK ||
@@ -11551,15 +11578,15 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
                   "no connection to rank 0 at %s: rank 0 has not started, the address is wrong, or "
                   "a firewall blocks the port. Last error: ", cddp__endpoint_name(rdv->config));
   if (root->next >= root->address_count) { /* all were tried */
-    if (!root->closed) root->closed_since = 0;
+    if (!root->closed) root->closed_since = 0; /* none ended unanswered: see cddp__fail_connect */
     root->closed = false;
   }
   cddp__close_parent(rdv);
   return cddp__look_again(rdv, r, port_blocked);
 }
 
-/* Handles the parent's messages. If the connection ends before WAIT, this rank looks for another
-   parent. */
+/* Handles the parent's messages, without blocking. If the connection ends before WAIT, this rank
+   looks for another parent; later it has lost a rank, unless all are ready. */
 static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
@@ -11573,14 +11600,14 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
       r = cddp__fail_by_message(m);
     } else if (m->head.number == CDDP__RENDEZVOUS_WAIT && !rdv->parent.end_is_loss) {
       rdv->parent.end_is_loss = true;
-      rdv->root.blocked.s[0] = 0;
+      rdv->root.blocked.s[0] = 0; /* the root is found */
     } else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL) {
       r = cddp__take_table(rdv, m);
     } else if (m->head.number == CDDP__RENDEZVOUS_READY && rdv->net != NULL &&
                rdv->parent.end_is_loss) {
-      rdv->parent.end_is_loss = false;
+      rdv->parent.end_is_loss = false; /* ends cddp__await_ready */
     } else {
-      valid = false;
+      valid = false; /* another message, or at the wrong time */
     }
     if (!valid) cddp__connection_end(c, EPROTO);
     cddp__free(c->in.allocator, m);
@@ -11588,9 +11615,9 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED) return r;
   if (rdv->parent.end_is_loss) return cddp__report_channel_lost(rdv, &rdv->parent);
   if (rdv->net != NULL) return CDDP_OK; /* all ranks are ready */
-  if (!c->local) return cddp__lose_root(rdv, 0);
-  cddp__close_parent(rdv);
-  cddp__sleep(0.001); /* then this rank starts again at step 2 */
+  if (!c->local) return cddp__lose_root(rdv, 0 /* error: it was closed */);
+  cddp__close_parent(rdv); /* a coordinator that has ended: this rank starts again at step 2 */
+  cddp__sleep(0.001);
   return CDDP_OK;
 }
 
@@ -11599,7 +11626,9 @@ static bool cddp__has_news(const cddp__connection *c) {
   return c->fd >= 0 && (c->ready || c->state == CDDP__CONNECTION_ENDED);
 }
 
-/* Waits until a time, at most 50 ms. Handles messages, new and lost connections, second claims. */
+/* The body of all waits of a rendezvous. Waits for messages and connections until a time, at most
+   50 ms. Then handles messages, new and lost connections, and second claims of this rank's number.
+   Fails if a rank was lost, or has sent FAIL. */
 static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   const cddp_allocator *allocator = &rdv->host->allocator;
   cddp__connection *parent = &rdv->parent.connection;
@@ -11612,7 +11641,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
   list[n] = parent;
-  if (rdv->node_socket >= 0 && rdv->net == NULL) /* as a client, rank 0 does not accept */
+  if (rdv->node_socket >= 0 && rdv->net == NULL) /* a client's sockets are served by the root */
     for (i = 0; i < (size_t)rdv->root.fd_count; i++) listeners[listener_count++] = rdv->root.fds[i];
   r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
                              cddp__earlier_deadline(0.05, until));
@@ -11623,7 +11652,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
     if (cddp__has_news(c)) r = cddp__receive_from_child(rdv, child);
     if (c->state != CDDP__CONNECTION_ENDED && (child->rank_received || cddp__now() <= c->deadline))
       continue;
-    rdv->root.refused_count += c->challenge.state == CDDP__CHALLENGE_WRONG;
+    rdv->root.refused_count += c->challenge.state == CDDP__CHALLENGE_WRONG; /* another secret */
     cddp__remove_child(rdv, i);
   }
   if (r == CDDP_OK && listeners[0] /* rank_claim_fd */ >= 0 &&
@@ -11634,8 +11663,9 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   }
   if (r == CDDP_OK && cddp__has_news(parent)) r = cddp__receive_from_parent(rdv);
   if (r == CDDP_OK && parent->state == CDDP__CONNECTION_PROVING && cddp__now() > parent->deadline)
-    cddp__close_parent(rdv); /* silent: tries the next address, or this one again */
-  for (i = 1; i < listener_count && r == CDDP_OK; i++) r = cddp__accept_channels(rdv, listeners[i]);
+    cddp__close_parent(rdv); /* silent: cddp__try_root tries the next address, or this one again */
+  for (i = 1 /* after rank_claim_fd */; i < listener_count && r == CDDP_OK; i++)
+    r = cddp__accept_channels(rdv, listeners[i]);
   return r;
 }
 
@@ -11648,8 +11678,9 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
      launcher's store   The root listens on a free port, and writes its address and a random token
                         to the store. */
 
-/* Launcher's store: the root's address is the near end of the store's connection. If that is
-   loopback, or the store has several, the root listens on all: others can use another one. */
+/* Launcher's store: the root opens a port and writes its address to the store. The address is the
+   near end of the store's connection. If that is loopback, or the store has several addresses, the
+   root listens at all of its addresses, since other hosts can use another one. */
 static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
@@ -11676,7 +11707,9 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Opens the launcher's store unless open. Reads or, on the root, writes the root's address. */
+/* Opens the launcher's store unless it is open. Reads the root's address or, on the root, writes
+   it. CDDP_OK with address_count 0: the root has not written it yet. After a failure that a retry
+   can mend the store is closed. */
 static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
@@ -11685,7 +11718,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   cddp__request q;
   cddp__root_key value;
   socklen_t size = sizeof a[1].sa;
-  size_t value_size = 0;
+  size_t value_size = 0; /* bytes of the key's value; 0: no value */
   bool found = false;
   cddp_result r = CDDP_OK;
   if (root->store == NULL) {
@@ -11694,7 +11727,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
     if (root->try_s < 8) root->try_s *= 2;
   }
   if (r != CDDP_OK) return r;
-  root->try_s = 0.25;
+  root->try_s = 0.25; /* for the root, as at the start */
   root->store->timeout_s = rdv->deadline - cddp__now();
   if (root->store->timeout_s < 0.2) root->store->timeout_s = 0.2; /* time for an answer */
   if (rdv->with_rank_0) {
@@ -11708,19 +11741,20 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
     q.capacity = sizeof value;
     q.size = &value_size;
     if (found) r = cddp__store_run(root->store, &q);
-    if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* too long: another program's */
+    if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* longer than `value`: another program's key */
   }
   if (r == CDDP_OK && value_size == sizeof value &&
       cddp__local_address(root->store->connection.fd, &here)) {
     memcpy(root->proof_salt, value.proof_salt, sizeof root->proof_salt);
     root->address_count = 1;
     a[0] = cddp__internet_address(&value.address);
-    cddp__set_scope(&a[0].v6, &here); /* link-local */
-    memset(&a[1], 0, sizeof a[1]); /* the root can be on the store's host, with another address */
+    cddp__set_scope(&a[0].v6, &here); /* if it is link-local */
+    /* The root can be on the store's host: then this address, with its port, reaches it too. */
+    memset(&a[1], 0, sizeof a[1]);
     if (getpeername(root->store->connection.fd, &a[1].any, &size) == 0) root->address_count = 2;
     a[1].size = size;
     cddp__address_set_port(&a[1], cddp__address_port(&a[0]));
-    if (cddp__address_is_loopback(&a[0])) a[0] = a[1]; /* the root is there, and used loopback */
+    if (cddp__address_is_loopback(&a[0])) a[0] = a[1]; /* the root is on the store's host */
   }
   if (r == CDDP_OK) return CDDP_OK;
   if (r == CDDP_NETWORK || r == CDDP_TIMEOUT) {
@@ -11730,7 +11764,8 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Finds the root's addresses. A launcher's store has none until the root has written its own. */
+/* Sets root.addresses to where the root can listen. On rank 0 without a launcher's store: to where
+   it will listen itself. A launcher's store has none until the root has written its own. */
 static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
@@ -11756,12 +11791,13 @@ static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
          (!rdv->with_rank_0 || (rdv->config->client_only && rdv->root.fd_count == 0));
 }
 
-/* One try of a coordinator: begins to connect to the root's next address. Finds addresses first, if
-   all were tried; with a launcher's store the root publishes its own. */
+/* One try of a coordinator, at the time root.next_look: begins to connect to the root's next
+   address. Finds addresses first, if all were tried. With a launcher's store the root calls this
+   too, and publishes its address. Returns CDDP_OK while another try can succeed. */
 static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   double start = rdv->deadline - rdv->config->timeout_s, deadline = cddp__try_deadline(rdv),
-         most_pause = 0.02 + 1e-5 * rdv->config->world_size; /* between two looks into a store */
+         most_pause = 0.02 + 1e-5 * rdv->config->world_size; /* s, between two looks into a store */
   int fd, error;
   cddp_result r = CDDP_OK;
   if (cddp__now() < root->next_look) return CDDP_OK;
@@ -11770,7 +11806,7 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
     r = cddp__find_addresses(rdv);
     if (r == CDDP_NETWORK && root->address_count == 0 && root->store == NULL &&
         (cddp__now() + 0.5 > rdv->deadline || cddp__now() > start + CDDP__RESOLVE_S)) {
-      cddp__append_origin(rdv->config, r); /* the name still does not resolve */
+      cddp__append_origin(rdv->config, r); /* MASTER_ADDR still does not resolve: no more tries */
       return r;
     }
     if (r != CDDP_OK) return cddp__look_again(rdv, r, false /* port_blocked */);
@@ -11786,11 +11822,12 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
   error = cddp__connect_address(&root->addresses[root->next++], deadline, &fd);
   if (error != 0) return cddp__lose_root(rdv, error);
   cddp__channel_init(rdv, &rdv->parent, fd, false /* TCP */, CDDP__END_CALLER);
+  /* The text, and the time of the next try, in case the root stays silent. */
   r = cddp__fail(CDDP_NETWORK,
                  "the program at %s accepted a connection and sent nothing: it is another program, "
                  "or rank 0 has not yet called cddp_init or is suspended",
                  cddp__describe_address(&root->addresses[root->next - 1]).s);
-  r = cddp__look_again(rdv, r, false /* port_blocked */); /* if it stays silent */
+  r = cddp__look_again(rdv, r, false /* port_blocked */);
   return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r;
 }
 
@@ -11800,7 +11837,8 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
 static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   const cddp__rank_info *own = &rdv->registered[0].info;
   cddp__root_search *root = &rdv->root;
-  cddp__connection *c = &rdv->parent.connection;
+  cddp__connection *c = &rdv->parent.connection; /* opened by cddp__try_root */
+  /* The other rank 0 sends FAIL CDDP__PROBLEM_S after this one has registered. */
   double deadline = cddp__earlier_deadline(3 * CDDP__PROBLEM_S, rdv->deadline);
   char own_text[CDDP__ERROR_MAX];
   cddp_result answer = CDDP_OK;
@@ -11817,7 +11855,8 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   return cddp__fail(r, "%s", own_text);
 }
 
-static cddp_result cddp__serve_file(cddp__rendezvous *rdv) { /* rank 0 of file:// */
+/* Rank 0 of file://: locks the file, listens, and writes its addresses and salt to the file. */
+static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
   cddp__store_file record;
@@ -11825,7 +11864,7 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) { /* rank 0 of file:/
   cddp_result r = cddp__store_new(&root->store, &o);
   if (r == CDDP_OK) r = cddp__file_store_look(root->store, &o, &record, &fd);
   while (r == CDDP_NETWORK && cddp__now() < rdv->deadline) {
-    cddp__sleep(0.01); /* another process reads it, or another job uses it */
+    cddp__sleep(0.01); /* another process holds the lock: a reader, or rank 0 of another job */
     r = cddp__file_store_look(root->store, &o, &record, &fd);
   }
   if (r == CDDP_OK) r = cddp__file_record_new(&record, !cddp__one_host(rdv->config));
@@ -11837,14 +11876,15 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) { /* rank 0 of file:/
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", rdv->config->init_method);
 }
 
-/* Rank 0 listens: on the launcher's listen_fd, or at the addresses of the endpoint. */
+/* Rank 0 listens for coordinators: on the launcher's listen_fd, or at the addresses of the
+   endpoint. Does nothing on other ranks, or if a launcher listens at the endpoint. */
 static cddp_result cddp__listen_endpoint(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
   cddp_result r = CDDP_OK;
   if (config->rank != 0 || config->client_only) return CDDP_OK;
   if (strncmp(config->init_method, "file:", 5) == 0) return cddp__serve_file(rdv);
-  if (config->listen_fd >= 0) /* used by this process, not by forked ones */
+  if (config->listen_fd >= 0) /* processes that it forks must not use the descriptor too */
     cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (config->listen_fd < 0) r = cddp__find_addresses(rdv);
   if (r == CDDP_OK && config->port != 0 && config->listen_fd < 0 && !cddp__one_host(config))
@@ -11857,14 +11897,14 @@ static cddp_result cddp__listen_endpoint(cddp__rendezvous *rdv) {
     r = cddp__fail_in(r,
                       "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a program between "
                       "the launcher and this process has closed it; ", getenv("CDDP_LISTEN_FD"));
-  else if (r == CDDP_NETWORK && config->port != 0)
+  else if (r == CDDP_NETWORK && config->port != 0) /* MASTER_ADDR can be another host's */
     r = cddp__ask_other_root(rdv, r);
   return r;
 }
 
-/* Closes the sockets for coordinators. With `keep` rank 0 keeps its port, without listening, while
-   the group lives: else the system could give it to another job, with the same endpoint.
-   shutdown(2) ends the root's copy too. */
+/* Closes the sockets for coordinators. With `keep` rank 0 keeps its port, bound but without
+   listening, while the group lives. Otherwise the system could give it to another job, which would
+   have the same endpoint. If the root has copies of the sockets, shutdown(2) ends these too. */
 static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
   cddp__root_search *root = &rdv->root;
   bool is_rank_0 = rdv->config->rank == 0, has_address;
@@ -11876,7 +11916,7 @@ static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
     if (is_rank_0 && keep && has_address && a.sa.ss_family != AF_UNIX)
       (void)!bind(*fd, &a.any, a.size); /* again: shutdown(2) frees a port chosen by the system */
     if (is_rank_0 && keep && root->fd_count == 0 && (!has_address || a.sa.ss_family != AF_UNIX))
-      rdv->job->port_fd = *fd; /* fds[0] */
+      rdv->job->port_fd = *fd; /* fds[0] only: one descriptor keeps the port */
     else
       cddp__close_fd(fd);
   }
@@ -11884,6 +11924,8 @@ static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
 
 /* --- the steps of a rendezvous --- */
 
+/* Begins a rendezvous: registers this rank with itself. host->job_info exists. The deadline runs
+   from now. */
 static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__config *config,
                                          cddp__host *host) {
   cddp__root_search *root = &rdv->root;
@@ -11894,20 +11936,23 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->deadline = cddp__now() + config->timeout_s;
   cddp__channel_init(rdv, &rdv->parent, -1 /* fd */, true /* local */, CDDP__END_CALLER);
   rdv->memory_fd = rdv->node_socket = -1;
-  rdv->node_count = 1;
+  rdv->node_count = 1; /* this rank's own */
   rdv->expected = (uint32_t)config->world_size;
   snprintf(root->key, sizeof root->key, "%s/meeting", config->run);
   root->try_s = 0.25;
   root->pause = 0.002;
-  root->next_look = cddp__now() + 0.002; /* all ranks can be on this node */
+  /* The first look is delayed: if rank 0 registers with this coordinator first, none is needed. */
+  root->next_look = cddp__now() + 0.002;
   if (!config->client_only && rdv->job->endpoint_here && cddp__env("CDDP_HOST_ID") == NULL)
-    root->next_look = /* later: this host has rank 0's address, so this node probably has rank 0 */
+    root->next_look = /* later: this host has rank 0's address, so this node probably has it */
         cddp__earlier_deadline(0.1 + 4e-3 * config->world_size,
                                cddp__now() + config->timeout_s / 8);
   return cddp__register_rank(rdv, &rdv->job->table.info, 0 /* this node */);
 }
 
-/* Becomes the node's coordinator, or its client: step 2 of the head. */
+/* Step 2 of the head: becomes the node's coordinator (node_socket), or connects to it as a client
+   (parent). Returns CDDP_OK without either if the coordinator does not accept now: the caller
+   retries. */
 static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   cddp__address a;
   int error, fd;
@@ -11937,8 +11982,8 @@ static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
 }
 
 /* Sends the parent the ranks that it does not know yet, and rank 0's port. A send's error is found
-   when the parent's answer is read. RANK is sent even if listening fails, as the parent accepts the
-   FAIL that follows only after RANK. */
+   when the parent's answer is read. If listening for links fails, RANK is sent anyway: this rank
+   then sends FAIL, which the parent accepts only after RANK. */
 static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   cddp_result r = CDDP_OK;
@@ -11946,13 +11991,14 @@ static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
     cddp__registration *entry = &rdv->registered[rdv->forwarded++];
     cddp__text failure;
     int k;
+    /* A coordinator opens the listeners of its node: by now it knows its address. */
     if (!c->local && entry->fits) r = cddp__listen_for_links(rdv, entry);
-    failure = cddp__textf("%s", cddp_error()); /* sends can fail too */
+    failure = cddp__textf("%s", cddp_error()); /* a copy: sends can fail too */
     CDDP__POINT("hello");
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, &entry->info, sizeof entry->info, NULL,
                              rdv->deadline);
     for (k = 0; k < rdv->root.fd_count && entry == rdv->registered /* own */ && c->local; k++) {
-      int fds[2] = {rdv->root.fds[k], -1};
+      int fds[2] = {rdv->root.fds[k], -1 /* none */};
       (void)cddp__send_message(c, CDDP__RENDEZVOUS_PORT, rdv->root.proof_salt,
                                sizeof rdv->root.proof_salt, fds, rdv->deadline);
     }
@@ -11962,8 +12008,9 @@ static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* The root builds the table when all ranks have registered. A node that reached it by loopback (a
-   container of the same pod) gets the root's address. */
+/* The root builds the table, rdv->net, when all ranks have registered. If the job has several
+   nodes, it opens its own node's listeners first. A node that reached it by loopback (a container
+   of the same pod) gets the root's address. */
 static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
   cddp__net *net;
   cddp__address a;
@@ -11985,19 +12032,19 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
     a = cddp__internet_address(&info->host.address);
     if (cddp__address_is_loopback(&a)) net->hosts[entry->host].address = rdv->address.v6;
   }
-  (void)cddp__check_table(net, rdv->config->rank); /* only completes it */
-  return cddp__random(net->token, 16);
+  (void)cddp__check_table(net, rdv->config->rank); /* true; completes the table */
+  return cddp__random(net->token, 16 /* bytes: the job's token */);
 }
 
-/* Sets this rank's listener and the secret for links. A client is a misfit if another process has
-   its number in the table. */
+/* Prepares this rank for the table's use: sets its listener and the secret for links. If another
+   process has a client's number in the table, the client is a misfit now: it gets FAIL, no TABLE. */
 static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   cddp__net *net = rdv->net;
   size_t i;
   for (i = 0; i < rdv->registered_count; i++) {
     cddp__registration *entry = &rdv->registered[i];
-    const cddp__rank_entry *listed =
-        &net->ranks[entry->info.rank % (uint32_t)net->size]; /* %: for misfits */
+    const cddp__rank_entry *listed = /* %: a misfit's number can be too large */
+        &net->ranks[entry->info.rank % (uint32_t)net->size];
     if (!entry->fits || entry->node != 0 ||
         (listed->host == net->host && listed->pid == entry->info.pid))
       continue;
@@ -12006,31 +12053,33 @@ static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
                                                   net->hosts[listed->host].name, entry->info.pid,
                                                   entry->info.host.name));
   }
-  for (i = 0; i < rdv->child_count; i++)
+  for (i = 0; i < rdv->child_count; i++) /* the other children get no TABLE */
     rdv->children[i].end_is_loss =
         rdv->children[i].rank_received && rdv->registered[rdv->children[i].entry].fits;
   net->listener = rdv->registered[0].link_fd;
   rdv->registered[0].link_fd = -1;
   if (rdv->job->secret[0] == 0 || rdv->config->launcher_secret /* not for links */ ||
-      net->host_count == 1)
+      net->host_count == 1 /* no links */)
     return CDDP_OK;
   net->secret = cddp__strdup(&rdv->host->allocator, rdv->job->secret);
   return net->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* A coordinator checks that the ports of up to 32 ranks on other hosts can be reached. All ranks
-   wait for the coordinators, so a blocked port is reported to all, not found by one rank later. */
+/* A coordinator checks that it can connect to the ports of up to 32 ranks on other hosts, the next
+   ones in order of rank. All ranks wait for the coordinators, so a blocked port is reported to all,
+   not found by one rank later. */
 static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   enum { MOST_PORTS = 32 };
   const cddp__net *net = rdv->net;
   double deadline = cddp__now() + cddp__blocked_s(rdv),
-         refused_end = cddp__earlier_deadline(1, deadline);
+         refused_end = cddp__earlier_deadline(1 /* s */, deadline);
   cddp__connection *links[MOST_PORTS];
   cddp__address a;
   cddp__text listener;
   socklen_t size = sizeof(int);
   int n = 0, i, p, error;
   cddp_result r = CDDP_OK;
+  /* Connects to all at the same time, and sends nothing. */
   for (i = 1; i < net->size && n < MOST_PORTS; i++) {
     p = (net->rank + i) % net->size;
     if (net->ranks[p].host == net->host) continue;
@@ -12045,7 +12094,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
       error = ETIMEDOUT;
     if (r == CDDP_OK && error == 0) (void)getsockopt(link->fd, SOL_SOCKET, SO_ERROR, &error, &size);
     while (r == CDDP_OK && error == ECONNREFUSED && cddp__now() < refused_end)
-      r = cddp__poll_channels(rdv, refused_end); /* if that rank has died, FAIL says so */
+      r = cddp__poll_channels(rdv, refused_end); /* if that rank has died, FAIL arrives */
     if (r == CDDP_OK && error != 0) {
       a = cddp__internet_address(&net->hosts[peer->host].address);
       cddp__address_set_port(&a, peer->port);
@@ -12059,7 +12108,9 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   return r;
 }
 
-static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) { /* the deadline has passed */
+/* Fails because the deadline has passed and not all ranks have registered. The root's text names
+   the missing ranks; others say why they do not reach the root, or how many ranks are here. */
+static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   const char *launcher = config->launcher != CDDP__LAUNCHER_SCRIPT
                              ? cddp__launchers[config->launcher].name
@@ -12079,10 +12130,10 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) { /* the dead
                       "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
                       "this host%s", seconds, size, rdv->job->endpoint, (int)rdv->registered_count,
                       rdv->parent.connection.fd < 0 ? ", rank 0 did not connect" : "");
-  memset(missing, 0, sizeof missing); /* or gcc -O3 warns */
+  memset(missing, 0, sizeof missing); /* only because gcc -O3 warns without it */
   for (rank = 0; rank < size; rank++)
     count += missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
-  for (rank = 0; rank < size && !missing[rank]; rank++) {} /* the first, if any */
+  for (rank = 0; rank < size && !missing[rank]; rank++) {} /* rank: the first that is missing */
   many = count > 1;
   list = cddp__list_ranks(missing, size, 128);
   refused = rdv->root.refused_count > 0
@@ -12124,16 +12175,18 @@ static bool cddp__all_registered(const cddp__rendezvous *rdv) {
   return count == rdv->expected;
 }
 
-/* Registers this rank and those below it with the parent, until this rank has an error or the
-   table, rdv->net. The root has the earliest deadline, since it knows the missing ranks. After a
-   misfit the root, or a coordinator that has not found it, fails after CDDP__PROBLEM_S, so that the
-   other ranks can connect and get the error. */
+/* Steps 2 to 4 of the head. Registers this rank and those below it with the parent, until this rank
+   has an error or the table, rdv->net. The root has the earliest deadline, since it knows the
+   missing ranks; its coordinators and clients then get its FAIL. After a misfit the root, or a
+   coordinator that has not found it, fails after CDDP__PROBLEM_S, so that the other ranks can
+   connect and get the error. */
 static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
-  const cddp__connection *up = &rdv->parent.connection;
+  const cddp__connection *up = &rdv->parent.connection; /* fd -1: no parent */
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->net == NULL) {
-    double until = rdv->deadline + 0.5; /* a client's */
-    bool late, complete, mismatch, alone; /* alone: no proven parent */
+    double until = rdv->deadline + 0.5; /* a client's: see `late` */
+    bool late, mismatch, alone; /* alone: this rank has no proven parent */
+    bool complete; /* this rank is the root, and all ranks have registered */
     if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
     if (r == CDDP_OK && !alone) r = cddp__inform_parent(rdv);
@@ -12144,11 +12197,11 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING; /* the poll can have changed it */
     late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
     complete = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 && cddp__all_registered(rdv);
-    mismatch = cddp__has_cause(&rdv->problem) && alone; /* else the parent decides */
+    mismatch = cddp__has_cause(&rdv->problem) && alone; /* with a parent, the root decides */
     if ((late && !complete) ||
         (mismatch && (complete || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
       rdv->common_failure = true;
-      r = cddp__check_cause(&rdv->problem);
+      r = cddp__check_cause(&rdv->problem); /* the misfit explains more than missing ranks */
       return r != CDDP_OK ? r : cddp__fail_missing_ranks(rdv);
     }
     if (complete)
@@ -12161,9 +12214,9 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Sends TABLE to the children, on this host with the descriptors of the memory and of the listening
-   socket: to others sendmsg sends none. The rest of its bytes is sent while this rank waits for
-   READY. */
+/* Sends TABLE to the children. To clients, on Unix sockets, it carries the descriptors of the
+   memory and of the client's listening socket for links; on TCP sendmsg sends none. What the system
+   does not take now is sent while this rank waits for READY. */
 static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
   const cddp__net *net = rdv->net;
   cddp_result r = CDDP_OK;
@@ -12173,7 +12226,7 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
     cddp__connection *c = &child->connection;
     int *link_fd = &rdv->registered[child->entry].link_fd;
     int fds[2] = {rdv->host->arena.fd, *link_fd};
-    if (!child->end_is_loss) continue;
+    if (!child->end_is_loss) continue; /* a misfit or a stranger */
     CDDP__POINT("welcome");
     memcpy(c->send_fds, fds, sizeof fds); /* sent with the next bytes */
     r = cddp__connection_post(c, CDDP__RENDEZVOUS_TABLE, net->token,
@@ -12181,13 +12234,14 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
     (void)cddp__connection_progress(c);
     if (r == CDDP_OK && c->state == CDDP__CONNECTION_ENDED)
       r = cddp__receive_from_child(rdv, child); /* it can have sent FAIL */
-    if (c->send_fds[0] < 0) cddp__close_fd(link_fd); /* it was sent */
+    if (c->send_fds[0] < 0) cddp__close_fd(link_fd); /* sent: the client has its own copy */
   }
   return r;
 }
 
-/* Waits until all ranks are ready for the next step. Ranks nearer to the root know more, so they
-   have the earlier deadline. */
+/* Step 5 of the head: waits for READY from the children, sends READY to the parent, waits for its
+   READY, and sends that to the children. Ranks nearer to the root have the earlier deadline, since
+   they know which rank is not ready. Called again after MPI's start. */
 static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   cddp__connection *up = &rdv->parent.connection;
   double deadline = rdv->deadline + 1;
@@ -12195,7 +12249,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   size_t i;
   if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
     deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* other coordinators check their ports */
-  rdv->parent.end_is_loss = up->fd >= 0;
+  rdv->parent.end_is_loss = up->fd >= 0; /* until its READY */
   for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
     bool waits = rdv->children[i].end_is_loss && !rdv->children[i].ready;
     const cddp__rank_info *info = &rdv->registered[rdv->children[i].entry].info;
@@ -12208,14 +12262,14 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
                      rdv->job->endpoint);
     else if (waits)
       r = cddp__poll_channels(rdv, deadline);
-    i = waits ? 0 : i + 1; /* children can have moved */
+    i = waits ? 0 : i + 1; /* 0: the poll can have removed children, and moved others */
   }
   if (r == CDDP_OK && up->fd >= 0 &&
       cddp__send_message(up, CDDP__RENDEZVOUS_READY, NULL, 0, NULL, deadline) != CDDP_OK) {
     r = cddp__receive_from_parent(rdv); /* the parent can have sent FAIL */
     if (r == CDDP_OK) r = cddp__report_channel_lost(rdv, &rdv->parent);
   }
-  /* The parent can have started later: it knows which rank is not ready, and fails first. */
+  /* The parent, which can have started later, must fail first: it knows which rank is not ready. */
   if (deadline < cddp__now() + rdv->config->timeout_s + 1)
     deadline = cddp__now() + rdv->config->timeout_s + 1;
   deadline += up->local ? 1 : 0.5;
@@ -12228,10 +12282,11 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
                      "created their group", rdv->config->timeout_s, rdv->job->endpoint);
   }
   CDDP__POINT("all ready");
-  if (r == CDDP_OK && up->fd < 0) r = cddp__poll_channels(rdv, 0); /* a child can have failed */
+  if (r == CDDP_OK && up->fd < 0) /* the root: a child can have failed since its READY */
+    r = cddp__poll_channels(rdv, 0 /* until: does not wait */);
   for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
     cddp__channel *child = &rdv->children[i];
-    if (child->end_is_loss) /* if it died, the group finds that */
+    if (child->end_is_loss) /* an error is ignored: if the rank died, the group finds that */
       (void)cddp__send_message(&child->connection, CDDP__RENDEZVOUS_READY, NULL, 0, NULL,
                                cddp__now());
     child->ready = false; /* MPI's start is followed by another READY */
@@ -12239,7 +12294,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Sends FAIL as the last message. */
+/* Sends FAIL as the last message on a connection, within 0.1 s. */
 static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char *text) {
   cddp__connection *c = &channel->connection;
   if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger: no answer would come */
@@ -12256,10 +12311,10 @@ static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
          recv(channel->connection.fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {}
 }
 
-/* Whether the process at the other end has registered before: it has received FAIL, and connects
-   for its next rendezvous. */
+/* Whether the process at the other end of a new connection has registered before, on another one:
+   it has received FAIL there, and connects for its next rendezvous. This FAIL is not for it. */
 static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__channel *child) {
-  uint32_t peer[3];
+  uint32_t peer[3]; /* pid, uid, gid */
   size_t i;
   if (child->rank_received || !child->connection.local ||
       !cddp__peer_process(child->connection.fd, peer))
@@ -12269,14 +12324,16 @@ static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__cha
   return false;
 }
 
-/* Reports a failure to the parent, the children, and ranks that have just connected or have built
-   the group already. With r = CDDP_OK: only the problem, to the misfits. */
+/* Reports failure r, with this thread's error text, to the parent, the children, and ranks that
+   have just connected or have built the group already. CDDP_OK: reports only rdv->problem, to the
+   misfits.
+     g   the group that this rank has built; NULL: none */
 static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX], remote[CDDP__ERROR_MAX]; /* for ranks of this host; for others */
   cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem);
   double deadline;
-  int rounds = 0;
-  size_t k, draining; /* children that have to read FAIL */
+  int passes = 0;
+  size_t k, draining; /* draining: number of children that have to read FAIL */
   snprintf(text, sizeof text, "%s", cddp_error());
   snprintf(remote, sizeof remote, "%s", text);
   if (r != CDDP_OK && !rdv->common_failure)
@@ -12296,23 +12353,27 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
       if (!child->fail_sent) cddp__remove_child(rdv, k); /* new connections need its descriptor */
     }
     if (r != CDDP_OK) (void)cddp__accept_channels(rdv, rdv->node_socket);
-  } while (r != CDDP_OK && rdv->child_count > draining /* new */ && rounds++ < CDDP__MAX_RANKS);
+  } while (r != CDDP_OK && rdv->child_count > draining /* new ones */ &&
+           passes++ < CDDP__MAX_RANKS);
   deadline = cddp__now() + 0.2;
   cddp__channel_drain(&rdv->parent, deadline);
   for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
   if (r == CDDP_OK) return;
-  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote));
+  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote)); /* for ranks that use it already */
   if (rdv->host->net != NULL)
     cddp__send_notices(rdv->host->net, 0 /* group */, NULL, rdv->net->size, (uint32_t)r, remote);
-  cddp__fail(r, "%s", text);
+  cddp__fail(r, "%s", text); /* this thread's error again */
 }
 
-/* Ends the rendezvous with result r, which it returns. */
+/* Ends the rendezvous with result r, which it returns. Reports a failure, and closes all
+   connections and sockets. Two stay in job_info: the rank's claim and, if r is CDDP_OK, rank 0's
+   port. */
 static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   const cddp_allocator *allocator = &rdv->host->allocator;
   cddp_store *store = rdv->root.store;
   size_t i;
-  if (rdv->config->rank != 0) cddp__close_port(rdv, false /* keep */); /* a new rank 0 can bind */
+  /* The root's copies first: after FAIL, a new rank 0 can bind the port. */
+  if (rdv->config->rank != 0) cddp__close_port(rdv, false /* keep */);
   cddp__report_failure(rdv, g, r);
   if (r == CDDP_OK) cddp__store32(&cddp__node_hashes[cddp__add32(&cddp__node_hash_count, 1) %
                                     CDDP__NODE_HASHES],
@@ -12323,10 +12384,10 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
   cddp__close_fd(&rdv->memory_fd);
   cddp__close_fd(&rdv->node_socket);
   if (store != NULL && store->file >= 0 && cddp__file_has_name(store->file, store->name))
-    unlink(store->name);
+    unlink(store->name); /* file:// on rank 0: a later job must not find it */
   cddp__close_port(rdv, r == CDDP_OK && !rdv->config->client_only);
   if (store != NULL) cddp__store_free(store);
-  if (rdv->net != rdv->host->net) cddp__net_release(rdv->net); /* one host, or failed */
+  if (rdv->net != rdv->host->net) cddp__net_release(rdv->net); /* unused: one host, or failed */
   cddp__free(allocator, rdv->children);
   cddp__free(allocator, rdv->registered);
   return r;
@@ -12342,23 +12403,25 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
         used before. Otherwise it shares no memory.
      4. Its group is broken from the start. cddp_ddp_create continues: >>elastic. */
 
-#define CDDP__JOIN_WAIT_S 0.02 /* most that a rank waits for joining processes */
+#define CDDP__JOIN_WAIT_S 0.02 /* most that a rank waits for messages of joining processes */
 #define CDDP__JOB_GONE_S 2.0 /* without a living rank on this host: then the job has ended */
 #define CDDP__JOB_SILENT_S 20.0 /* on others, where none listens while all compute after a loss */
-#define CDDP__JOIN_CALLS 64 /* most calls of a joining process at the same time */
+#define CDDP__JOIN_CALLS 64 /* most connections of a joining process at the same time */
 
-/* Opens the sockets for joining processes: at this rank's socket name and, on one rank of each
-   host, at MASTER_PORT, where the system holds back silent connections. Lock: joins.lock. */
+/* Opens the sockets for joining processes, unless they are open. One is at this rank's socket name.
+   The first rank of a host that calls this also listens at MASTER_PORT, where the system holds back
+   silent connections. A failure is only logged: processes can join through other ranks. The caller
+   holds joins.lock. */
 static void cddp__join_listen(cddp__host *host) {
   const cddp__job_info *job = host->job_info;
   cddp__address a;
-  int defer_s = 5, error = 0;
-  if (job == NULL) return;
+  int defer_s = 5 /* a connection without bytes is accepted after it */, error = 0;
+  if (job == NULL) return; /* no process can join */
   if (job->table.several_hosts != 0 && job->port != 0 && host->joins.tcp_fd < 0) {
     a = cddp__internet_address(&job->table.address);
     if (!cddp__address_is_loopback(&a)) cddp__address_to_all(&a);
     cddp__address_set_port(&a, job->port);
-    if (cddp__listen_address(&a, &host->joins.tcp_fd) == 0)
+    if (cddp__listen_address(&a, &host->joins.tcp_fd) == 0) /* else another rank listens */
       setsockopt(host->joins.tcp_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &defer_s, sizeof defer_s);
   }
   a = cddp__rank_socket(job, "join-", (int)job->table.info.rank);
@@ -12368,6 +12431,7 @@ static void cddp__join_listen(cddp__host *host) {
               strerror(error));
 }
 
+/* Closes the listeners for joining processes, and connections that are not answered. */
 static void cddp__join_close(cddp__host *host) {
   struct cddp__join_listeners *joins = &host->joins;
   pthread_mutex_lock(&joins->lock);
@@ -12379,41 +12443,44 @@ static void cddp__join_close(cddp__host *host) {
   pthread_mutex_unlock(&joins->lock);
 }
 
-/* Accepts calls, and begins their proofs. Returns whether few descriptors are left. */
+/* Accepts calls at a listener (-1: none), and begins their proofs. Returns whether few descriptors
+   are left. The caller holds joins.lock. */
 static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   cddp__connection *c;
   bool few = listener >= 0 && cddp__accept_links(&host->allocator, listener, &host->joins.calls,
                                                  &host->joins.spare, NULL /* starved */);
+  /* The accepted ones are first in the list, and NEW. */
   for (c = host->joins.calls; c != NULL && c->state == CDDP__CONNECTION_NEW; c = c->next) {
-    /* new ones are first */
     c->local = local;
     (void)cddp__connection_begin_proof(c, host->job_info->secret, "join", NULL, 0 /* context */);
   }
   return few;
 }
 
-/* Posts TABLE and, on a Unix socket, the memory; a failure ends c. */
+/* Answers a call: posts TABLE and, on a Unix socket, the memfd. A failure ends c. */
 static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   cddp__join_table *table = &host->job_info->table;
   table->info.fp_mode = cddp__fp_mode();
   table->job = host->record != NULL ? host->record->job : 0;
   table->local_size = host->size;
-  c->send_fds[0] = host->arena.fd;
-  c->peer = 0; /* answered */
+  c->send_fds[0] = host->arena.fd; /* on TCP none is sent */
+  c->peer = 0; /* answered: see cddp__join_continue */
   (void)cddp__connection_post(c, CDDP__RENDEZVOUS_TABLE, table, sizeof *table);
   (void)cddp__connection_progress(c);
   CDDP__POINT("elastic told");
 }
 
 /* Continues all calls without blocking. Frees those that ended, are answered (peer 0, else -1), or
-   are too many; the newest stay. few: few descriptors are left, so fewer can be silent, or prove,
-   and none past its deadline. Stores in `waiting` those that sent their first message after
-   `begin`: the next can arrive soon. Returns their number. */
+   are too many: the newest stay. The caller holds joins.lock.
+     waiting   [most] receives the calls that sent their first message after `begin`: their next
+               message can arrive soon
+     few       few descriptors are left: fewer calls can be silent, or prove, none past its deadline
+   Returns the number of waiting calls. */
 static int cddp__join_continue(cddp__host *host, double begin, cddp__connection **waiting,
                                int most, bool few) {
   cddp__connection **at = &host->joins.calls, *c;
-  int limit = few ? CDDP__FEW_UNPROVEN : cddp__unproven_most(host->size), silent = 0, proving = 0,
-      n = 0;
+  int limit = few ? CDDP__FEW_UNPROVEN : cddp__unproven_most(host->size); /* of each: */
+  int silent = 0, proving = 0, n = 0;
   while ((c = *at) != NULL) {
     bool began = c->challenge.messages_received > 0;
     if (cddp__connection_progress(c) && c->peer < 0) cddp__join_answer(host, c);
@@ -12432,15 +12499,15 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   return n;
 }
 
-/* Continues the calls of joining processes. waits: for proofs that have just begun, at most
-   CDDP__JOIN_WAIT_S. Strangers cost this rank at most a tenth of its time: it pauses ten
-   times as long as it computed, or waited. */
+/* Accepts and continues the calls of joining processes. waits: CDDP__JOIN_WAIT: also waits for
+   proofs that have just begun, at most CDDP__JOIN_WAIT_S. Strangers cost this rank at most a tenth
+   of its time: it pauses ten times as long as it computed, or waited. */
 static void cddp__join_serve(cddp__host *host, bool waits) {
   struct cddp__join_listeners *joins = &host->joins;
   cddp__connection *waiting[32];
   double begin = cddp__now(), cpu_begin = cddp__thread_seconds(), now;
-  bool few;
-  int n;
+  bool few; /* few descriptors are left */
+  int n; /* calls in `waiting` */
   if (pthread_mutex_trylock(&joins->lock) != 0) return; /* another thread serves */
   if ((joins->fd >= 0 || joins->tcp_fd >= 0) && begin >= joins->pause_end) {
     for (;;) {
@@ -12449,34 +12516,36 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
       n = cddp__join_continue(host, begin, waiting, 32, few);
       now = cddp__now();
       if (!waits || n == 0 || now < joins->wait_end || now >= begin + CDDP__JOIN_WAIT_S) break;
-      (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0,
+      (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0 /* listeners */,
                                    begin + CDDP__JOIN_WAIT_S);
     }
-    if (now > begin + CDDP__JOIN_WAIT_S / 2) joins->wait_end = now + 10 * (now - begin);
+    if (now > begin + CDDP__JOIN_WAIT_S / 2) /* it has waited long: not again soon */
+      joins->wait_end = now + 10 * (now - begin);
     joins->pause_end = now + 10 * (cddp__thread_seconds() - cpu_begin);
   }
   pthread_mutex_unlock(&joins->lock);
 }
 
-typedef struct cddp__join_search { /* a joining process's */
-  cddp__connection *calls; /* [CDDP__JOIN_CALLS] peer: a rank here; -1 - i: at addresses[i] */
-  int count;
+typedef struct cddp__join_search { /* a joining process's search for its job */
+  cddp__connection *calls; /* [CDDP__JOIN_CALLS] .peer: a rank of this host; -1 - i: addresses[i] */
+  int count; /* of calls */
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of MASTER_ADDR */
   int address_count;
   double next_resolve; /* when to resolve MASTER_ADDR again */
   double next_all; /* when to call numbers beyond WORLD_SIZE again */
   double pause; /* seconds between two such calls */
-  double seen; /* when a rank last listened, or a process held a first rank's socket name */
+  double seen; /* when a rank last listened, or a process held the name of a first rank's socket */
   cddp__text blocked; /* the last error of a connection to MASTER_ADDR, or "" */
 } cddp__join_search;
 
-/* Calls the ranks on this host and (rank < 0) the addresses of MASTER_ADDR that listen and are not
-   in `calls` yet. Numbers beyond WORLD_SIZE are rare, and many: they are called less often, and
-   only while no other rank listens. */
+/* Calls, that is, connects to, the ranks on this host and the addresses of MASTER_ADDR that listen
+   and are not in `calls` yet. Numbers beyond WORLD_SIZE, of ranks that joined, are rare and many to
+   try: they are called less often, and only while no other rank listens. */
 static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_search *search) {
   const cddp__job_info *job = host->job_info;
   double now = cddp__now();
-  int rank_end = (int)job->table.info.world_size, rank, i, fd, error;
+  int rank_end = (int)job->table.info.world_size;
+  int rank, i, fd, error; /* rank: -1 - i is address i of MASTER_ADDR, as in .peer */
   cddp_result r = CDDP_OK;
   if (now >= search->next_all && search->count == 0) {
     rank_end = CDDP__MAX_RANKS;
@@ -12494,14 +12563,14 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
         rank < 0 ? search->addresses[-1 - rank] : cddp__rank_socket(job, "join-", rank);
     for (i = 0; i < search->count && search->calls[i].peer != rank; i++) {}
     if (i < search->count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0))
-      continue; /* called, or another job's */
-    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 1 /* s */ : 0), &fd);
+      continue; /* already called, or another job's address */
+    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 1 /* s */ : 0 /* local */), &fd);
     if (rank < 0 && error > 0)
       search->blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
-    if (error != 0) continue;
+    if (error != 0) continue; /* no rank listens there, or not now */
     search->count++;
     cddp__connection_begin(c, &host->allocator, fd, CDDP__END_CALLER);
-    c->local = rank >= 0 && host->arena.fd < 0; /* gets the memfd, but only once: >>arena */
+    c->local = rank >= 0 && host->arena.fd < 0; /* accepts the memfd, if it has none: >>arena */
     c->peer = rank;
     r = cddp__connection_begin_proof(c, job->secret, "join", NULL, 0 /* context */);
     (void)cddp__connection_progress(c);
@@ -12509,7 +12578,8 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
   return r;
 }
 
-/* Checks an answer. A host's number is 2 * shards until it is known. */
+/* Whether an answer's numbers are in their ranges. A host's number is 2 * shards until it is known.
+   */
 static bool cddp__check_join_table(cddp__join_table *table) {
   cddp__member *lead = &table->lead.self;
   table->info.host.name[sizeof table->info.host.name - 1] = 0;
@@ -12522,8 +12592,10 @@ static bool cddp__check_join_table(cddp__join_table *table) {
          lead->port <= 65535;
 }
 
-/* Continues a call. CDDP_OK: the rank has answered, and *fd is its memory or -1. CDDP_NETWORK: not
-   yet, or the connection has ended; others can answer. */
+/* Continues a call, without blocking.
+     CDDP_OK             the rank has answered with *table; *fd is its memory, or -1
+     CDDP_NETWORK        not yet, or the connection has ended: another rank can answer
+     CDDP_UNAUTHORIZED   a process with a rank's socket name on this host has another secret */
 static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, int *fd,
                                       cddp__join_table *table) {
   cddp__address here;
@@ -12543,9 +12615,9 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
   if (!valid) cddp__connection_end(c, EPROTO);
   if (!valid) return CDDP_NETWORK;
   if (c->peer < 0 && cddp__local_address(c->fd, &here))
-    cddp__set_scope(&table->lead.self.address, &here);
+    cddp__set_scope(&table->lead.self.address, &here); /* if it is link-local */
   *fd = c->fds[0];
-  c->fds[0] = -1;
+  c->fds[0] = -1; /* the connection no longer closes it */
   return CDDP_OK;
 }
 
@@ -12556,19 +12628,21 @@ static double cddp__job_gone_s(const cddp__job_info *job, const cddp__join_searc
   return here || foreign ? CDDP__JOB_GONE_S : CDDP__JOB_SILENT_S;
 }
 
-/* CDDP_OK while the search for the job continues, else why it ends. */
+/* CDDP_OK while the search for the job continues. Fails at the deadline, or if no sign of the job
+   was seen for cddp__job_gone_s. */
 static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_search *search,
                                          double deadline) {
   const cddp__job_info *job = host->job_info;
   const cddp__rank_info *own = &job->table.info;
   const char *blocked = search->blocked.s;
-  bool alive = search->count > 0, has_master = job->port != 0;
+  bool alive = search->count > 0; /* a rank or its process was seen */
+  bool has_master = job->port != 0;
   bool has_model = job->table.lead.model.params != 0; /* then its ranks are in `calls` */
   double now = cddp__now(), gone_s = cddp__job_gone_s(job, search);
   int rank, fd;
   for (rank = 0; rank < (int)own->world_size && !alive && !has_model; rank++) {
     cddp__address a = cddp__rank_socket(job, own->world_size > 1 ? "" : "alone-", rank);
-    if (rank == (int)own->rank) continue;
+    if (rank == (int)own->rank) continue; /* can be this process's own socket */
     alive = cddp__listen_address(&a, &fd) == EADDRINUSE; /* a process holds the name */
     cddp__close_fd(&fd);
   }
@@ -12595,31 +12669,35 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
                     job->timeout_s, job->endpoint);
 }
 
-/* Connects to ranks of the job until one has answered. *fd: the memory of its ranks here; -1: the
-   rank that answered is on another host. */
+/* Connects to ranks of the job until one has answered with *table. *fd receives the memory of this
+   host's ranks; -1: the rank that answered is on another host. */
 static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
                                   cddp__join_table *table) {
   cddp__connection *polled[CDDP__JOIN_CALLS];
   cddp__join_search search;
   int i;
-  cddp_result r = CDDP_NETWORK;
+  bool answered = false;
+  cddp_result r = CDDP_OK;
   memset(&search, 0, sizeof search);
   search.calls =
       (cddp__connection *)cddp__calloc(&host->allocator, CDDP__JOIN_CALLS, sizeof *search.calls);
   if (search.calls == NULL) r = CDDP_OUT_OF_MEMORY;
   search.seen = cddp__now();
-  search.pause = 0.5;
+  search.pause = 0.5; /* s */
   *fd = -1;
-  while (r == CDDP_NETWORK) {
+  while (r == CDDP_OK && !answered) {
     r = cddp__join_call_ranks(host, &search);
     if (r == CDDP_OK) r = cddp__join_check_time(host, &search, deadline);
     for (i = 0; i < search.count; i++) polled[i] = &search.calls[i];
     if (r == CDDP_OK)
       r = cddp__connections_poll(&host->allocator, polled, (size_t)search.count, NULL, 0,
                                  cddp__earlier_deadline(0.1, deadline));
-    if (r == CDDP_OK) r = CDDP_NETWORK; /* no answer yet */
-    for (i = search.count; i-- > 0 && r == CDDP_NETWORK;) {
-      if (polled[i]->ready) r = cddp__join_receive(host->job_info, polled[i], fd, table);
+    for (i = search.count; i-- > 0 && r == CDDP_OK && !answered;) {
+      if (polled[i]->ready) {
+        r = cddp__join_receive(host->job_info, polled[i], fd, table);
+        answered = r == CDDP_OK;
+        if (r == CDDP_NETWORK) r = CDDP_OK; /* no answer yet */
+      }
       if (polled[i]->state != CDDP__CONNECTION_ENDED) continue;
       cddp__connection_close(polled[i]);
       *polled[i] = search.calls[--search.count]; /* the last call moves here */
@@ -12630,7 +12708,9 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
   return r;
 }
 
-static cddp_result cddp__join_find(cddp__host *host, int *fd) { /* fills job_info.table */
+/* Finds the running job, and fills in job_info.table with its answer. Fails if this process does
+   not match the job. *fd: see cddp__find_job. */
+static cddp_result cddp__join_find(cddp__host *host, int *fd) {
   cddp__job_info *job = host->job_info;
   cddp__join_table table;
   cddp_result r = cddp__find_job(host, cddp__now() + job->timeout_s, fd, &table);
