@@ -2228,8 +2228,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   char *staging; /* the staging buffers, two for each rank of this host */
   size_t staging_size; /* bytes of a staging buffer; 0: the group has none */
   size_t staging_ready; /* bytes of each of this rank's two buffers that already have memory */
-  cddp__ref block_ref; /* NONE: the job's first group; POINTER: the ranks are threads, or a private copy
-                          has replaced the block */
+  cddp__ref block_ref; /* NONE: the job's first group; POINTER: the ranks are threads, or the block
+                          was replaced by a private copy */
   uint32_t block_generation; /* block->generation when the group was created */
 
   /* How this rank waits. An engine's thread that shares a core changes spin and yields for the time
