@@ -8686,7 +8686,7 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
       merge.high++;
     }
   }
-  merge.node = shard;
+  merge.node = shard; /* its rank; the caller chooses the slot */
   merge.node.first = begin;
   merge.node.width = end - begin;
   merge.count = 0;
@@ -8731,7 +8731,7 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
     cddp__shard_node node = merge.node;
     bool last = i + 1 == shards || owner[i + 1] != node.rank; /* of the rank's shards */
     previous = merge.low - 1; /* the same rank's node before this one */
-    while (previous >= 0 && nodes[previous].rank != node.rank) previous--;
+    while (previous >= 0 && nodes[previous].rank != node.rank) previous--; /* -1: it has none */
     if (node.width > 1 || apart || !last) /* else the shard can stay in the gradients: slot -1 */
       node.slot = previous >= 0 ? nodes[previous].slot + 1 : 0;
     if (node.slot >= *slots) *slots = node.slot + 1;
@@ -8760,7 +8760,7 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
   } open[CDDP__DTYPE_COUNT] /* by dtype */, *own; /* own: of the parameter's dtype */
   int i, b, created = 0, closed = 0;
   CDDP_ASSERT(limit_count >= 1);
-  memset(open, 0, sizeof open);
+  memset(open, 0, sizeof open); /* .limit: the first */
   for (b = 0; b < CDDP__DTYPE_COUNT; b++) open[b].bucket = -1;
   for (i = 0; i < count; i++) {
     const cddp_param *p = &params[order != NULL ? order[i] : i];
@@ -9300,16 +9300,18 @@ static bool cddp__process_gone(cddp__host *host, int at) {
    The time is brief if no notice will follow: after a BYE (its last frames can still be unread), or
    if the rank was alone on its host. */
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
-  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
-  bool gone, brief;
-  if (g->host_index[rank] < 0) {
+  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state); /* of this host's ranks */
+  bool gone;
+  if (g->host_index[rank] < 0) { /* on another host */
     const cddp__peer *peer = &g->hosts->peers[rank];
     enum cddp__end end;
+    bool awaits_notice, brief;
     if (cddp__load32(&peer->lost) == 0) return CDDP__IS_ALIVE; /* its connections live */
     end = cddp__end_from_error(peer->error);
+    awaits_notice = peer->error != ENOMEM /* this rank's own failure: it sends the notice */ &&
+                    (!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause);
     brief = end == CDDP__HAS_LEFT || g->hosts->group_hosts[peer->host].size == 1;
-    if (peer->error != ENOMEM /* this rank's own failure: it sends the notice */ &&
-        (!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause) &&
+    if (awaits_notice &&
         cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
       return CDDP__IS_ALIVE;
     /* IS_ALIVE: the error does not show that the process has ended, but its connection has. */
@@ -9326,6 +9328,7 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   return gone ? CDDP__HAS_ENDED : CDDP__IS_ALIVE;
 }
 
+/* Whether a rank has ended or left, or its host does not answer. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   return cddp__rank_end(g, rank) != CDDP__IS_ALIVE;
 }
@@ -9859,6 +9862,7 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   if (cddp__serve_all_recvs(g)) w->since = w->now; /* short sleeps: more messages are likely */
   if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
   cddp__join_serve(g->host, CDDP__JOIN_POLL); /* answers joining processes */
+  /* Stores how the next process in the ring has ended: head, 4. */
   if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->ranks[next].pidfd, host->ranks[next].pid, &status))
@@ -10391,9 +10395,9 @@ static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
    world: the ranks' numbers in the job; NULL: the same. */
 static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
   int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
-  if (host == n->host || size <= 64) return host != n->host;
+  if (host == n->host || size <= 64) return host != n->host; /* not this rank's own host */
   for (p = 0; p < rank && n->ranks[world != NULL ? world[p] : p].host != host; p++) {}
-  return p == rank;
+  return p == rank; /* no lower rank is on its host */
 }
 
 /* Sends a notice about a group to its ranks on other hosts, 32 at a time. Ranks that do not accept
@@ -10684,8 +10688,8 @@ typedef struct cddp__rank_info {
   cddp__host_entry host; /* size: unused */
 } cddp__rank_info;
 
-/* TABLE to a joining process: the answer to its call. A rank on the same host sends its memfd too.
-   */
+/* TABLE to a joining process: the answer to its call. A rank on the same host also sends its
+   memfd. */
 typedef struct cddp__join_table {
   cddp__rank_info info; /* of the rank that answers */
   uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
@@ -10971,7 +10975,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   const char *name = rdv->host->name;
   cddp__address a = cddp__rank_socket(job, "", rank);
   char answer;
-  for (tries = 0; tries < 100; tries++) {
+  for (tries = 0; tries < 100; tries++) { /* 1 ms apart: a dead holder's name is soon free */
     uint32_t peer[3] = {0, 0, 0} /* pid, uid, gid */, pid; /* pid: the holder's */
     bool ended; /* the holder has */
     int fd, error = cddp__listen_address(&a, &job->rank_claim_fd);
@@ -10985,8 +10989,9 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     if (error == 0) (void)cddp__peer_process(fd, peer);
     if (error == 0) (void)!send(fd, CDDP__CLAIM, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     pid = peer[0]; /* 0: not known */
-    ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
-                                        cddp__exit_status(-1 /* pidfd */, pid, &status)));
+    ended = error != 0 || /* or its process does not exist, or is a zombie: */
+            (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
+                          cddp__exit_status(-1 /* pidfd */, pid, &status)));
     /* EAGAIN: its queue is full. An answer: it lived, and has failed because of this, and ended. */
     if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1)) ended = false;
     cddp__close_fd(&fd);
@@ -11014,9 +11019,9 @@ static void cddp__hold_name(cddp__job_info *job) {
   (void)!bind(job->rank_claim_fd, &a.any, a.size); /* fails in a second such job */
 }
 
-/* The pid of another process that also claims this rank: its cddp__claim_rank found the name in use
-   and connected to this rank's socket. 0: none. A program that only connects, such as a scanner,
-   sends no claim. */
+/* The pid of another process of this host that also claims this rank: its cddp__claim_rank found
+   the name in use and connected to this rank's socket. 0: none. A program that only connects, such
+   as a scanner, sends no claim. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3] /* pid, uid, gid */, second = 0;
   char byte = 0;
@@ -11024,7 +11029,7 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   for (tries = 0; tries < 64 && second == 0 && job->rank_claim_fd >= 0; tries++) {
     int fd = cddp__accept(job->rank_claim_fd);
     struct pollfd claim = {fd, POLLIN, 0};
-    if (fd < 0 && errno != ECONNABORTED) break;
+    if (fd < 0 && errno != ECONNABORTED) break; /* no more connections now */
     if (fd >= 0 && cddp__poll(&claim, 1, 20 /* ms */) > 0 &&
         recv(fd, &byte, 1, MSG_DONTWAIT) == 1 && byte == CDDP__CLAIM[0] &&
         cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid())
@@ -11082,8 +11087,8 @@ static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
 static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_info *info,
                                        int node) {
   const cddp__registration *other = cddp__find_registered(rdv, info->rank); /* with its number */
-  cddp__registration *entry;
-  cddp_result r = rdv->registered_count > 0 /* [0] is this rank */
+  cddp__registration *list, *entry;
+  cddp_result r = rdv->registered_count > 0 /* [0] is this rank, which compares with nothing */
                       ? cddp__compare_ranks(&rdv->registered[0].info, info)
                       : CDDP_OK;
   if (r == CDDP_OK && other != NULL)
@@ -11094,12 +11099,12 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
                               rdv->net->hosts[rdv->net->ranks[info->rank].host].name, info->pid,
                               info->host.name);
   if (r != CDDP_OK) cddp__note_problem(rdv, r);
-  entry = (cddp__registration *)cddp__grow_array(&rdv->host->allocator, rdv->registered,
-                                                 &rdv->registered_capacity,
-                                                 rdv->registered_count + 1, sizeof *entry);
-  if (entry == NULL) return CDDP_OUT_OF_MEMORY;
-  rdv->registered = entry;
-  entry += rdv->registered_count++;
+  list = (cddp__registration *)cddp__grow_array(&rdv->host->allocator, rdv->registered,
+                                                &rdv->registered_capacity,
+                                                rdv->registered_count + 1, sizeof *list);
+  if (list == NULL) return CDDP_OUT_OF_MEMORY;
+  rdv->registered = list; /* it can have moved */
+  entry = &list[rdv->registered_count++];
   entry->info = *info;
   entry->node = node;
   entry->link_fd = -1;
@@ -11134,7 +11139,7 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   return m;
 }
 
-/* Sends FAIL, and waits for that like cddp__send_message. */
+/* Sends FAIL, and waits until the system has all of its bytes, at most until the deadline. */
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
   cddp_result r = cddp__post_failure(c, result, text);
@@ -11552,7 +11557,8 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   const cddp__address at = root->addresses[root->next - 1]; /* tried last; a copy: see below */
   const cddp__challenge *challenge = &rdv->parent.connection.challenge; /* the root's proof */
   unsigned char old_salt[sizeof root->proof_salt];
-  bool port_blocked = root->store != NULL && error != 0; /* the root's own port */
+  /* A store or a file has the address of the root's own port: there it surely listens. */
+  bool port_blocked = root->store != NULL && error != 0;
   cddp_result r = CDDP_NETWORK;
   if (error == EMFILE || error == ENFILE)
     return cddp__fail_descriptors(rdv, error, "connection to another host");
@@ -11640,7 +11646,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   cddp_result r;
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
-  list[n] = parent;
+  list[n] = parent; /* fd -1 if there is none: ignored */
   if (rdv->node_socket >= 0 && rdv->net == NULL) /* a client's sockets are served by the root */
     for (i = 0; i < (size_t)rdv->root.fd_count; i++) listeners[listener_count++] = rdv->root.fds[i];
   r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
@@ -11651,7 +11657,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
     const cddp__connection *c = &child->connection;
     if (cddp__has_news(c)) r = cddp__receive_from_child(rdv, child);
     if (c->state != CDDP__CONNECTION_ENDED && (child->rank_received || cddp__now() <= c->deadline))
-      continue;
+      continue; /* it stays */
     rdv->root.refused_count += c->challenge.state == CDDP__CHALLENGE_WRONG; /* another secret */
     cddp__remove_child(rdv, i);
   }
@@ -11724,7 +11730,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   if (root->store == NULL) {
     r = cddp__store_open_client(&root->store, &o);
     root->closed_since = o.closed_since;
-    if (root->try_s < 8) root->try_s *= 2;
+    if (root->try_s < 8) root->try_s *= 2; /* a distant or busy server gets more time */
   }
   if (r != CDDP_OK) return r;
   root->try_s = 0.25; /* for the root, as at the start */
@@ -11818,7 +11824,7 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
     root->pause = 2 * root->pause < most_pause ? 2 * root->pause : most_pause;
     return CDDP_OK;
   }
-  if (root->try_s < 8) root->try_s *= 2;
+  if (root->try_s < 8) root->try_s *= 2; /* the next try gets more time */
   error = cddp__connect_address(&root->addresses[root->next++], deadline, &fd);
   if (error != 0) return cddp__lose_root(rdv, error);
   cddp__channel_init(rdv, &rdv->parent, fd, false /* TCP */, CDDP__END_CALLER);
@@ -12037,7 +12043,7 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
 }
 
 /* Prepares this rank for the table's use: sets its listener and the secret for links. If another
-   process has a client's number in the table, the client is a misfit now: it gets FAIL, no TABLE. */
+   process has a client's number in the table, that is a misfit: it gets FAIL, no TABLE. */
 static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   cddp__net *net = rdv->net;
   size_t i;
@@ -12466,7 +12472,7 @@ static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   c->send_fds[0] = host->arena.fd; /* on TCP none is sent */
   c->peer = 0; /* answered: see cddp__join_continue */
   (void)cddp__connection_post(c, CDDP__RENDEZVOUS_TABLE, table, sizeof *table);
-  (void)cddp__connection_progress(c);
+  (void)cddp__connection_progress(c); /* sends what the system takes now */
   CDDP__POINT("elastic told");
 }
 
@@ -12483,8 +12489,9 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   int silent = 0, proving = 0, n = 0;
   while ((c = *at) != NULL) {
     bool began = c->challenge.messages_received > 0;
-    if (cddp__connection_progress(c) && c->peer < 0) cddp__join_answer(host, c);
+    if (cddp__connection_progress(c) /* proven */ && c->peer < 0) cddp__join_answer(host, c);
     if (!began && c->challenge.messages_received > 0) c->first_message_at = cddp__now();
+    /* Ended, answered (the system has all bytes), too late, or too many. */
     if (c->state == CDDP__CONNECTION_ENDED || (c->peer == 0 && cddp__buffer_size(&c->out) == 0) ||
         (few && cddp__now() > c->deadline) ||
         (c->challenge.messages_received == 0 ? ++silent : ++proving) > limit) {
@@ -12513,7 +12520,7 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
     for (;;) {
       few = cddp__join_accept(host, joins->fd, true /* local */);
       few = cddp__join_accept(host, joins->tcp_fd, false /* TCP */) || few;
-      n = cddp__join_continue(host, begin, waiting, 32, few);
+      n = cddp__join_continue(host, begin, waiting, 32 /* most */, few);
       now = cddp__now();
       if (!waits || n == 0 || now < joins->wait_end || now >= begin + CDDP__JOIN_WAIT_S) break;
       (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0 /* listeners */,
@@ -12521,7 +12528,7 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
     }
     if (now > begin + CDDP__JOIN_WAIT_S / 2) /* it has waited long: not again soon */
       joins->wait_end = now + 10 * (now - begin);
-    joins->pause_end = now + 10 * (cddp__thread_seconds() - cpu_begin);
+    joins->pause_end = now + 10 * (cddp__thread_seconds() - cpu_begin); /* 10 times its work */
   }
   pthread_mutex_unlock(&joins->lock);
 }
