@@ -22111,8 +22111,8 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
 
 /* --- a meeting: the groups of the members --- */
 
-/* Before the groups are left: sets meeting.ended of members whose end a link proves. The link's BYE
-   says that the member is over, or its system closed the link without a reset, which a firewall
+/* Before the groups are left: sets meeting.ended of a member if a link proves its end. The link's
+   BYE says that the member is over, or its system closed the link without a reset, which a firewall
    cannot. If a member's link was reset, that of the other group can prove the end: this waits for
    it up to 20 ms. */
 static void cddp__elastic_record_ends(cddp_ddp *d) {
@@ -22426,7 +22426,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                      (mean_lives && !joining && report->reductions < from->reductions);
     some_join = some_join || joining;
   }
-  /* from->in_parts: the mean is in parts, in memory that members who lack it can read. */
+  /* from->in_parts: the mean is in parts, which the members that lack it can read. */
   if (some_lack_mean && d->layout.dense_bytes > 0 && from->in_parts == 0) {
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense_bytes, CDDP_U8, source);
     if (elastic->own != NULL) r = cddp__commit_mean(d);
@@ -23634,8 +23634,8 @@ typedef struct cddp__ckpt {
   const char *path; /* the caller's, like the fields to desc */
   const cddp_param *params; /* [count] */
   int count;
-  const cddp_checkpoint_desc *desc;
-  cddp_checkpoint_desc none; /* the desc if the caller passed NULL */
+  const cddp_checkpoint_desc *desc; /* never NULL */
+  cddp_checkpoint_desc none; /* all 0: the desc if the caller passed NULL */
   bool root; /* this is rank 0 */
   bool has_device_memory; /* a tensor can be in device memory */
   bool partitioned; /* each rank has only its parts of the states */
@@ -23645,7 +23645,7 @@ typedef struct cddp__ckpt {
   char *whole; /* partitioned: memory of the group for any one state, whole */
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   /* save: */
-  cddp__buffer header; /* N and the JSON */
+  cddp__buffer header; /* of rank 0; partitioned: of all. N, the JSON's size in 8 bytes; the JSON */
   char temporary[4100]; /* PATH_MAX + ".tmp": see cddp__name_temporary */
   mode_t old_mode; /* st_mode of the file at path; 0: none exists */
   int fd; /* of the temporary file, locked; -1: none */
@@ -23658,11 +23658,13 @@ typedef struct cddp__ckpt {
 
 /* --- files --- */
 
+/* CDDP_IO with errno. call: the failed system call; name: the temporary file. */
 static cddp_result cddp__fail_file(const char *call, const char *name) {
   return cddp__fail(CDDP_IO, "%s %s: %s", call, name, strerror(errno));
 }
 
-/* Opens a file and reads its JSON. The caller always closes *out. */
+/* Opens a file and reads its JSON into (*out)->text. The caller always closes *out, which owns the
+   descriptor, and calls cddp__st_parse. */
 static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *allocator,
                                  const char *path) {
   unsigned char first[8] = {0};
@@ -23676,7 +23678,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   if (fd < 0) return cddp__fail(CDDP_IO, "open: %s", strerror(errno));
   if (fstat(fd, &st) != 0) r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
   else if (!S_ISREG(st.st_mode)) r = cddp__fail(CDDP_IO, "it is not a regular file");
-  else if (st.st_size >= 8) r = cddp__file_io(fd, CDDP__FILE_READ, first, 8, 0);
+  else if (st.st_size >= 8) r = cddp__file_io(fd, CDDP__FILE_READ, first, 8, 0 /* at */); /* N */
   if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
   if (r == CDDP_OK && (*out = cddp__st_new(allocator, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (*out == NULL) {
@@ -23688,7 +23690,9 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   return cddp__file_io(fd, CDDP__FILE_READ, (*out)->text, size, 8 /* behind N */);
 }
 
-/* Locks the temporary file. On a file system without locks it succeeds too. */
+/* Locks the temporary file until it is closed: the lock shows that a process is writing it. On a
+   file system without locks it succeeds too. false: errno, EWOULDBLOCK if another process has the
+   lock. */
 static bool cddp__lock_temporary(int fd) {
   while (flock(fd, LOCK_EX | LOCK_NB) != 0)
     if (errno != EINTR) return errno == ENOSYS || errno == EOPNOTSUPP || errno == ENOLCK;
@@ -23703,6 +23707,7 @@ static cddp_result cddp__remove_temporary(const char *name) {
   bool locked;
   int fd;
   if (lstat(name, &st) != 0) return errno == ENOENT ? CDDP_OK : cddp__fail_file("lstat", name);
+  /* the name can be that of a link or a pipe */
   fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   locked = fd >= 0 && cddp__lock_temporary(fd);
   if (fd >= 0 && !locked && errno != EWOULDBLOCK)
@@ -23710,8 +23715,8 @@ static cddp_result cddp__remove_temporary(const char *name) {
   else if (fd >= 0 && !locked && st.st_uid == geteuid())
     r = cddp__fail(
         CDDP_IO, "another process is writing %s (with group NULL only one rank can save)", name);
-  else if ((fd < 0 /* no right to read it */ || cddp__file_has_name(fd, name)) &&
-           unlink(name) != 0 && errno != ENOENT)
+  else if ((fd < 0 /* no right to read it */ || cddp__file_has_name(fd, name) /* still */) &&
+           unlink(name) != 0 && errno != ENOENT /* another process has removed it */)
     r = cddp__fail(
         CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a directory that "
         "you own", name, (unsigned)st.st_uid, strerror(errno));
@@ -23719,8 +23724,8 @@ static cddp_result cddp__remove_temporary(const char *name) {
   return r;
 }
 
-/* PATH.tmp. If that name has more than NAME_MAX bytes, its end is replaced by a hash. Returns false
-   if the path is too long. */
+/* Sets ckpt->temporary to PATH.tmp. If that name has more than NAME_MAX bytes, its end is replaced
+   by a hash of the whole name. Returns false if the path is too long. */
 static bool cddp__name_temporary(cddp__ckpt *ckpt) {
   const char *slash = strrchr(ckpt->path, '/'), *name = slash != NULL ? slash + 1 : ckpt->path;
   size_t folder = (size_t)(name - ckpt->path), n = strlen(name);
@@ -23730,12 +23735,12 @@ static bool cddp__name_temporary(cddp__ckpt *ckpt) {
   else
     snprintf(ckpt->temporary, sizeof ckpt->temporary, "%.*s%s.%08x.tmp", (int)folder, ckpt->path,
              cddp__cut(name, NAME_MAX - strlen(".12345678.tmp")).s,
-             (unsigned)cddp__hash64(0, name, n));
+             (unsigned)cddp__hash64(0 /* seed */, name, n));
   return true;
 }
 
-/* Creates the temporary file and locks it. If it will replace a file, other users cannot open it
-   before it is complete. */
+/* Creates the temporary file and locks it, in ckpt->fd. Sets old_mode. If the file will replace
+   one, other users cannot open it before it is complete and has the old one's mode. */
 static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
   char *name = ckpt->temporary;
   struct stat old;
@@ -23748,11 +23753,11 @@ static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
                       S_ISLNK(ckpt->old_mode) ? "a symbolic link: pass the path of its target"
                       : S_ISDIR(ckpt->old_mode) ? "a directory" : "a device, a pipe or a socket");
   if (!cddp__name_temporary(ckpt)) return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
-  for (tries = 0; r == CDDP_OK && tries < 100; tries++) {
+  for (tries = 0; r == CDDP_OK && tries < 100; tries++) { /* processes that save can race */
     fd = cddp__above_stdio(open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
                                 ckpt->old_mode != 0 ? 0600 : 0666));
     if (fd < 0) {
-      if (errno == EEXIST) r = cddp__remove_temporary(name);
+      if (errno == EEXIST) r = cddp__remove_temporary(name); /* of a process that died */
       else if (errno != EINTR) r = cddp__fail_file("open", name);
       continue;
     }
@@ -23783,7 +23788,7 @@ static int cddp__sync_file(int fd) {
 static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
   char *slash = strrchr(ckpt->temporary, '/'), *folder = ckpt->temporary;
   int fd, error;
-  strcpy(slash != NULL ? slash + 1 : folder, "."); /* instead of the file's name */
+  strcpy(slash != NULL ? slash + 1 : folder, "."); /* over the file's name, unused after rename */
   fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
   error = fd >= 0 ? cddp__sync_file(fd) : errno;
   if (fd < 0 && ckpt->fd >= 0) /* no right to read it, or no descriptor: sync the file system */
@@ -23795,8 +23800,8 @@ static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
       strerror(error));
 }
 
-/* Gives the temporary file the mode of the file that it replaces, syncs it, and renames it. After a
-   failure removes it. */
+/* Gives the temporary file the mode of the file that it replaces, syncs it, renames it, and closes
+   it. If r or one of these is a failure, removes it. */
 static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
   const char *name = ckpt->temporary;
   bool named = cddp__file_has_name(ckpt->fd, name);
@@ -23817,7 +23822,7 @@ static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
     if (close(fd) != 0 && errno != EINTR) r = cddp__fail_file("close", name);
     else if (rename(name, ckpt->path) != 0) r = cddp__fail_file("rename", name);
   }
-  if (r != CDDP_OK && !lost) unlink(name);
+  if (r != CDDP_OK && !lost /* the name is this file's */) unlink(name);
   if (r == CDDP_OK) r = cddp__sync_directory(ckpt);
   cddp__close_fd(&ckpt->fd);
   return r;
@@ -23825,6 +23830,7 @@ static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
 
 /* --- common to saving and loading --- */
 
+/* Puts "FUNCTION(\"PATH\"): " before the text of a failure. Returns r. */
 static cddp_result cddp__fail_on_file(const char *function, const char *path, cddp_result r) {
   if (r == CDDP_OK) return r;
   return cddp__fail_in(r, "%s(\"%s\"): ", function, cddp__cut(path != NULL ? path : "NULL", 200).s);
@@ -23864,6 +23870,7 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
   if (r == CDDP_OK && optim != NULL) r = cddp__check_sizes(optim);
   if (r != CDDP_OK) return r;
+  /* shared_by: after cddp_ddp_step each rank has the states of its partition, in shared memory */
   if (optim != NULL && optim->shared_by != NULL && optim->shared_by->group->size > 1)
     owners = optim->shared_by->group;
   if (ckpt->partitioned) owners = optim->desc.ddp->group;
@@ -23885,7 +23892,8 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   return CDDP_OK;
 }
 
-/* Adds a tensor to the list. shape NULL, or dims 0: one dimension. */
+/* Adds a tensor to the list, for which cddp__list_items has allocated memory. shape NULL, or dims
+   0: saved with one dimension, loaded with any shape. data NULL: set later. */
 static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dtype dtype,
                                      size_t count, const cddp_shape *shape, void *data) {
   cddp__st_item *item = &ckpt->items[ckpt->item_count++];
@@ -23895,7 +23903,7 @@ static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dt
   CDDP_ASSERT(item->type != NULL); /* the format has a type of that name */
   item->count = count;
   item->data = data;
-  item->param = -1;
+  item->param = -1; /* no state of a parameter; the caller can set it */
   item->bytes = (uint64_t)count * cddp__dtype_size(dtype);
   item->any_shape = shape == NULL || shape->dims == 0;
   if (item->any_shape) {
@@ -23903,7 +23911,7 @@ static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dt
     item->shape.size[0] = count;
   } else {
     item->shape = *shape;
-    if (shape->dims < 0) item->shape.dims = 0; /* a scalar */
+    if (shape->dims < 0) item->shape.dims = 0; /* a scalar: -1 in a cddp_shape */
   }
   return item;
 }
@@ -23914,7 +23922,9 @@ static const char *cddp__state_name(const cddp_optim *optim, int k) {
   return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
-/* Lists the checkpoint's tensors. algorithm->counts is 1 if it has a step count per parameter. */
+/* Lists the checkpoint's tensors in ckpt->items: the same on all ranks, which compare them. When
+   saving, cddp__select_states removes those without values. algorithm->counts is 1 if the algorithm
+   has a step count per parameter. */
 static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_shape *shapes = ckpt->desc->shapes;
@@ -23931,7 +23941,8 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
                    shapes != NULL ? &shapes[i] : NULL, ckpt->params[i].data);
   if (optim == NULL) return CDDP_OK;
   ckpt->lr = optim->desc.lr;
-  cddp__add_item(ckpt, "optimizer.lr", CDDP_F64, 1, NULL, &ckpt->lr)->shape.dims = 0;
+  cddp__add_item(ckpt, "optimizer.lr", CDDP_F64, 1 /* count */, NULL /* shape */, &ckpt->lr)
+      ->shape.dims = 0; /* a scalar */
   if (optim->params != ckpt->params || optim->count > ckpt->count)
     shapes = NULL; /* they are of other parameters */
   for (i = 0; i < optim->count; i++) {
@@ -23939,16 +23950,18 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
     for (k = 0; k < states && p->count > 0; k++) {
       cddp__st_item *item;
       if (k == optim->state_count) { /* the step count, read into the optimizer directly */
-        item = cddp__add_item(ckpt, name, CDDP_F32, 1, NULL, &optim->steps[i]);
-        item->shape.dims = 0;
+        item = cddp__add_item(ckpt, name, CDDP_F32, 1 /* count */, NULL /* shape */,
+                              &optim->steps[i]);
+        item->shape.dims = 0; /* a scalar */
       } else {
         if (!cddp__has_state(optim, k, i)) continue;
         item = cddp__add_item(ckpt, name, cddp__state_type(optim, i), p->count,
-                              shapes != NULL ? &shapes[i] : NULL, NULL);
+                              shapes != NULL ? &shapes[i] : NULL, NULL /* data */);
         item->state_pointer = cddp__state_of(optim, k, i);
       }
       item->param = i;
       item->state = k;
+      /* the item's name, which it refers to already; + 1: its end */
       name += sprintf(name, "optimizer.%s.%s", cddp__state_name(optim, k), p->name) + 1;
     }
   }
@@ -23956,7 +23969,8 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
 }
 
 enum { CDDP__CKPT_LOADS, CDDP__CKPT_SAVES }; /* values of `bool saves` */
-/* Sets *ckpt. The caller always calls cddp__ckpt_end. */
+/* Sets *ckpt and checks the arguments, without other ranks: r goes to cddp__compare_calls. Waits
+   for operations that can write to params. The caller always calls cddp__ckpt_end. */
 static cddp_result cddp__ckpt_begin(
     cddp__ckpt *ckpt, bool saves, cddp_group *g, const char *path, const cddp_param *params,
     int count, const cddp_checkpoint_desc *desc) {
@@ -23970,13 +23984,14 @@ static cddp_result cddp__ckpt_begin(
   ckpt->count = count;
   ckpt->desc = desc != NULL ? desc : &ckpt->none;
   ckpt->root = g == NULL || g->rank == 0;
-  if (g != NULL) cddp__engine_drain(g); /* it can write to params */
+  if (g != NULL) cddp__engine_drain(g); /* its operations can write to params */
   r = cddp__ckpt_check(ckpt, saves);
   if (r == CDDP_OK && ckpt->has_device_memory) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
   return r == CDDP_OK ? cddp__list_items(ckpt) : r;
 }
 
-/* Collective: allocates `whole`, as large as the largest state. */
+/* Collective: allocates `whole`, as large as the largest state; memory of the group, as states are
+   gathered and broadcast there. */
 static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
   size_t i, most = 0;
   cddp_result r = CDDP_OK;
@@ -23991,6 +24006,7 @@ static size_t cddp__kept_bytes(const cddp__ckpt *ckpt, const cddp__st_item *item
   return ckpt->desc->optim->parts[item->param].count * cddp__dtype_size(item->dtype);
 }
 
+/* Frees all that ckpt has; its temporary file is closed already. */
 static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   size_t i;
@@ -24005,12 +24021,13 @@ static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   cddp_safetensors_close(ckpt->file);
 }
 
-/* Collective: cddp__consensus, which also checks that all ranks passed the same arguments. */
+/* Collective: returns the first failure r of a rank on all ranks, and checks that all passed the
+   same arguments, by a hash. */
 static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
   uint64_t *all, h = (uint64_t)(ckpt->desc->ddp != NULL) << 2 |
                      (uint64_t)(ckpt->desc->sampler != NULL) << 1 | ckpt->desc->partial;
   size_t i, n;
-  if (ckpt->g == NULL) return r;
+  if (ckpt->g == NULL) return r; /* one process: nothing to compare */
   for (i = 0; i < ckpt->item_count; i++) {
     const cddp__st_item *item = &ckpt->items[i];
     h = cddp__hash64(h, &item->bytes, sizeof item->bytes);
@@ -24032,7 +24049,7 @@ static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
 /* Rank 0: copies an item between memory and file. Device memory and data of another dtype pass
    through the staging buffer in chunks. */
 static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) {
-  bool save = ckpt->file == NULL; /* FILE_WRITE, else _READ */
+  bool save = ckpt->file == NULL; /* as CDDP__FILE_WRITE; else _READ */
   int fd = save ? ckpt->fd : ckpt->file->fd;
   uint64_t at = save ? ckpt->header.end + item->begin /* header: 8 bytes for N and the JSON */
                      : 8 + ckpt->file->text_size + item->file_tensor->begin;
@@ -24048,7 +24065,7 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   for (done = 0; r == CDDP_OK && done < item->count; done += n) {
     char *memory = (char *)item->data + done * size;
     char *raw = direct ? memory : ckpt->staging; /* the file's bytes */
-    char *converted = filed == dtype ? raw /* in the item's dtype */
+    char *converted = filed == dtype ? raw /* the same bytes, in the item's dtype */
                       : device ? ckpt->staging + CDDP__FILE_STAGING : memory;
     n = cddp__min(item->count - done, most);
     if (save && device) r = cddp__transfer(ckpt->g, raw, memory, n * size);
@@ -24059,7 +24076,8 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   return r;
 }
 
-/* Sets the numbers of the caller's sampler and cddp_ddp. Returns the set of their keys. */
+/* Sets v[CDDP__META_*] to the numbers of the caller's sampler and cddp_ddp. Returns the set of
+   their keys. */
 static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t *v) {
   const cddp_sampler *sampler = desc->sampler;
   memset(v, 0, CDDP__META_COUNT * sizeof *v);
@@ -24089,11 +24107,11 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
   size_t i, n = 0;
   for (i = 0; i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
-    if (item->param >= 0 && optim->steps[item->param] == 0) continue;
+    if (item->param >= 0 && optim->steps[item->param] == 0) continue; /* no states yet */
     if (item->state_pointer != NULL) {
       if (cddp__is_master(optim, item->state) && optim->init_master[item->param]) continue;
       item->data = *item->state_pointer;
-      if (optim->shared_by != NULL && item->data == NULL)
+      if (optim->shared_by != NULL && item->data == NULL) /* in the shared memory of all ranks */
         item->data = cddp__state_at(optim->shared_by, optim, optim->shared_states, item->state,
                                     item->param, 0 /* element */);
       if (ckpt->partitioned) item->data = ckpt->whole; /* cddp__save_items gathers it */
@@ -24104,15 +24122,15 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
   ckpt->item_count = n;
 }
 
-/* Selects the states, and writes the header to ckpt->header. Parses it, to reject duplicate names
-   and invalid UTF-8. */
+/* Selects the states, and writes the header to ckpt->header, with all items' positions. Parses it,
+   to reject duplicate names and invalid UTF-8. */
 static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   char digits[CDDP__META_COUNT][24];
   uint64_t numbers[CDDP__META_COUNT], data_bytes;
   unsigned own = cddp__collect_numbers(desc, numbers);
-  cddp_metadata *all, *m;
-  cddp_safetensors *file;
+  cddp_metadata *all, *m; /* m: the next free one */
+  cddp_safetensors *file; /* to parse the header; no file is open */
   cddp_result r;
   size_t n;
   int i;
@@ -24145,11 +24163,12 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   file->data_bytes = data_bytes;
   r = cddp__st_parse(file);
   cddp_safetensors_close(file);
+  /* an invalid header is the caller's error, not the file's */
   return r != CDDP_IO ? r : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
 
-/* Collective if states are partitioned: after an error of rank 0's file it gathers the rest
-   nevertheless, because the other ranks do. */
+/* Rank 0 writes all tensors. Collective if states are partitioned: after an error of rank 0's file
+   (r, or a write) it gathers the rest nevertheless, because the other ranks do. */
 static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
   cddp_result gathered = CDDP_OK;
   size_t i;
@@ -24169,7 +24188,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
                                 int count, const cddp_checkpoint_desc *desc) {
   cddp__ckpt c;
   bool shares; /* rank 0 can read states in the other ranks' memory: an access (>>failure) */
-  cddp_result r, mine;
+  cddp_result r, mine; /* mine: of this rank, before all ranks agree */
   cddp__enter_call(__func__);
   r = cddp__ckpt_begin(&c, CDDP__CKPT_SAVES, g, path, params, count, desc);
   shares = g != NULL && g->size > 1 && !c.partitioned;
@@ -24181,7 +24200,8 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
     if (r == CDDP_OK && c.root) {
       r = cddp__open_temporary(&c);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
-      if (r == CDDP_OK) r = cddp__file_io(c.fd, CDDP__FILE_WRITE, c.header.data, c.header.end, 0);
+      if (r == CDDP_OK)
+        r = cddp__file_io(c.fd, CDDP__FILE_WRITE, c.header.data, c.header.end, 0 /* at */);
       if (r == CDDP_OK || c.partitioned /* collective */) r = cddp__save_items(&c, r);
       if (shares) (void)cddp__end_access(g, CDDP_OK); /* no wait: only rank 0 accesses */
       if (c.fd >= 0) r = cddp__close_temporary(&c, r);
@@ -24201,12 +24221,14 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
 
 /* --- loading --- */
 
+/* The file lacks a tensor or a metadata key, and `partial` is not set. */
 static cddp_result cddp__fail_missing(const char *what, const char *name) {
   return CDDP__REFUSE(
       "the file has no %s \"%s\"; set partial to load only what it has", what, name);
 }
 
-/* Whether the file's tensor can be loaded into the item. States can have any shape. */
+/* Fails if the file's tensor cannot be loaded into the item. States can have any shape. Types in
+   which models train are converted into each other. */
 static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tensor_info *tensor) {
   cddp_dtype dtype = item->dtype;
   bool converts = tensor->dtype >= 0 && cddp__dtype_trains((cddp_dtype)tensor->dtype) &&
@@ -24228,14 +24250,15 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
   return CDDP_OK;
 }
 
-/* Finds the items in the file. Allocates memory for states, which cddp__commit_states gives to the
-   optimizer after everything was read; on a device they are read into the optimizer's memory.
-   Unless partial is set, the file must contain no other tensors, except an optimizer's if the
-   caller has none. */
+/* Sets the items' file_tensor, and has_lr. Allocates memory for states, which cddp__commit_states
+   gives to the optimizer after everything was read; on a device they are read into the optimizer's
+   memory. Unless partial is set, the file must contain no other tensors, except an optimizer's if
+   the caller has none. */
 static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   bool partial = ckpt->desc->partial;
-  bool *taken = (bool *)cddp__calloc(ckpt->allocator, ckpt->file->count, sizeof *taken);
+  bool *taken = (bool *)cddp__calloc( /* [count] tensors of the file that are items */
+      ckpt->allocator, ckpt->file->count, sizeof *taken);
   const cddp__st_item *first = ckpt->items; /* first state of the current parameter */
   cddp_result r = taken != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
@@ -24257,11 +24280,12 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     if (r != CDDP_OK) break;
     r = cddp__check_tensor(item, tensor);
     taken[tensor - ckpt->file->tensors] = true;
-    if (item->data == &ckpt->lr) ckpt->has_lr = true;
+    if (item->data == &ckpt->lr) ckpt->has_lr = true; /* it precedes the states in the list */
     if (r == CDDP_OK && item->state_pointer != NULL) {
       item->data = *item->state_pointer;
       if (!optim->backend->on_device)
-        item->data = cddp__calloc(NULL /* malloc */, 1, cddp__kept_bytes(ckpt, item));
+        item->data = cddp__calloc(NULL /* malloc: the optimizer owns it later */, 1,
+                                  cddp__kept_bytes(ckpt, item));
       if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
     }
     item->file_tensor = tensor;
@@ -24276,8 +24300,9 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   return r;
 }
 
-/* Reads the file's numbers. If both runs set shards, these must be equal. In the middle of an epoch
-   the sampler must have the same dataset size, seed and shuffle. */
+/* Reads the numbers that the caller wants from the file's metadata, to ckpt->numbers and found. If
+   both runs set shards, these must be equal. In the middle of an epoch the sampler must have the
+   same dataset size, seed and shuffle. */
 static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   uint64_t own[CDDP__META_COUNT], *v = ckpt->numbers;
   unsigned asked = cddp__collect_numbers(ckpt->desc, own);
@@ -24286,10 +24311,11 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
     const char *key = cddp__meta_keys[i], *text = cddp__st_value(ckpt->file, key);
     bool mid_epoch;
     char *rest = NULL;
-    if ((asked & 1u << i) == 0 || (text == NULL && ckpt->desc->partial)) continue;
+    if ((asked & 1u << i) == 0 || (text == NULL && ckpt->desc->partial)) continue; /* not `found` */
     if (text == NULL) return cddp__fail_missing("metadata", key);
     errno = 0;
     v[i] = strtoull(text, &rest, 10);
+    /* text[0]: strtoull also accepts blanks and signs */
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
     mid_epoch = i >= CDDP__META_DATASET_SIZE && i <= CDDP__META_SHUFFLE &&
@@ -24304,12 +24330,14 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   return CDDP_OK;
 }
 
+/* From rank 0, in host memory; nothing for one process. */
 static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, size_t bytes) {
   return ckpt->g != NULL ? cddp__broadcast(ckpt->g, data, bytes, 0 /* root */) : CDDP_OK;
 }
 
-/* Reads the header on rank 0, broadcasts it, and checks on each rank that it contains what the
-   caller wants. Changes nothing outside of ckpt. */
+/* Collective: reads the header on rank 0, broadcasts it, and checks on each rank that it contains
+   the caller's tensors, numbers and metadata. Changes nothing outside of ckpt. r: this rank's
+   result so far. */
 static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   uint64_t sizes[2] = {0, 0}; /* of the text and the data */
@@ -24322,7 +24350,7 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
     sizes[1] = ckpt->file->data_bytes;
   }
   if ((r = cddp__broadcast_bytes(ckpt, sizes, sizeof sizes)) != CDDP_OK) return r;
-  if (!ckpt->root) ckpt->file = cddp__st_new(ckpt->allocator, (size_t)sizes[0]);
+  if (!ckpt->root) ckpt->file = cddp__st_new(ckpt->allocator, (size_t)sizes[0]); /* no descriptor */
   r = cddp__agree(ckpt->g, ckpt->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY);
   if (r == CDDP_OK) r = cddp__broadcast_bytes(ckpt, ckpt->file->text, ckpt->file->text_size);
   if (r != CDDP_OK) return r;
@@ -24340,8 +24368,8 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   return cddp__agree(ckpt->g, r);
 }
 
-/* Broadcasts what rank 0 has read, small tensors in host memory together. cddp__load_states has
-   sent partitioned states. */
+/* Collective: broadcasts the tensors that rank 0 has read, small ones in host memory together.
+   cddp__load_states has sent partitioned states. */
 static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   cddp__packet p;
@@ -24351,7 +24379,8 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype = item->dtype;
     cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0 /* root */);
-    if (item->file_tensor == NULL || (ckpt->partitioned && item->state_pointer != NULL)) continue;
+    if (item->file_tensor == NULL || (ckpt->partitioned && item->state_pointer != NULL /* sent */))
+      continue;
     if (ckpt->has_device_memory)
       r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
     else r = cddp__packet_add(&p, item->data, item->count, dtype);
@@ -24378,14 +24407,14 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     if (item.file_tensor == NULL || item.state_pointer == NULL)
       continue; /* not in the file, or no state */
     item.data = whole;
-    if (ckpt->root) r = cddp__copy_item(ckpt, &item);
+    if (ckpt->root) r = cddp__copy_item(ckpt, &item); /* reads it from the file */
     if ((r = cddp__agree(g, r)) != CDDP_OK) break;
     r = (g->backend->start)(g, &call, NULL /* no handle */);
     if (r == CDDP_OK)
       r = (d->memory->copy)(part, whole + optim->parts[item.param].first * cddp__dtype_size(dtype),
                             cddp__kept_bytes(ckpt, &item), g->stream);
     if (r == CDDP_OK && ckpt->has_device_memory) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
-    r = cddp__agree(g, r);
+    r = cddp__agree(g, r); /* all have copied their parts: `whole` is free */
   }
   return r;
 }
@@ -24399,7 +24428,7 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
     bool is_lr = item.data == &ckpt->lr, is_steps = item.param >= 0 && item.state_pointer == NULL;
     float steps = 0;
     if (item.file_tensor == NULL || (!is_lr && !is_steps)) continue;
-    if (is_steps) item.data = &steps;
+    if (is_steps) item.data = &steps; /* not yet to the optimizer */
     r = cddp__copy_item(ckpt, &item);
     if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 counts up to 2^24 */
       r = cddp__fail(CDDP_IO, "its \"%s\" is %g", cddp__cut(item.name, 100).s, (double)steps);
@@ -24409,14 +24438,16 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
   return r;
 }
 
+/* Collective: reads all tensors on rank 0 and gives them to all ranks: parameters and step counts
+   in place, states to the memory from cddp__match_items. */
 static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   size_t i;
   if (ckpt->root) r = cddp__check_numbers(ckpt);
   for (i = 0; r == CDDP_OK && ckpt->root && i < ckpt->item_count; i++) {
     const cddp__st_item *item = &ckpt->items[i];
-    if (item->file_tensor != NULL && (!ckpt->partitioned || item->state_pointer == NULL))
-      r = cddp__copy_item(ckpt, item);
+    bool by_load_states = ckpt->partitioned && item->state_pointer != NULL;
+    if (item->file_tensor != NULL && !by_load_states) r = cddp__copy_item(ckpt, item);
   }
   r = cddp__agree(ckpt->g, r);
   if (r == CDDP_OK && ckpt->partitioned) r = cddp__load_states(ckpt);
@@ -24426,7 +24457,8 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
                                  : CDDP_OK;
 }
 
-/* Gives the loaded states to the optimizer; states that the file lacks begin anew. */
+/* Gives the loaded states and the learning rate to the optimizer; states that the file lacks begin
+   anew. */
 static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   cddp_optim *optim = ckpt->desc->optim;
   cddp_result r = CDDP_OK;
@@ -24436,8 +24468,8 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
     bool found = item->file_tensor != NULL;
-    if (item->param < 0) continue;
-    if (item->state_pointer == NULL) { /* a step count: data is in optim->steps */
+    if (item->param < 0) continue; /* a parameter, or the learning rate */
+    if (item->state_pointer == NULL) { /* a step count, read into optim->steps */
       if (!found) *(float *)item->data = 0;
       continue;
     }
@@ -24447,9 +24479,9 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
     if (cddp__is_master(optim, item->state)) optim->init_master[item->param] = !found;
     if (!optim->backend->on_device) {
       cddp__free(NULL /* malloc */, *item->state_pointer);
-      *item->state_pointer = item->data;
-      item->data = NULL;
-    } else if (!found) {
+      *item->state_pointer = item->data; /* NULL if not found */
+      item->data = NULL; /* cddp__ckpt_end does not free it */
+    } else if (!found) { /* found ones were read into this memory */
       r = (optim->backend->zero)(optim, *item->state_pointer, cddp__kept_bytes(ckpt, item),
                                  CDDP__WAIT);
     }
@@ -24469,11 +24501,11 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   r = cddp__ckpt_begin(&c, CDDP__CKPT_LOADS, g, path, params, count, desc);
   r = cddp__load_header(&c, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
-  desc = c.desc;
+  desc = c.desc; /* never NULL */
   if (r == CDDP_OK && desc->optim != NULL) {
     cddp__renew_masters(desc->optim); /* they begin anew as the loaded weights */
     desc->optim->paired = 0; /* other optimizers' steps no longer matter */
-    if (c.has_lr) r = cddp__commit_states(&c);
+    if (c.has_lr) r = cddp__commit_states(&c); /* else its states stay: the file has no optimizer */
     if (r == CDDP_OK) r = (desc->optim->backend->copy)(desc->optim); /* to desc.copies */
     r = cddp__agree(c.g, r);
   }
@@ -24485,7 +24517,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
       start = UINT64_MAX; /* the epoch had ended: also with a larger dataset */
     if ((c.found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
       cddp__sampler_begin(desc->sampler, c.numbers[CDDP__META_EPOCH], start, CDDP__EPOCH_RESUMED);
-    text = desc->text;
+    text = desc->text; /* large enough for the values: cddp__load_header has checked that */
     for (i = 0; i < desc->metadata_count; i++) {
       const char *value = cddp__st_value(c.file, desc->metadata[i].key);
       desc->metadata[i].value = value != NULL ? text : NULL;
