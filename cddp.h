@@ -1959,7 +1959,7 @@ struct cddp__join_listeners {
   int fd; /* for processes of this host; -1: no elastic model */
   int tcp_fd; /* for those of other hosts; -1: none, or another rank listens */
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
-  struct cddp__connection *spare; /* memory for the next one, or NULL */
+  struct cddp__connection *spare; /* memory for the next accepted connection, or NULL */
   double pause_end; /* until then joining processes are not served, so that they take at most a
                        tenth of the time of training */
   double wait_end; /* until then cddp__join_serve does not wait for messages of joining processes,
@@ -1980,7 +1980,7 @@ typedef struct cddp__host {
   cddp_record_header *record; /* the flight recorder; NULL: off */
   char name[72]; /* of the machine */
   int cores; /* usable by all ranks together; before the rendezvous by this rank */
-  int container_cores; /* limit of this rank's container */
+  int container_cores; /* number that this rank's container can use; INT_MAX: no limit */
   /* The ranks. */
   bool one_process; /* this process has all ranks (threads, or one alone), so there is no memfd */
   int size, index; /* number of ranks of the job's first group on this host; this rank's index */
@@ -2291,7 +2291,7 @@ typedef struct cddp__tensor {
   bool noted; /* cddp_ddp_ready was called under no_sync since the last step; lock */
   bool used; /* some rank has a gradient for it in the step that is being reduced */
   bool shared; /* its weights are in shared memory on all ranks */
-  float restored_steps; /* in a rank that joined: the parameter's steps in the snapshot, a count */
+  float restored_steps; /* in a rank that joined: the parameter's step count, from the snapshot */
   const void *data; /* elastic: param.data, for cddp__elastic_set_optim in any thread */
   int bucket; /* index in plan.buckets */
 } cddp__tensor;
@@ -2474,7 +2474,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp_param *params; /* [count] the caller's array */
   int count; /* of parameters */
   cddp_ddp_desc desc; /* a copy of the caller's */
-  const cddp__ddp_memory *memory; /* host or device */
+  const cddp__ddp_memory *memory; /* functions for gradients in host memory, or on a device */
   bool meets; /* ranks meet on the host in each step, not only until plan.rebuilt */
   int me; /* this rank's index in `addresses`: local rank; elastic: rank in the epoch's groups;
              -1: none */
@@ -2540,8 +2540,8 @@ typedef struct cddp__net {
   cddp__atomic_u32 starved; /* errno of an accept that failed for want of a descriptor or memory;
                                0: none */
   pthread_mutex_t lock; /* guards the fields below */
-  cddp__connection *incoming; /* links that no group has claimed; newest first */
-  cddp__connection *spare; /* memory for the next one, or NULL */
+  cddp__connection *incoming; /* accepted links that no group has claimed yet; newest first */
+  cddp__connection *spare; /* memory for the next accepted link, or NULL */
   uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + id of the groups with even ids that were left last. A
                                        ring. A link for one of them comes late, and is ended */
   uint32_t left_count; /* number of entries written to `left` so far */
@@ -3268,14 +3268,14 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
 #define CDDP__YIELDS_MAX_S 5e-3 /* time for all yields before the first sleep */
 
 /* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
-   waiting thread. */
+   waiting thread. Times are of cddp__now. */
 typedef struct cddp__wait {
   double deadline; /* when the wait fails */
   double since; /* when the wait began, or last made progress */
   double now; /* when the clock was last read */
   double next_check; /* when the caller next checks whether the awaited rank has ended */
-  int yields; /* left before the first sleep; the caller sets it */
-  bool due, late; /* set by cddp__wait_read_clock: next_check, deadline has passed */
+  int yields; /* number left before the first sleep; the caller sets it */
+  bool due, late; /* set by cddp__wait_read_clock: next_check has passed; deadline has passed */
 } cddp__wait;
 
 /* Begins a wait of at most `seconds`, so far without yields. */
@@ -3364,7 +3364,7 @@ static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
-/* Writes the path of a rank's file. Returns false if CDDP_RECORD is not set. */
+/* Writes the path of a rank's file. Returns false if the recorder is off: no CDDP_RECORD. */
 static bool cddp__record_path(char *path, size_t size, uint64_t job, int rank, int join) {
   const char *dir = getenv("CDDP_RECORD");
   if (dir == NULL || dir[0] == 0) return false;
@@ -3423,8 +3423,9 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
 /* Removes the file of a rank that has not started. join: as in cddp__record_open. */
 static void cddp__record_discard(const cddp_record_header *header, int join) {
   char path[4096];
-  if (header != NULL &&
-      cddp__record_path(path, sizeof path, header->job, (int)header->rank, join)) unlink(path);
+  if (header != NULL /* the recorder is on */ &&
+      cddp__record_path(path, sizeof path, header->job, (int)header->rank, join))
+    unlink(path);
 }
 
 /* The record with this number. NULL if the number is 0, as with the recorder off, or if a newer
@@ -4194,8 +4195,9 @@ static int cddp__listen_port(cddp__address *addresses, int count, int port, int 
     if (e != 0) {
       error = e;
       *failed = cddp__describe_address(&addresses[i]);
-    } else if (cddp__local_address(fds[(*fd_count)++], &bound) && port == 0) {
-      port = cddp__address_port(&bound);
+    } else {
+      int fd = fds[(*fd_count)++];
+      if (port == 0 && cddp__local_address(fd, &bound)) port = cddp__address_port(&bound);
     }
   }
   for (i = 0; i < count; i++) cddp__address_set_port(&addresses[i], port);
@@ -4356,7 +4358,7 @@ static cddp__span cddp__buffer_span(const cddp__buffer *buffer) {
    a move, the bytes in use move to the front if at least as many were consumed. Else they move to a
    block of twice their size or more. So all moves together cost linear time. */
 static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
-  size_t size = cddp__buffer_size(buffer), capacity = cddp__max(buffer->capacity, 256);
+  size_t size = cddp__buffer_size(buffer), capacity = cddp__max(buffer->capacity, 256 /* first */);
   unsigned char *data = buffer->data; /* where the bytes move to */
   if (buffer->capacity - buffer->end >= more) return true;
   if (buffer->start < size || buffer->capacity - size < more) {
@@ -4814,7 +4816,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
     if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
       c->peer_failed = (head->number & CDDP__BYE_BROKEN) != 0;
       c->peer_over = (head->number & CDDP__BYE_OVER) != 0;
-      cddp__connection_end(c, c->peer_failed ? 0 /* alive, not left */ : CDDP__LEFT);
+      cddp__connection_end(c, c->peer_failed ? 0 /* alive: only its group failed */ : CDDP__LEFT);
       return NULL;
     }
     if (good)
