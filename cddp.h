@@ -17792,11 +17792,11 @@ struct cddp__ddp_memory {
   cddp_result (*select_device)(const cddp_ddp *d); /* makes the model's device this thread's */
   /* select_device, for a call of a step. CDDP_UNSUPPORTED: a graph's capture cannot contain it. */
   cddp_result (*enter)(const cddp_ddp *d);
-  cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
+  cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream); /* in the stream */
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
   cddp_result (*alloc)(cddp_ddp *d); /* sets d->arena, zeroed memory of layout.arena_bytes */
   void (*free)(cddp_ddp *d);         /* the device's memory; NULL: all is host memory */
-  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* valid until the next call */
+  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* memory until the next call */
   /* Sets *met if ranks need no round before this wait or step, since NCCL's watchers compare
      `check`. NULL: they always need one. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
@@ -17811,13 +17811,14 @@ struct cddp__ddp_memory {
   cddp_result (*fence)(cddp_ddp *d, bool part);
   cddp_result (*await)(cddp_ddp *d); /* the host waits for the caller's stream */
   cddp_result (*broadcast)(cddp_ddp *d, int n); /* starts the first n d->scratch.calls together */
+  /* Multiplies n elements by factor. */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
   cddp_result (*place_rows)(cddp_ddp *d); /* copies the rows' mean for kernels; NULL: no need */
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm); /* cddp_ddp_clip_grad_norm */
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* of the last clip; NULL: d->step.norm */
-  /* Updates the weights. s NULL: takes the mean of this rank's part for the caller's optimizer.
+  /* Updates the weights. optim NULL: takes the mean of this rank's part for the caller's optimizer.
      averaged, wrote: see cddp__reduce_gradients. */
-  cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
+  cddp_result (*step)(cddp_ddp *d, cddp_optim *optim, bool averaged, bool wrote);
   /* Sends each rank's part of the weights to all ranks. NULL: cddp__broadcast_arrays does it. */
   cddp_result (*publish)(cddp_ddp *d);
 };
@@ -17920,35 +17921,35 @@ static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
 /* Sets d->layout and the fields of the tensors, after cddp__map_params has found the gradients that
    are IN_PLACE. Offsets depend on the model alone, since norms do. */
 static void cddp__set_layout(cddp_ddp *d) {
-  cddp__layout *to = &d->layout;
+  cddp__layout *layout = &d->layout;
   size_t slack = cddp__gathers_nodes(d) ? cddp__gather_nodes_slack(d) : 0, norm_blocks = 0;
   int dtype, i, ordered = 0; /* ordered: parameters already in param_order */
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
-    to->starts[dtype] = to->dense_bytes;
+    layout->starts[dtype] = layout->dense_bytes;
     for (i = d->count - 1; i >= 0; i--) { /* as in backward, the last parameter is the first */
       cddp__tensor *tensor = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
-      tensor->offset = to->dense_bytes;
-      tensor->arena_offset = to->bytes;
+      tensor->offset = layout->dense_bytes;
+      tensor->arena_offset = layout->bytes;
       tensor->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
       tensor->padded_bytes = cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
-      to->dense_bytes += tensor->padded_bytes;
+      layout->dense_bytes += tensor->padded_bytes;
       if (tensor->storage == CDDP__STORAGE_IN_PLACE) {
         tensor->padded_bytes = tensor->bytes; /* the caller's memory: it has no padding */
       } else { /* in the arena */
         tensor->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
-        to->bytes += tensor->padded_bytes;
+        layout->bytes += tensor->padded_bytes;
       }
-      if (cddp__sparse_of(d, i) == NULL) to->param_order[ordered++] = i;
+      if (cddp__sparse_of(d, i) == NULL) layout->param_order[ordered++] = i;
     }
   }
-  to->starts[CDDP__DTYPE_COUNT] = to->dense_bytes;
-  to->bytes += slack;
-  to->slot_stride = cddp__wide_bytes(d, 0, to->dense_bytes);
-  to->model_bytes = to->dense_bytes; /* elastic: + sparse ones, for their states */
+  layout->starts[CDDP__DTYPE_COUNT] = layout->dense_bytes;
+  layout->bytes += slack; /* behind the last dtype; behind the others is the next one */
+  layout->slot_stride = cddp__wide_bytes(d, 0, layout->dense_bytes);
+  layout->model_bytes = layout->dense_bytes; /* elastic: sparse ones are added below */
   for (i = 0; i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
-    const cddp__sparse *s = cddp__sparse_of(d, i);
+    const cddp__sparse *sparse = cddp__sparse_of(d, i);
     cddp__part_slice(d, i, cddp__part_count(d),
                      d->group->backend->on_device ? d->group->rank : d->group->local_rank,
                      &tensor->begin, &tensor->end);
@@ -17956,21 +17957,21 @@ static void cddp__set_layout(cddp_ddp *d) {
     norm_blocks += cddp__count_norm_blocks(tensor->offset, tensor->offset + tensor->bytes);
     tensor->used = true; /* until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
-    if (s == NULL) continue;
-    to->param_order[ordered++] = i; /* sparse ones are last */
-    tensor->dense_offset = to->bytes; /* behind the dense gradients; for place_rows */
+    if (sparse == NULL) continue;
+    layout->param_order[ordered++] = i; /* sparse ones are last */
+    tensor->dense_offset = layout->bytes; /* behind the dense gradients; for place_rows */
     if (d->group->backend->on_device) /* kernels read the mean as a dense gradient */
-      to->bytes += cddp__round_up(s->rows * s->row_bytes, CDDP__CACHE_LINE);
+      layout->bytes += cddp__round_up(sparse->rows * sparse->row_bytes, CDDP__CACHE_LINE);
     if (!d->desc.elastic) continue;
-    tensor->offset = to->model_bytes; /* its states have a place behind the dense ones */
+    tensor->offset = layout->model_bytes; /* its states have a place behind the dense ones */
     tensor->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-    to->model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
+    layout->model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
   }
-  to->arena_bytes = to->bytes + (size_t)to->slots * to->slot_stride +
+  layout->arena_bytes = layout->bytes + (size_t)layout->slots * layout->slot_stride +
                     norm_blocks * sizeof(double) /* squares */ + 2 * slack /* read in slots */;
-  to->state_stride = cddp__wide_bytes(d, 0, to->model_bytes);
-  to->state_stride = cddp__round_up( /* to whole pages */
-      to->state_stride, to->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
+  layout->state_stride = cddp__wide_bytes(d, 0, layout->model_bytes); /* f32 if there are masters */
+  layout->state_stride = cddp__round_up( /* to whole pages */
+      layout->state_stride, layout->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
 
 /* Collective: a round of this kind in which every rank sends the reference of its p, shared memory.
@@ -17983,11 +17984,11 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref);
-  if (p != NULL) ref = cddp__ref_of(g->host, p, bytes);
+  if (p != NULL) ref = cddp__ref_of(g->host, p, bytes); /* kind NONE if it has become private */
   r = cddp__round(g, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; r == CDDP_OK && k < g->size; k++)
-    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* it is quarantined */
+    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* quarantined memory */
       r = cddp__fail(
           CDDP_ABORTED, "rank %d has revoked its shared memory after a failure: create the group "
           "and the model again", k);
@@ -18242,8 +18243,8 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
                        CDDP_AVG);
 }
 
-/* Sums `count` nodes of this rank, which together form one node, into slot to_slot. slots: where the
-   nodes are; one can be -1, the gradients. clear: zeroes the gradients. */
+/* Sums `count` nodes of this rank, which together form one node, into slot to_slot. slots: of the
+   nodes; one can be -1, the gradients. clear: zeroes the gradients. */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int to_slot, const int *slots, const int *widths,
                                      int count, bool clear) {
   /* On a device one call takes a whole range. */
@@ -19072,7 +19073,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   }
   /* One part: this rank has the whole mean, and all its squares. */
   factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1 /* parts */);
-  for (i = 0; factor != 1 && i < d->count; i++) /* dense gradients; a sparse one counts 0 elements */
+  for (i = 0; factor != 1 && i < d->count; i++) /* only dense ones: a sparse one counts as empty */
     if (d->step.used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
   cddp__clip_rows(d, factor);
@@ -19176,8 +19177,8 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
   for (k = 0; k < d->group->local_size; k++) {
     char *to = tensor->shared ? cddp__weights_of(d, k, i) + (at - tensor->offset) : NULL;
     char *gradient = cddp__gradient_at(d, k, i, at);
-    if (to != NULL && to != weights) cddp__copy_near(to, weights, bytes);
-    if (gradient != apart) cddp__copy_near(gradient, NULL, bytes);
+    if (to != NULL && to != weights /* this rank's */) cddp__copy_near(to, weights, bytes);
+    if (gradient != apart) cddp__copy_near(gradient, NULL /* zeroes */, bytes);
   }
   if (!tensor->shared) cddp__copy_near(apart, weights, bytes);
 }
@@ -19215,19 +19216,25 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
     size_t at = cddp__max(begin, tensor->offset), n;
     size_t high = cddp__min(end, tensor->offset + tensor->bytes); /* end of i's bytes in the pass */
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
-    if (at >= high || (pass->optim != NULL && cddp__optim_skips(pass->optim, i))) continue;
+    if (at >= high) continue; /* i is not in the range */
+    if (pass->optim != NULL && cddp__optim_skips(pass->optim, i)) continue;
     if (!steps && !d->step.used[i]) continue; /* no rank has a gradient: no mean */
     if (pass->optim != NULL && (steps || pass->can_fuse)) { /* for means: only to set `fuses` */
       for (k = 0; k < pass->optim->state_count; k++)
-        states[k] = pass->alone ? *cddp__state_of(pass->optim, k, i)
-                             : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
+        states[k] = pass->alone /* private states */
+                        ? *cddp__state_of(pass->optim, k, i)
+                        : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
       u = cddp__update_of(pass->optim, i, states, 1 /* stride */);
       block = steps ? CDDP__STEP_BLOCK : block;
-      pass->fuses = pass->can_fuse && u.loop != NULL && u.stored == CDDP_F32 && tensor->used &&
-                    tensor->shared;
+      pass->fuses = pass->can_fuse && u.loop != NULL && u.stored == CDDP_F32 &&
+                    tensor->used /* else its gradient is not a mean */ &&
+                    tensor->shared /* the loop writes weights to all ranks */;
     }
-    if (steps && pass->fuses) cddp__fuse_loop(pass, i, &u);
-    for (; at < high && !(steps && pass->fuses); at += n * esize) {
+    if (steps && pass->fuses) {
+      cddp__fuse_loop(pass, i, &u);
+      continue;
+    }
+    for (; at < high; at += n * esize) {
       /* A block ends at a multiple of `block`, since cddp__add_squares sums whole norm blocks. */
       n = cddp__min(block - at % block, high - at) / esize;
       if (steps) cddp__fuse_block(pass, i, &u, at, n);
@@ -19294,8 +19301,9 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   if (any_fetched) r = cddp__local_barrier(d, kind, CDDP__PHASE_WEIGHTS); /* all have copied */
   for (i = 0; r == CDDP_OK && any_fetched && i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
-    if (!tensor->shared && !(optim != NULL && cddp__optim_skips(optim, i)) &&
-        tensor->begin < tensor->end)
+    bool unchanged = optim != NULL && cddp__optim_skips(optim, i);
+    bool has_part = tensor->begin < tensor->end; /* this rank's gradient there holds weights */
+    if (!tensor->shared && !unchanged && has_part)
       memset(cddp__gradient_at(d, d->me, i, tensor->begin), 0, tensor->end - tensor->begin);
   }
   return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
@@ -19356,7 +19364,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   cddp__run_pass(&pass, begin, end);
   for (i = 0; i < d->count; i++) { /* sparse rows: each rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
-    if (cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+    if (cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY; /* private states */
     cddp__step_sparse(optim, i, d->rows.sparse[i]);
   }
   return cddp__fetch_weights(d, optim);
@@ -19767,7 +19775,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     tensor->used = false; /* unless a rank marked it */
     for (p = 0; p < (size_t)d->group->size; p++)
       if (d->scratch.flags[p * n + i] == CDDP__FLAG_READY) tensor->used = true;
-    if (own[i] != 0 || !tensor->used) { /* absent, or accumulated under no_sync; or used by no rank */
+    if (own[i] != 0 || !tensor->used) { /* absent, accumulated under no_sync, or used by no rank */
       r = cddp__copy_gradient(d, (int)i); /* the arena gets the gradient as it is */
     } else { /* other ranks used it: this rank adds zero */
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, tensor->offset),
