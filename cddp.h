@@ -3637,6 +3637,7 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
 #define CDDP__AUTH_PROOF "CDDPprov"
 #define CDDP__AUTH_ACCEPT "CDDPgood"
 #define CDDP__AUTH_REFUSAL "CDDPdeny"
+#define CDDP__TAG_SIZE 8 /* bytes of a CDDP__AUTH_*, with which each message begins */
 #define CDDP__NONCE_SIZE 32 /* bytes */
 #define CDDP__PROOF_SIZE 32 /* of cddp__mac */
 
@@ -3659,16 +3660,17 @@ typedef struct cddp__challenge {
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
   size_t covered_size;
-  unsigned char in[8 + CDDP__NONCE_SIZE], out[8 + CDDP__NONCE_SIZE]; /* a tag; a nonce or proof */
+  unsigned char in[CDDP__TAG_SIZE + CDDP__NONCE_SIZE]; /* a tag, then a nonce or proof */
+  unsigned char out[CDDP__TAG_SIZE + CDDP__NONCE_SIZE];
   size_t in_size, out_size; /* bytes received of a message; bytes of one to send, or 0 */
 } cddp__challenge;
 
-/* Writes a message to `out`: a tag of 8 bytes and n bytes of data. */
+/* Writes a message to `out`: a tag and n bytes of data. */
 static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, const void *data,
                                   size_t n) {
-  memcpy(challenge->out, tag, 8);
-  memcpy(challenge->out + 8, data, n);
-  challenge->out_size = 8 + n;
+  memcpy(challenge->out, tag, CDDP__TAG_SIZE);
+  memcpy(challenge->out + CDDP__TAG_SIZE, data, n);
+  challenge->out_size = CDDP__TAG_SIZE + n;
 }
 
 /* Refuses the caller, with a letter. A listener for joins sends J instead: the caller can be a rank
@@ -3712,8 +3714,8 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
   unsigned char proof[CDDP__PROOF_SIZE];
   challenge->in_size = 0; /* for the next message */
   if (challenge->messages_received++ == 0) { /* HELLO or CHALLENGE, with the other end's nonce */
-    memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0), challenge->in + 8,
-           CDDP__NONCE_SIZE);
+    memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0),
+           challenge->in + CDDP__TAG_SIZE, CDDP__NONCE_SIZE);
     if (challenge->caller) {
       cddp__challenge_prove(challenge, CDDP__END_CALLER, proof);
       cddp__challenge_queue(challenge, CDDP__AUTH_PROOF, proof, sizeof proof);
@@ -3724,7 +3726,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
     return;
   }
   cddp__challenge_prove(challenge, !challenge->caller, proof); /* the other end's, to compare */
-  challenge->state = cddp__same_bytes(proof, challenge->in + 8, sizeof proof)
+  challenge->state = cddp__same_bytes(proof, challenge->in + CDDP__TAG_SIZE, sizeof proof)
                          ? CDDP__CHALLENGE_PROVEN
                          : CDDP__CHALLENGE_WRONG;
   if (challenge->caller) return; /* the message was ACCEPT, the last one */
@@ -3743,7 +3745,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
       {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}, /* [CDDP__END_CALLER] */
   };
   size_t used = 0;
-  if (challenge->secret == NULL && n > 0) { /* a caller with a secret begins with HELLO */
+  if (challenge->secret == NULL && n > 0) { /* a caller with a secret begins with HELLO: WRONG */
     challenge->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
     if (challenge->state == CDDP__CHALLENGE_WRONG)
       cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, "N", 1 /* byte */);
@@ -3751,16 +3753,16 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
   }
   while (used < n && challenge->state == CDDP__CHALLENGE_ON) {
     const char *expected = tags[challenge->caller][challenge->messages_received];
-    size_t tag_bytes = cddp__min(challenge->in_size + 1, 8); /* received, with the next byte */
+    size_t tag_bytes = cddp__min(challenge->in_size + 1, CDDP__TAG_SIZE); /* so far */
     challenge->in[challenge->in_size++] = p[used++];
     if (memcmp(challenge->in, expected, tag_bytes) == 0) {
       if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
     } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, tag_bytes) != 0) {
       challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* a called end expects no REFUSAL */
       if (!challenge->caller) cddp__challenge_refuse(challenge, "S"); /* a secret is needed */
-    } else if (challenge->in_size == 8 + 1) { /* a tag and the letter */
+    } else if (challenge->in_size == CDDP__TAG_SIZE + 1 /* letter */) {
       challenge->state = CDDP__CHALLENGE_REFUSED;
-      challenge->why = (char)challenge->in[8];
+      challenge->why = (char)challenge->in[CDDP__TAG_SIZE];
     }
   }
   return used;
@@ -3853,7 +3855,7 @@ static int cddp__lower_fd(int fd) {
    that was started with stdout closed must not reach a peer or shared memory. */
 static int cddp__above_stdio(int fd) {
   int moved, error;
-  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  if (fd < 0 || fd > STDERR_FILENO) return fd; /* no descriptor, or above 2 already */
   moved = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   error = errno; /* close can change it */
   close(fd);
@@ -4134,7 +4136,7 @@ static int cddp__connect_address(const cddp__address *address, double deadline, 
     if (errno != EINPROGRESS && errno != EINTR /* after which the system continues too */)
       error = errno;
     else if (cddp__wait_fd(fd, POLLOUT, deadline) != CDDP_OK)
-      error = ETIMEDOUT;
+      error = ETIMEDOUT; /* if poll has failed too */
     else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error /* connect's result */, &size) != 0)
       error = errno;
   }
@@ -4859,7 +4861,7 @@ static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, doub
       if (cddp__connection_fill(c, n - have) > 0) continue;
     }
     if (c->state == CDDP__CONNECTION_ENDED && c->error == ENOMEM)
-      r = CDDP_OUT_OF_MEMORY;
+      r = CDDP_OUT_OF_MEMORY; /* cddp__malloc has set the text */
     else if (c->state == CDDP__CONNECTION_ENDED && c->error != 0)
       r = cddp__fail(CDDP_NETWORK, "%s", strerror(c->error));
     else if (c->state == CDDP__CONNECTION_ENDED)
