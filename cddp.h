@@ -24616,8 +24616,9 @@ typedef struct cddp__child {
 typedef struct cddp__spawn_job {
   int (*fn)(int, void *);
   void *arg;
-  int n, port, listen_fd; /* children; rank 0 listens on listen_fd, which has this port */
-  int start[2];           /* a pipe: a child begins when it has read a byte */
+  int n;               /* number of children */
+  int port, listen_fd; /* rank 0 listens on listen_fd, which has this port */
+  int start[2];        /* a pipe: a child begins when it has read a byte */
   bool elastic;           /* a child that fails is forked again */
   int restarts;           /* remaining number of restarts */
   bool succeeded;         /* a child has returned 0. Elastic: no later failure counts */
@@ -24628,13 +24629,13 @@ typedef struct cddp__spawn_job {
   pid_t parent; /* this process: a child exits if it is dead */
   cddp__child *children; /* [n] in the memory of fds */
   int alive; /* not reaped yet */
-  bool blind;                 /* no pidfd for some child: poll every 10 ms */
+  bool blind;                 /* a child has no pidfd to poll: look at the children every 10 ms */
   struct pollfd *fds;         /* [n + 1] pidfds, -1: none; the last: CDDP_SUPERVISOR's socket */
   cddp_result result;         /* the first failure */
   char text[CDDP__ERROR_MAX]; /* its error text */
   bool by_signal;             /* a signal killed the child that failed first */
   int next_signal;            /* sent to the others at deadline; 0: no child has failed yet */
-  double deadline;
+  double deadline;            /* a time of cddp__now() */
 } cddp__spawn_job;
 
 /* --- elastic jobs: whether the model exists --- */
@@ -24644,11 +24645,11 @@ typedef struct cddp__spawn_job {
    abstract Unix socket NAME. Unlike a descriptor, a name survives exec and closefrom. */
 static void cddp__notify_supervisor(const cddp__host *host) {
   const char *name = cddp__env("CDDP_SUPERVISOR"), *text = name != NULL ? strchr(name, ':') : NULL;
-  struct timeval most = {5 /* s */, 0}; /* its queue can be full when all ranks notify */
+  struct timeval most = {5 /* s */, 0}; /* the supervisor's queue can be full: all ranks notify */
   cddp__address a;
   ssize_t sent = -1;
   int fd;
-  if (text == NULL || host->one_process) return;
+  if (text == NULL /* no supervisor */ || host->one_process /* threads: none can join */) return;
   cddp__unix_name(&a, cddp__textf("%.*s", (int)(text - name), name).s);
   fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most);
@@ -24673,13 +24674,15 @@ static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
   snprintf(job->supervisor, sizeof job->supervisor, "cddp-%016" PRIx64 ":%016" PRIx64 "-",
            bytes[0], bytes[1]);
   cddp__unix_name(&a, cddp__textf("%.21s" /* the NAME */, job->supervisor).s);
-  fd = cddp__above_stdio(socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  fd = cddp__above_stdio( /* a closed stdout must not become this socket */
+      socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0 /* protocol */));
   job->fds[job->n].fd = fd;
   job->fds[job->n].events = POLLIN;
   return fd >= 0 && bind(fd, &a.any, a.size) == 0 ? CDDP_OK : cddp__fail_errno("socket");
 }
 
-/* Reads which children have the model. `most` ends a flood from strangers. */
+/* Reads all notices that have arrived: which children have the model. `most` limits them, as any
+   process of the host can send. */
 static void cddp__read_notices(cddp__spawn_job *job) {
   const char *token = strchr(job->supervisor, ':');
   char text[64];
@@ -24687,7 +24690,7 @@ static void cddp__read_notices(cddp__spawn_job *job) {
   ssize_t n;
   while (most-- > 0 && (n = recv(job->fds[job->n].fd, text, sizeof text - 1, 0)) >= 0) {
     text[n] = 0;
-    if (strncmp(text, token + 1, strlen(token + 1)) != 0) continue;
+    if (strncmp(text, token + 1, strlen(token + 1)) != 0) continue; /* from a stranger */
     rank = atoi(text + strlen(token + 1));
     if (rank < 0 || rank >= job->n) continue;
     job->children[rank].has_model = job->has_model = true;
@@ -24704,6 +24707,7 @@ static bool cddp__spawn_continues(cddp__spawn_job *job) {
     cddp__read_notices(job);
   for (i = 0; i < job->n; i++) {
     const cddp__child *child = &job->children[i];
+    /* a first rank has the model, or is about to; one that joins can still wait for the weights */
     members += child->pid > 0 && (!child->joins || child->has_model);
   }
   return job->has_model && members > 0;
@@ -24737,7 +24741,7 @@ static void cddp__set_one_thread(void) {
       cddp__blas_procs != NULL && cddp__blas_threads != NULL && cddp__blas_set_threads != NULL;
   if (cddp__env("OMP_NUM_THREADS") != NULL) return;
   setenv("OMP_NUM_THREADS", "1", 1);
-  if (omp && cddp__omp_threads() == cddp__omp_procs()) cddp__omp_set_threads(1);
+  if (omp && cddp__omp_threads() == cddp__omp_procs() /* the default */) cddp__omp_set_threads(1);
   if (cddp__env("OPENBLAS_NUM_THREADS") != NULL) return;
   if (blas && cddp__blas_threads() == cddp__blas_procs()) cddp__blas_set_threads(1);
 }
@@ -24752,21 +24756,23 @@ static int cddp__call_fn(const cddp__spawn_job *job, int rank)
   return job->fn(rank, job->arg);
 }
 
-/* Ends a child after its fn, also after pthread_exit. */
+/* Ends a child after its fn, also after pthread_exit. _exit: the atexit functions are the parent's.
+   */
 static void cddp__end_child(void *code) {
   int value = *(const int *)code;
   fflush(NULL);
-  _exit(value >= 0 && value <= 255 ? value : 255);
+  _exit(value >= 0 && value <= 255 ? value : 255); /* others would be cut to 8 bits, perhaps 0 */
 }
 
-/* The main function of a child; never returns. joins: it joins a running job. */
+/* The main function of a child; never returns. Waits for the parent's byte, sets the variables that
+   cddp_init reads, and calls fn. joins: it joins a running job. */
 static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   static char line[8192]; /* stdout's buffer: musl's has 1,024 bytes */
   char byte;
   int code;
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  prctl(PR_SET_PDEATHSIG, SIGKILL); /* when the parent dies, so does the child */
   if (getppid() != job->parent) _exit(1); /* the parent died before the line above */
-  close(job->start[1]);
+  close(job->start[1]); /* so the read ends when the parent closes its copy */
   while ((code = (int)read(job->start[0], &byte, 1)) < 0 && errno == EINTR) {}
   if (code != 1) _exit(1); /* closed: a child could not be started */
   close(job->start[0]);
@@ -24792,14 +24798,15 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
     close(job->listen_fd);
   if (job->n > 1) cddp__set_one_thread();
   if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* does not mix the ranks' lines */
-  cddp__error_text[0] = 0;
+  cddp__error_text[0] = 0; /* that of an earlier call of the parent */
   code = 255; /* of pthread_exit */
   pthread_cleanup_push(cddp__end_child, &code);
   code = cddp__call_fn(job, rank);
   pthread_cleanup_pop(1 /* run it */);
 }
 
-/* Records the first failure. The other children get SIGTERM after `seconds`. */
+/* Records the first failure, r with the thread's error text. The other children get SIGTERM after
+   `seconds`. */
 static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double seconds) {
   job->result = r;
   snprintf(job->text, sizeof job->text, "%s", cddp__error_text);
@@ -24810,10 +24817,11 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
 /* Reaps the children that have ended. Of several, one that a signal has killed counts as the first
    failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
-  bool none_before = job->next_signal == 0, known; /* no failure in earlier calls */
+  bool none_before = job->next_signal == 0; /* no failure in earlier calls */
+  bool known; /* `status` is valid */
   cddp__wait w;
   int i, status;
-  cddp__wait_begin(&w, 0.1 /* s */);
+  cddp__wait_begin(&w, 0.1 /* s */); /* for all children together */
   for (i = 0; i < job->n; i++) {
     cddp__child *child = &job->children[i];
     pid_t pid = child->pid, got;
@@ -24837,9 +24845,10 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     }
     if (known && status == 0) job->succeeded = true;
     if (!known || status == 0 || !none_before) continue;
+    /* of several failures in this call: the first one, or the first by a signal */
     if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
     if (job->elastic && (job->succeeded || cddp__spawn_continues(job))) {
-      child->pid = -1; /* forked again */
+      child->pid = -1; /* cddp__wait_children forks it again, or not if the job has succeeded */
       continue;
     }
     cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s%s", i, (int)pid,
@@ -24854,11 +24863,11 @@ static void cddp__reap_children(cddp__spawn_job *job) {
 }
 
 enum { CDDP__CHILD_STARTS, CDDP__CHILD_JOINS }; /* values of `bool joins` */
-/* i: the child's rank. */
+/* Forks child i, which becomes rank i and waits for its byte on the pipe. */
 static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   pid_t pid = fork();
   if (pid < 0) return cddp__fail_errno("fork");
-  if (pid == 0) cddp__run_child(job, i, joins);
+  if (pid == 0) cddp__run_child(job, i, joins); /* does not return */
   job->children[i].pid = pid;
   job->children[i].joins = joins;
   job->children[i].has_model = false;
@@ -24872,38 +24881,39 @@ static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   job->fds[i].events = POLLIN;
   job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->children[i].pid, 0u);
   if (job->fds[i].fd >= 0) return CDDP_OK;
-  if (errno != ENOSYS && errno != EPERM) /* valgrind 3.19; old Docker */
+  if (errno != ENOSYS && errno != EPERM) /* these: valgrind 3.19; old Docker. Polling replaces it */
     return cddp__fail_errno("pidfd_open of a child");
   job->blind = true;
   return CDDP_OK;
 }
 
-/* Waits until all children have ended. Forks a lost child of an elastic job again, if others live
-   that it can join. */
+/* Waits until all children have ended, and returns the first failure. After one it ends the others.
+   Forks a lost child of an elastic job again, if others live that it can join. */
 static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   int i, ms;
   while (job->alive > 0) {
     if (job->next_signal != 0 && cddp__now() >= job->deadline) {
       for (i = 0; i < job->n; i++)
         if (job->children[i].pid > 0) kill(job->children[i].pid, job->next_signal);
+      /* after the grace period SIGKILL, each second until all are reaped */
       job->deadline = cddp__now() + (job->next_signal == SIGTERM ? CDDP__GRACE_S : 1 /* s */);
       job->next_signal = SIGKILL;
     }
     ms = job->blind              ? 10
-         : job->next_signal == 0 ? -1
+         : job->next_signal == 0 ? -1 /* until a child ends */
                                  : cddp__poll_ms(job->deadline, CDDP__POLL_MAX_MS);
     if (cddp__poll(job->fds, (size_t)job->n + job->elastic /* socket */, ms) < 0 && errno != EINTR)
       cddp__sleep(0.01); /* poll fails with more descriptors than ulimit -n */
     if (job->elastic) cddp__read_notices(job);
     cddp__reap_children(job);
     for (i = 0; i < job->n; i++) {
-      if (job->children[i].pid >= 0) continue;
+      if (job->children[i].pid >= 0) continue; /* not to be forked again */
       job->children[i].pid = 0;
       if (job->next_signal != 0 || job->alive == 0 || job->succeeded || job->restarts == 0)
         continue;
       job->restarts--;
-      fflush(NULL);
-      if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK) continue; /* the others go on */
+      fflush(NULL); /* else the child prints the buffered text again */
+      if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK) continue; /* others do its work */
       if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true;
       if (write(job->start[1], "", 1) != 1)
         cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0 /* s */);
@@ -24912,7 +24922,8 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
 
-/* Forks all children, and waits for their end. */
+/* Starts the job: forks all children, and waits for their end. Called again if it must start anew
+   (job->again). */
 static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   char bytes[CDDP__MAX_RANKS] = {0}; /* a child begins when it has read one */
   uint64_t secret[2];
@@ -24922,7 +24933,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   job->result = CDDP_OK;
   job->next_signal = 0;
   job->again = job->by_signal = job->blind = false;
-  for (i = 0; i <= job->n; i++) job->fds[i].fd = -1;
+  for (i = 0; i <= job->n; i++) job->fds[i].fd = -1; /* poll skips these */
   if ((r = cddp__random(secret, sizeof secret)) != CDDP_OK) return r;
   if ((r = cddp__listen_loopback(&job->listen_fd, &job->port)) != CDDP_OK) return r;
   snprintf(job->secret, sizeof job->secret, "%d:%016" PRIx64 "%016" PRIx64, job->port, secret[0],
@@ -24934,7 +24945,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, CDDP__CHILD_STARTS);
   for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__open_child_pidfd(job, i);
   if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
-    r = cddp__fail_errno("write");
+    r = cddp__fail_errno("write"); /* else all begin now */
   if (r != CDDP_OK) cddp__spawn_note_failure(job, r, 0 /* s */);
   close(job->listen_fd);                            /* rank 0 has it */
   if (r != CDDP_OK) cddp__close_fd(&job->start[1]); /* children exit without a byte */
@@ -24946,6 +24957,8 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
 }
 
 enum { CDDP__NOT_ELASTIC, CDDP__ELASTIC }; /* of `bool elastic` */
+/* cddp_spawn and cddp_spawn_elastic (caller: the name, for texts). restarts: most children that are
+   forked again, or new starts of all. */
 static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
                                int nprocs, bool elastic, int restarts) {
   cddp__spawn_job job;
@@ -24985,6 +24998,7 @@ CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg
 
 /* --- ranks as threads --- */
 
+/* A rank of cddp_run_threads. Its thread writes code, returned and text. */
 typedef struct cddp__thread_rank {
   int (*fn)(cddp_group *, void *);
   void *arg;
@@ -25005,7 +25019,8 @@ static void cddp__thread_rank_end(void *p) {
   bool failed = !thread->returned || thread->code != 0;
   cddp_group *g;
   snprintf(thread->text, sizeof thread->text, "%s", cddp__error_text);
-  if (failed) cddp__compare_swap32(thread->first, 0, (uint32_t)host->index + 1);
+  if (failed) /* unless another rank has failed before */
+    cddp__compare_swap32(thread->first, 0, (uint32_t)host->index + 1);
   pthread_mutex_lock(&host->lock);
   for (g = host->groups; g != NULL; g = g->next) {
     if (!failed && (!g->of_model || g->backend->on_device)) continue; /* left below, or later */
@@ -25013,15 +25028,16 @@ static void cddp__thread_rank_end(void *p) {
                  failed ? CDDP__SLOT_DEAD : CDDP__SLOT_LEFT);
     cddp__wake_all(g);
   }
-  do { /* leaves what fn has not destroyed, newest first */
+  do { /* leaves what fn has not destroyed, newest first; a model's group has been marked above */
     for (g = host->groups; g != NULL && g->of_model; g = g->next) {}
-    pthread_mutex_unlock(&host->lock);
+    pthread_mutex_unlock(&host->lock); /* cddp__group_leave takes it */
     if (g != NULL) cddp__group_leave(g);
     pthread_mutex_lock(&host->lock);
   } while (g != NULL);
   pthread_mutex_unlock(&host->lock);
 }
 
+/* p: a cddp__thread_rank. */
 static void *cddp__thread_rank_main(void *p) {
   cddp__thread_rank *thread = (cddp__thread_rank *)p;
   pthread_cleanup_push(cddp__thread_rank_end, thread);
@@ -25033,8 +25049,8 @@ static void *cddp__thread_rank_main(void *p) {
 
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
   cddp__thread_rank *thread, *failed;
-  char *block;
-  cddp__atomic_u32 first = {0};
+  char *block; /* control block of the group of all ranks */
+  cddp__atomic_u32 first = {0}; /* cddp__thread_rank.first */
   uint64_t job = cddp__record_job(); /* names flight records */
   double timeout_s;
   cddp_result r = cddp__discover_timeout(0 /* unset */, &timeout_s);
@@ -25055,21 +25071,23 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
       break;
     }
     thread[i].host->one_process = true;
-    thread[i].host->lead = thread[0].host;
+    thread[i].host->lead = thread[0].host; /* counts the users of all hosts, and frees them */
     if (i > 0) {
       thread[i - 1].host->sibling = thread[i].host;
       thread[0].host->refs++; /* for thread[i].host */
     }
     r = cddp__record_open(&thread[i].host->record, job, i, n, 0 /* join */);
     if (r == CDDP_OK)
-      r = cddp__group_build(&thread[i].group, thread[i].host, i, n, NULL, block, timeout_s);
+      r = cddp__group_build(&thread[i].group, thread[i].host, i, n, NULL /* members: all */,
+                            block, timeout_s);
   }
   while (r == CDDP_OK && started < n) {
     r = cddp__thread_start(&thread[started].thread, cddp__thread_rank_main, &thread[started],
                            CDDP__THREAD_OF_USER);
     if (r == CDDP_OK) started++;
   }
-  for (i = started; thread != NULL && i < n; i++) { /* peers see these as lost */
+  /* If a thread could not start: peers see the ranks without a thread as lost. */
+  for (i = started; thread != NULL && i < n; i++) {
     if (thread[i].host != NULL) cddp__record_discard(thread[i].host->record, 0 /* join */);
     if (thread[i].group != NULL) cddp__group_leave(thread[i].group);
   }
