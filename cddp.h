@@ -9048,7 +9048,8 @@ static size_t cddp__block_bytes(int size, int local_size) {
   return cddp__head_bytes(size, local_size) + 2 /* even and odd rounds */ * shares;
 }
 
-/* Addresses in g's block. */
+/* Addresses in g's block, of a rank's slot, header (for a round), last known arrival (of a rank of
+   another host) and staging buffer (for a round). */
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
 }
@@ -9057,7 +9058,7 @@ static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32
   return (cddp__op_header *)(void *)headers + 2 * (size_t)rank + (round & 1);
 }
 static cddp__atomic_u32 *cddp__remote_arrival_of(const cddp_group *g, int rank) {
-  void *headers_end = cddp__op_header_of(g, g->size, 0);
+  void *headers_end = cddp__op_header_of(g, g->size /* behind the last */, 0 /* round */);
   return (cddp__atomic_u32 *)headers_end + rank;
 }
 static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
@@ -9131,8 +9132,8 @@ static cddp_result cddp__check_cause(const cddp__cause *cause) {
 static void cddp__wake_all(cddp_group *g) {
   bool in_round = cddp__add32(&g->block->sleepers, 0) != 0; /* a rank sleeps in a round */
   int p;
-  if (in_round) cddp__futex_wake(&g->block->release); /* ranks of an oversubscribed group */
-  if (in_round) cddp__futex_wake(&g->block->arrivals); /* and their leader */
+  if (in_round) cddp__futex_wake(&g->block->release); /* if oversubscribed: the ranks */
+  if (in_round) cddp__futex_wake(&g->block->arrivals); /* and, on several hosts, their leader */
   for (p = 0; p < g->size; p++) {
     bool local = g->host_index[p] >= 0;
     if (local && cddp__load32(&cddp__slot_of(g, p)->event_sleepers) != 0)
@@ -9268,7 +9269,7 @@ static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *
   if (at == NULL || at[1] != ' ') return false;
   *state = at[2]; /* field 3 */
   for (field = 2; field < number && at != NULL; field++) at = strchr(at + 1, ' ');
-  if (at != NULL) *value = strtoull(at, NULL, 10);
+  if (at != NULL) *value = strtoull(at, NULL /* end */, 10);
   return at != NULL;
 }
 
@@ -9358,7 +9359,7 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   if (pidfd < 0 || /* PIDFD_GET_INFO: */
       ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0)
     return false;
-  *status = (int)info.exit_code;
+  *status = (int)info.exit_code; /* a wait status */
   return (info.mask & PIDFD_EXIT) != 0; /* not set: the process lives, or the kernel is older */
 }
 
@@ -9494,7 +9495,7 @@ static cddp_result cddp__check_peers(cddp_group *g) {
       cddp__load32(&g->block->generation) != g->block_generation) /* freed: `broken` is another's */
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
-    if (p == g->rank || g->host_index[p] < 0) continue;
+    if (p == g->rank || g->host_index[p] < 0 /* the leader checks these */) continue;
     if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_needed(g, p)) continue; /* it had announced the round before it ended */
     return cddp__break_lost(g, p, NULL /* doing */);
@@ -9517,15 +9518,14 @@ static cddp_result cddp__begin_access(cddp_group *g) {
    reuse its buffers. If a peer is stopped and stays inside, this rank quarantines its shared
    memory. */
 static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
-  cddp__atomic_u32 *inside = &cddp__slot_of(g, g->rank)->inside;
   cddp__wait w;
   int p;
   CDDP__POINT("exit");
-  cddp__store32(inside, 0);
+  cddp__store32(&cddp__slot_of(g, g->rank)->inside, 0);
   if (CDDP__LIKELY(r == CDDP_OK)) return r; /* the caller's rounds order the accesses */
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   for (p = 0; p < g->size; p++) {
-    inside = &cddp__slot_of(g, p)->inside;
+    const cddp__atomic_u32 *inside = &cddp__slot_of(g, p)->inside; /* on other hosts always 0 */
     while (cddp__load32(inside) != 0 && !cddp__rank_gone(g, p)) {
       if (cddp__wait_pause(&w)) continue;
       cddp__arena_quarantine(g->host); /* the wait's limit has passed: the peer is stopped */
@@ -9611,10 +9611,11 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   if (where == NULL) { /* then g->round is this thread's; else another can change it */
     const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
     call = cddp__describe_call(header->call, header->count, header->root);
+    /* The public function that the program has called says more, if it is known. */
     if (cddp__this_site.function != NULL) call = cddp__textf("%s", cddp__this_site.function);
     call = cddp__textf("%.90s%s", call.s, cddp__describe_site().s);
     where = call.s;
-    wait = (uint64_t)(uint32_t)g->id << 32 | g->round;
+    wait = (uint64_t)(uint32_t)g->id << 32 | g->round; /* see slot.wait */
   }
   cddp__copy_text(slot->where, where, CDDP__WHERE_MAX);
   cddp__store32(&slot->wait_failed, 0);
@@ -9821,7 +9822,7 @@ static cddp_group *cddp__served; /* cddp__served_lock; read without it: is it NU
 
 /* Runs in a forked child, which can have copied a locked lock. The groups are the parent's. */
 static void cddp__reset_served(void) {
-  pthread_mutex_init(&cddp__served_lock, NULL);
+  pthread_mutex_init(&cddp__served_lock, NULL /* attributes */);
   __atomic_store_n(&cddp__served, NULL, __ATOMIC_RELEASE);
 }
 
@@ -10282,7 +10283,7 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
   if (c->state == CDDP__CONNECTION_NEW) {
     size_t *done = c->caller ? &c->sent : &c->got; /* bytes of the hello */
     int io = c->caller ? cddp__connection_send(c, NULL /* head */, h, sizeof *h, done, SIZE_MAX)
-                       : cddp__connection_read(c, NULL, h, sizeof *h, done, SIZE_MAX);
+                       : cddp__connection_read(c, NULL /* head */, h, sizeof *h, done, SIZE_MAX);
     if (io <= 0) return false; /* the rest later, or the link has ended */
     *done = 0; /* from now on bytes of frames */
     if (!c->caller) c->peer = (int)h->from; /* checked below */
@@ -10623,7 +10624,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
   n->listener = -1;
   n->size = size;
   n->host_count = host_count;
-  pthread_mutex_init(&n->lock, NULL);
+  pthread_mutex_init(&n->lock, NULL /* attributes */);
   n->token = (unsigned char *)cddp__calloc(a, 1, cddp__table_bytes(size, host_count));
   if (n->token == NULL) {
     cddp__net_release(n);
@@ -10860,7 +10861,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   if (stat("/proc/self/ns/pid", &pids) != 0) pids.st_ino = 0;
   if (stat("/proc/self/ns/time", &times) != 0) times.st_ino = 0;
   snprintf(text, sizeof text, "%s|%s|%016" PRIx64 "|%u|%llu|%llu", endpoint, config->run,
-           id != NULL ? cddp__hash64(0, id, strlen(id)) : 0, (unsigned)geteuid(),
+           id != NULL ? cddp__hash64(0 /* seed */, id, strlen(id)) : 0, (unsigned)geteuid(),
            (unsigned long long)pids.st_ino, (unsigned long long)times.st_ino);
   cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
@@ -10906,7 +10907,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
   info->user = (uint32_t)geteuid();
   info->joins = (uint32_t)config->joins;
   info->machine = cddp__host_identity();
-  info->run = cddp__hash64(0, config->run, strlen(config->run));
+  info->run = cddp__hash64(0 /* seed */, config->run, strlen(config->run));
   memcpy(info->backend, config->backend, sizeof info->backend);
   snprintf(info->host.name, sizeof info->host.name, "%.67s", host->name);
   return CDDP_OK;
@@ -11162,6 +11163,7 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
   if (channel != &rdv->parent)
     return cddp__fail(CDDP_PEER_LOST, "rank %u (pid %u on %s) died or exited during the rendezvous",
                       info->rank, info->pid, info->host.name);
+  /* The parent has no entry in `registered`. A client finds its number in the table, by its pid. */
   if (net != NULL && local && cddp__peer_process(channel->connection.fd, peer))
     for (i = 0; i < net->size; i++)
       if (net->ranks[i].host == net->host && net->ranks[i].pid == peer[0] /* pid */)
@@ -11272,6 +11274,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
     bool none = error == EMFILE || error == ENFILE; /* no descriptor is left */
     bool few = none || (error == 0 && !cddp__has_spare_fd(fd));
+    /* Ranks of this host are not strangers. If no descriptor is left, one must be closed. */
     size_t limit = !few || local ? most : none ? 1 : CDDP__FEW_UNPROVEN;
     size_t i, oldest = 0, silent = 0; /* silent: number of children that have not sent RANK */
     cddp__channel *children;
@@ -11288,7 +11291,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
     else if (error != 0) /* no silent child to close */
       return cddp__fail_descriptors(rdv, error, "accept of another rank");
     if (none) continue; /* the removed child's descriptor is free now */
-    if (few) fd = cddp__lower_fd(fd); /* to a number that removed children have freed */
+    if (few) fd = cddp__lower_fd(fd); /* to a lower number, if removed children have freed one */
     children = (cddp__channel *)cddp__grow_array(&rdv->host->allocator, rdv->children,
                                                  &rdv->child_capacity, rdv->child_count + 1,
                                                  sizeof *children);
@@ -11314,7 +11317,8 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   cddp__text text;
   if (!c->local /* the socket's name covers the run */ && info->run != own->run) return false;
   if (c->local || info->machine != own->machine || info->user == own->user)
-    return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0, NULL, cddp__now()) == CDDP_OK;
+    return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0 /* body */, NULL /* fds */,
+                              cddp__now()) == CDDP_OK;
   text = cddp__textf("rank %u at %s runs as another user (uid %u). If it belongs to another job, "
                      "give this job a port of its own (MASTER_PORT); otherwise start all ranks as "
                      "the same user. CDDP_SECRET keeps other users out",
@@ -11354,14 +11358,14 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   cddp_result r = CDDP_OK;
   memcpy(&info, m + 1, sizeof info);
   info.host.name[sizeof info.host.name - 1] = 0;
-  info.joins = 0; /* joining processes do not take part in a rendezvous */
+  info.joins = 0; /* else its rank could be beyond WORLD_SIZE: cddp__compare_ranks */
   *admitted = info.pid != 0 && info.port >= 0 && info.port <= 65535 &&
               (child->rank_received || cddp__admit_rank(rdv, c, &info) /* sends WAIT or FAIL */);
   if (!*admitted) return CDDP_OK;
   /* This host's address for other nodes is that of the first connection that is not by loopback. */
   if (!c->local && (rdv->node_count == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
-  node = c->local               ? 0
+  node = c->local               ? 0 /* this one */
          : child->rank_received ? rdv->registered[child->entry].node
                                 : rdv->node_count++; /* a new coordinator */
   if (r == CDDP_OK) r = cddp__register_rank(rdv, &info, node);
@@ -11683,10 +11687,10 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
    Rank 0 listens at the job's endpoint. If rank 0 is a client, it sends the socket to its
    coordinator, which is the root: PORT. Coordinators of other nodes connect to MASTER_ADDR, and
    both ends prove the secret.
-     file://            Rank 0 listens on free ports. It writes their addresses and a random token
-                        to the file, which it locks during the rendezvous.
-     launcher's store   The root listens on a free port, and writes its address and a random token
-                        to the store. */
+     file://            Rank 0 listens on free ports. It writes their addresses and a random salt
+                        (proof_salt) to the file, which it locks during the rendezvous.
+     launcher's store   The root listens on a free port, and writes its address and a random salt to
+                        the store. */
 
 /* Launcher's store: the root opens a port and writes its address to the store. The address is the
    near end of the store's connection. If that is loopback, or the store has several addresses, the
@@ -11858,7 +11862,7 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   if (cddp__find_addresses(rdv) == CDDP_OK && !cddp__address_is_local(&root->addresses[0]))
     answer = cddp__try_root(rdv);
   if (c->fd >= 0)
-    (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL, deadline);
+    (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL /* fds */, deadline);
   while (answer == CDDP_OK && c->fd >= 0 && cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK)
     answer = cddp__receive_from_parent(rdv);
   if (answer == CDDP_INVALID_ARGUMENT) return answer; /* FAIL: names both processes */
@@ -12005,8 +12009,8 @@ static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
     if (!c->local && entry->fits) r = cddp__listen_for_links(rdv, entry);
     failure = cddp__textf("%s", cddp_error()); /* a copy: sends can fail too */
     CDDP__POINT("hello");
-    (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, &entry->info, sizeof entry->info, NULL,
-                             rdv->deadline);
+    (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, &entry->info, sizeof entry->info,
+                             NULL /* fds */, rdv->deadline);
     for (k = 0; k < rdv->root.fd_count && entry == rdv->registered /* own */ && c->local; k++) {
       int fds[2] = {rdv->root.fds[k], -1 /* none */};
       (void)cddp__send_message(c, CDDP__RENDEZVOUS_PORT, rdv->root.proof_salt,
@@ -12194,7 +12198,7 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
   const cddp__connection *up = &rdv->parent.connection; /* fd -1: no parent */
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->net == NULL) {
-    double until = rdv->deadline + 0.5; /* a client's: see `late` */
+    double until = rdv->deadline + 0.5; /* a client's deadline, the latest of all: see `late` */
     bool late, mismatch, alone; /* alone: this rank has no proven parent */
     bool complete; /* this rank is the root, and all ranks have registered */
     if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
@@ -12205,9 +12209,11 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     if (r == CDDP_OK) r = cddp__poll_channels(rdv, until);
     if (r != CDDP_OK || rdv->net != NULL) break;
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING; /* the poll can have changed it */
+    /* The root and ranks without a parent first, then coordinators, then clients. */
     late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
     complete = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 && cddp__all_registered(rdv);
     mismatch = cddp__has_cause(&rdv->problem) && alone; /* with a parent, the root decides */
+    /* A complete job with a misfit fails immediately: no rank is missing that must get the error. */
     if ((late && !complete) ||
         (mismatch && (complete || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
       rdv->common_failure = true;
@@ -12275,7 +12281,8 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
     i = waits ? 0 : i + 1; /* 0: the poll can have removed children, and moved others */
   }
   if (r == CDDP_OK && up->fd >= 0 &&
-      cddp__send_message(up, CDDP__RENDEZVOUS_READY, NULL, 0, NULL, deadline) != CDDP_OK) {
+      cddp__send_message(up, CDDP__RENDEZVOUS_READY, NULL, 0 /* body */, NULL /* fds */,
+                         deadline) != CDDP_OK) {
     r = cddp__receive_from_parent(rdv); /* the parent can have sent FAIL */
     if (r == CDDP_OK) r = cddp__report_channel_lost(rdv, &rdv->parent);
   }
@@ -12297,8 +12304,8 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
     cddp__channel *child = &rdv->children[i];
     if (child->end_is_loss) /* an error is ignored: if the rank died, the group finds that */
-      (void)cddp__send_message(&child->connection, CDDP__RENDEZVOUS_READY, NULL, 0, NULL,
-                               cddp__now());
+      (void)cddp__send_message(&child->connection, CDDP__RENDEZVOUS_READY, NULL, 0 /* body */,
+                               NULL /* fds */, cddp__now());
     child->ready = false; /* MPI's start is followed by another READY */
   }
   return r;
@@ -12309,7 +12316,7 @@ static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char
   cddp__connection *c = &channel->connection;
   if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger: no answer would come */
   (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
-  channel->fail_sent = !c->local && shutdown(c->fd, SHUT_WR) == 0;
+  channel->fail_sent = !c->local && shutdown(c->fd, SHUT_WR) == 0; /* cddp__channel_drain waits */
 }
 
 /* Waits until the other side of a TCP connection has received FAIL and closed it. Closing a socket
@@ -12354,18 +12361,18 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   do {
     for (draining = 0, k = rdv->child_count; k-- > 0;) {
       cddp__channel *child = &rdv->children[k];
+      bool fits = child->rank_received && rdv->registered[child->entry].fits;
       draining += child->fail_sent;
-      if (child->fail_sent ||
-          (r == CDDP_OK && (!child->rank_received || rdv->registered[child->entry].fits)))
-        continue;
+      if (child->fail_sent || (r == CDDP_OK && (!child->rank_received || fits))) continue;
       if (!cddp__registered_before(rdv, child))
         cddp__channel_fail(child, result, child->connection.local ? text : remote);
-      if (!child->fail_sent) cddp__remove_child(rdv, k); /* new connections need its descriptor */
+      /* A Unix socket delivers FAIL after close(2) too; new connections need the descriptor. */
+      if (!child->fail_sent) cddp__remove_child(rdv, k);
     }
     if (r != CDDP_OK) (void)cddp__accept_channels(rdv, rdv->node_socket);
   } while (r != CDDP_OK && rdv->child_count > draining /* new ones */ &&
            passes++ < CDDP__MAX_RANKS);
-  deadline = cddp__now() + 0.2;
+  deadline = cddp__now() + 0.2; /* for all together */
   cddp__channel_drain(&rdv->parent, deadline);
   for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
   if (r == CDDP_OK) return;
@@ -12385,9 +12392,10 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
   /* The root's copies first: after FAIL, a new rank 0 can bind the port. */
   if (rdv->config->rank != 0) cddp__close_port(rdv, false /* keep */);
   cddp__report_failure(rdv, g, r);
-  if (r == CDDP_OK) cddp__store32(&cddp__node_hashes[cddp__add32(&cddp__node_hash_count, 1) %
-                                    CDDP__NODE_HASHES],
-                                   rdv->job->node_hash);
+  if (r == CDDP_OK) { /* for a later rendezvous: cddp__claim_rank */
+    uint32_t number = cddp__add32(&cddp__node_hash_count, 1);
+    cddp__store32(&cddp__node_hashes[number % CDDP__NODE_HASHES], rdv->job->node_hash);
+  }
   while (rdv->child_count > 0) cddp__remove_child(rdv, rdv->child_count - 1);
   for (i = 0; i < rdv->registered_count; i++) cddp__close_fd(&rdv->registered[i].link_fd);
   cddp__connection_close(&rdv->parent.connection);
