@@ -1319,8 +1319,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    processes of that host can join it.
 
    Groups: use cddp_ddp_group. Calls on any other group with a lost rank, even cddp_init's, fail: on
-   that rank's host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT. A group of
-   yours that has lost a rank keeps its shared memory until the job ends.
+   that rank's host with CDDP_PEER_LOST, on other hosts perhaps only with CDDP_TIMEOUT. Destroy
+   groups of yours that have lost a rank: that frees their memory.
 
    Checkpoints: if a rank is lost during cddp_save, the old file can remain until the next save. If
    it was the last save of the run, each rank can still save alone, with g NULL and a path of its
@@ -1884,7 +1884,8 @@ enum {
   CDDP__SLOT_EMPTY,
   CDDP__SLOT_TAKEN, /* its rank has created the group */
   CDDP__SLOT_LEFT,  /* its rank has called cddp_destroy */
-  CDDP__SLOT_DEAD   /* the rank's thread failed, or the rank called MPI_Finalize */
+  CDDP__SLOT_DEAD,  /* the rank's thread failed, or the rank called MPI_Finalize */
+  CDDP__SLOT_ENDED  /* its process has ended, and block.left counts it */
 };
 
 /* Why a model, a rendezvous, a peer or a group failed. Shared if in a control block. Written once,
@@ -16467,6 +16468,20 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host_release(host);
 }
 
+/* Leaves the group for ranks whose process has ended, so that its block can be freed while an
+   elastic job continues. */
+static void cddp__leave_for_ended(cddp_group *g) {
+  int k;
+  for (k = 0; k < g->size && g->host->arena.fd >= 0; k++) {
+    cddp__slot *slot = cddp__slot_of(g, k);
+    if (k != g->rank && g->host_index[k] >= 0 /* on this host */ &&
+        cddp__load32(&slot->state) == CDDP__SLOT_TAKEN &&
+        cddp__process_gone(g->host, g->host_index[k]) &&
+        cddp__compare_swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_ENDED))
+      cddp__add32(&g->block->left, 1);
+  }
+}
+
 /* Leaves the group: peers that wait for this rank fail. Frees the group unless models or handles
    use its memory: then cddp__group_hold does later. Keeps this thread's error text. */
 static void cddp__group_leave(cddp_group *g) {
@@ -16491,6 +16506,7 @@ static void cddp__group_leave(cddp_group *g) {
   (g->carrier->leave)(g);
   (void)cddp__compare_swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT); /* DEAD stays */
   cddp__wake_all(g); /* peers that wait for this rank see that it has left */
+  if (host->elastic) cddp__leave_for_ended(g);
   cddp__add32(&g->block->left, 1); /* the block can be freed from here on */
   if (g->block_ref.kind == CDDP__REF_NONE) { /* the job's first group: its block is no extent */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
@@ -26049,8 +26065,9 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               one rank in a collective. A rank lost on another host delayed its step, by 0.1 s.
      Mended. Memory and descriptors
               Each joined process cost the others descriptors. A second model, and split groups
-              beside it, kept the memory of each lost process. A core dump of an elastic rank
-              allocated memory that it had freed. A waiting joining process uses less time.
+              beside it, kept the memory of each lost process; a group of the present ranks kept
+              its own after each loss. A core dump of an elastic rank allocated memory that it had
+              freed. A waiting joining process uses less time.
               GPUs, elastic, after a loss: grad_norm, _add_rows and missing shards failed.
               A failed cddp_init left the flight recorder's files. Sparse rows take 16 bytes less.
      Mended. Texts and tools

@@ -45,6 +45,7 @@ typedef struct process_config { /* how a process differs from the usual one */
   int dies_at;       /* killed at this call of CDDP__POINT in cddp_ddp_create; 0: not */
   int quits;         /* destroys its model after so many steps, and ends; 0: not */
   bool splits;       /* has groups of its own with all first ranks, and keeps them */
+  bool renews;       /* in each step it replaces a group of its own with all present ranks */
   void (*environment)(void); /* called first: namespaces, limits */
   bool again;        /* while the job is full it tries again, and counts in shared->left */
   bool another;      /* in each step it creates one more optimizer, which never steps */
@@ -92,7 +93,7 @@ typedef struct model {
   cddp_param p, table; /* in this order in memory: they are the model's parameters */
   bool rows, adamw, another, reloads;
   int (*before)(cddp_optim *o);
-  cddp_group *g, *all, *some;
+  cddp_group *g, *all, *some, *present;
   cddp_ddp *ddp, *own; /* own: on `some`, a group of this rank alone */
   cddp_param q;
   cddp_optim *sgd, *idle;
@@ -225,6 +226,7 @@ static void model_close(model *m) {
   if (m->g != NULL) cddp_free(m->g, m->table.data);
   cddp_destroy(m->all);
   cddp_destroy(m->some);
+  cddp_destroy(m->present);
   cddp_destroy(m->g);
 }
 
@@ -283,6 +285,16 @@ static cddp_result one_step(model *m) {
   else r = cddp_ddp_step(m->ddp, m->sgd);
   if (r == CDDP_OK && !m->adamw && m->before == NULL) CHECK(right(m, cddp_ddp_steps(m->ddp)));
   return r;
+}
+
+/* A new group of the present ranks, which uses its buffers. */
+static cddp_result renew_group(model *m) {
+  static float x[1 << 16];
+  cddp_result r;
+  cddp_destroy(m->present);
+  m->present = NULL;
+  r = cddp_group_split(cddp_ddp_group(m->ddp), 0, 0, &m->present);
+  return r != CDDP_OK ? r : cddp_all_reduce(m->present, x, 1 << 16, CDDP_F32, CDDP_SUM, NULL);
 }
 
 /* This rank destroys its model and keeps its weights. Its replacement must not write to them. */
@@ -385,6 +397,7 @@ static int life(int rank, void *arg) {
       counted = true;
       bump(&shared->joined);
     }
+    if (r == CDDP_OK && v.renews) r = renew_group(&m);
     if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0; /* the next step has another group */
     if (v.join != NULL && stop != 0) shared->took = cddp_world_size(g);
     if (v.quits > 0 && counted && --v.quits == 0) break;
@@ -801,8 +814,8 @@ static void test_descriptors(void) {
 
 /* Processes join and end in every way: killed as members, killed at any point of cddp_ddp_create,
    refused, or in good order. One step later the survivors have nothing of them, also if they have
-   another model (beside). */
-static void lose_processes(int rounds, const char *hosts, bool beside) {
+   another model (beside), or groups of their own (renews). */
+static void lose_processes(int rounds, const char *hosts, bool beside, bool renews) {
   process_config first = usual(), v;
   resources begin;
   pid_t pids[3];
@@ -814,6 +827,7 @@ static void lose_processes(int rounds, const char *hosts, bool beside) {
   first.count = 65536;
   first.shards = 2;
   first.beside = beside;
+  first.renews = renews;
   begin_job(pids, &first);
   v = first;
   v.rank = 1;
@@ -851,9 +865,10 @@ static void lose_processes(int rounds, const char *hosts, bool beside) {
 
 static void test_memory_of_lost_processes(void) {
   bool is_long = getenv("ROUNDS") != NULL;
-  lose_processes(is_long ? atoi(getenv("ROUNDS")) : 9, NULL, false);
-  lose_processes(6, NULL, true);
-  if (is_long) lose_processes(atoi(getenv("ROUNDS")), "ab", false);
+  lose_processes(is_long ? atoi(getenv("ROUNDS")) : 9, NULL, false, false);
+  lose_processes(6, NULL, true, false);
+  lose_processes(9, NULL, false, true);
+  if (is_long) lose_processes(atoi(getenv("ROUNDS")), "ab", false, false);
 }
 
 static int dies_without_a_model(int rank, void *arg) {
