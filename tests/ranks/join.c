@@ -1509,7 +1509,6 @@ static void test_nobody(void) {
   CHECK(error_contains("has ended") && shared->took < RANKS_WITHIN(2.0));
   first.join = NULL;
   first.plain = true;
-  v.timeout_s = 3;
   for (first.world_size = 1; first.world_size <= 2; first.world_size++) {
     begin_job(pids, &first);
     v.world_size = first.world_size;
@@ -1517,7 +1516,7 @@ static void test_nobody(void) {
     CHECK_IS(shared->result, CDDP_TIMEOUT);
     CHECK(error_contains("no model yet") && error_contains("elastic"));
     fprintf(stderr, "  waited %.2f s, computed %.3f s\n", shared->took, shared->cpu);
-    if (!RANKS_SLOW) CHECK(shared->cpu < 0.075 * shared->took);
+    if (!RANKS_SLOW) CHECK(shared->cpu < 0.15 * shared->took); /* much of it to begin */
     end_job(pids, first.world_size);
   }
 }
