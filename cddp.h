@@ -12896,7 +12896,7 @@ enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME /* a posted one */ };
    is read only FOR_FRAME or if cddp__is_awaited. Received bytes wake this rank's threads. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
-  size_t got_before = link->got;
+  size_t got_before = link->got; /* bytes of a half-read frame */
   bool received = false; /* a whole frame */
   uint64_t one = 1; /* a write adds it to the eventfd */
   cddp__message *m;
@@ -12908,7 +12908,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
         (link->into = cddp__recv_for(g, link->rank, &link->in_head)) != NULL) {
       link->into->filling = true;
       link->into->from = link->rank;
-      link->into->result = CDDP_OK;
+      link->into->result = CDDP_OK; /* valid once it is done */
     }
     if ((m = cddp__connection_receive(link, SIZE_MAX / 16 /* most: any size */)) == NULL) break;
     if (link->into != NULL) { /* the receive is complete */
@@ -13033,8 +13033,8 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   for (p = 0; w->due && p < g->size; p++)
     if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
   for (link = hosts->links; w->due && link != NULL; link = link->next)
-    cddp__link_end_if_unacked(link);
-  polls = !hosts->polling && cddp__load32(&slot->events) == events;
+    cddp__link_end_if_unacked(link); /* a host that no longer answers */
+  polls = !hosts->polling && cddp__load32(&slot->events) == events; /* else it need not sleep */
   hosts->polling = hosts->polling || polls;
   pthread_mutex_unlock(&g->p2p.lock);
   if (!polls) {
@@ -13067,7 +13067,8 @@ static bool cddp__hosts_sends_fit(cddp_group *g, int peer, size_t bytes) {
 }
 
 /* Sends as much of a message as the system accepts now. Copies the rest: later calls, of any group,
-   send it. So the caller can reuse its buffer. */
+   send it. So the caller can reuse its buffer. CDDP_OK even if the link has ended: the caller's wait
+   or a later call finds the peer's end. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0 /* with the head */, head_sent, body_sent;
   cddp__frame_head head =
@@ -13371,15 +13372,16 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
          distance += known) {
       int to = (hosts->mine + count - distance) % count, from = (hosts->mine + distance) % count;
       n = known < count - distance ? known : count - distance; /* hosts in this frame */
-      in_limit = 0;
+      in_limit = 0; /* bytes of their headers and longest shares */
       for (k = 0; k < n; k++)
         in_limit += (size_t)hosts->group_hosts[(from + k) % count].size *
                     (CDDP__HEADER_BYTES + g->staging_size);
       if (known > 1) /* with more than CDDP__DIRECT_HOSTS no shares: n hosts' headers */
         out_bytes = hosts->group_hosts[(hosts->mine + n) % count].headers_at;
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT, cddp__rank_on(hosts, to, 0),
-                       hosts->headers, out_bytes);
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_IN, cddp__rank_on(hosts, from, 0),
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT,
+                       cddp__rank_on(hosts, to, 0 /* leader */), hosts->headers, out_bytes);
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_IN,
+                       cddp__rank_on(hosts, from, 0 /* leader */),
                        hosts->headers + hosts->group_hosts[from].headers_at, in_limit);
     }
     r = cddp__deliver(g, LONG_MAX /* all */);
@@ -13397,10 +13399,12 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   if (g->local_rank != 0) return CDDP_OK; /* only the leader exchanges */
   if ((now = cddp__now()) >= hosts->notices_read + CDDP__NOTICE_CHECK_S) {
     hosts->notices_read = now;
-    cddp__poll_all_groups(g); /* other hosts can have sent headers, and failed since */
+    cddp__poll_all_groups(g); /* reads notices: a host can have sent headers, and failed since */
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
   }
-  if (g->oversubscribed) /* arrivals are counted: waits for all ranks of this host except itself */
+  /* Arrivals are counted: waits for all ranks of this host except itself. arrive_target: their count
+     at the end of the last round. */
+  if (g->oversubscribed)
     r = cddp__wait_word(g, &g->block->arrivals, g->arrive_target + (uint32_t)g->local_size - 1);
   for (i = 0; i < g->local_size; i++) {
     cddp__op_header *header = cddp__op_header_of(g, cddp__rank_on(hosts, hosts->mine, i), g->round);
@@ -13409,7 +13413,8 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
     memcpy(cddp__header_in(hosts, hosts->mine, i), header, CDDP__HEADER_BYTES); /* to be sent */
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
-  for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS /* else no shares */; i++)
+  /* Copies the shares of each other host to its ranks' staging buffers here. */
+  for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS /* else none */; i++)
     if (i != hosts->mine &&
         cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->group_hosts[i].received)
       return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
@@ -13468,8 +13473,8 @@ static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
 }
 
 enum cddp__leaves { CDDP__LEAVES_ALL, CDDP__LEAVES_PRESENT };
-/* Sets the ranks to sum over, and their subtrees. ALL ranks; or those PRESENT, that is not in
-   cddp_ddp_join: byte 0 of their headers' payload, which cddp__reduce_bucket writes, is 0. */
+/* Sets the ranks to sum over, at least one, and their subtrees. ALL ranks; or those PRESENT, not in
+   cddp_ddp_join: byte 0 of their payload in this round, which cddp__reduce_bucket sets, is 0. */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp__leaves which) {
   int p;
   hosts->leaf_count = hosts->subtree_count = 0;
@@ -13556,7 +13561,7 @@ static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   at = share * c->count;
   if (c->shares != NULL && cddp__is_pairwise(f) && t != f->g->local_rank)
     at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].peer_at; /* of this rank's share there */
-  else if (c->shares != NULL)
+  else if (c->shares != NULL) /* this rank's view, or all_gather_v: all have the same positions */
     at = c->shares[p].in_at;
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
 }
@@ -13583,7 +13588,7 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
   bool one_buffer = cddp__in_one_buffer(f->c); /* else each rank owns its share: [0, n) */
   *begin = 0;
   if (one_buffer && p->local_rank >= hosts->min_locals) return 0; /* each host has as many owners */
-  if (one_buffer)
+  if (one_buffer) /* the hosts' owners with one local rank have neighbouring slices */
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->local_rank * host_count + (f->hosts_sum_whole ? 0 : p->host), begin, &end);
   *begin = cddp__min(*begin + (size_t)k * f->piece_max, end);
@@ -13647,19 +13652,20 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
   if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root) /* reduce, root elsewhere */
-    return f->result + (size_t)(k % CDDP__SUM_AREAS) * f->piece_max * c->esize;
+    return f->result + (size_t)(k % CDDP__SUM_AREAS) * f->piece_max * c->esize; /* to be sent */
   if (cddp__in_one_buffer(c)) return cddp__local_view(f, 0 /* no shares */, begin);
   /* reduce_scatter: recv; all_gather: send */
   return (f->shape->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
          (f->begin + begin) * c->esize;
 }
 
-/* Writes this host's sums of n elements of an owner's part, from `begin` on, to f->sums. */
+/* Writes this host's sums of n elements of an owner's part, from `begin` on, to f->sums. Returns
+   their address, and moves f->sums behind them. */
 static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_t n) {
   const cddp__hosts *hosts = f->g->hosts;
   char *sums = f->sums, *to;
   int i;
-  f->sums += f->piece_max * hosts->group_hosts[hosts->mine].bytes; /* for the next owner */
+  f->sums += f->piece_max * hosts->group_hosts[hosts->mine].bytes;
   for (i = 0; i < hosts->subtree_count; i++) {
     if (hosts->subtrees[i].host != hosts->mine) continue;
     to = sums + n * hosts->subtrees[i].at;
@@ -13909,8 +13915,8 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   memset(&ref, 0, sizeof ref);
   cddp__call_bytes(g, c, &sent, &received);
-  if (f.shape->reduces) received = sent; /* the view of a sum is the send buffer */
-  if (received == 0 || (g->local_size == 1 && !cddp__is_in_place_all_to_all(c)))
+  if (f.shape->reduces) received = sent; /* bytes of the view, which of a sum is the send buffer */
+  if (received == 0 /* no view */ || (g->local_size == 1 && !cddp__is_in_place_all_to_all(c)))
     ref.kind = CDDP__REF_UNUSED;
   else if (!cddp__is_in_place_all_to_all(c))
     ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, received);
@@ -14125,8 +14131,8 @@ static int cddp__send_count(const cddp_group *g) { /* of this rank, free and use
 }
 
 /* Whether the receiver can still read the send's bytes. */
-static bool cddp__send_open(const cddp__send_request *p) {
-  uint32_t state = cddp__load32(&p->state) & 255; /* without the receiver */
+static bool cddp__send_open(const cddp__send_request *request) {
+  uint32_t state = cddp__load32(&request->state) & 255; /* without the receiver */
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
@@ -14150,10 +14156,11 @@ static int cddp__grow_sends(cddp_group *g) {
 
 /* Frees the request of a copy that its receiver has taken: cddp__finish_send frees the requests
    without a copy. Returns whether the request is free. p2p.lock held. */
-static bool cddp__reclaim_send(cddp__send_request *p) {
-  if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
-  p->staged = false;
-  cddp__store32(&p->state, CDDP__SEND_FREE);
+static bool cddp__reclaim_send(cddp__send_request *request) {
+  if (!request->staged || cddp__send_open(request))
+    return cddp__load32(&request->state) == CDDP__SEND_FREE;
+  request->staged = false;
+  cddp__store32(&request->state, CDDP__SEND_FREE);
   return true;
 }
 
@@ -14161,29 +14168,32 @@ static bool cddp__reclaim_send(cddp__send_request *p) {
    Counts the sends in flight to rank `to`, and their copies' bytes: sends_open, sends_staged.
    Returns the free request whose memory fits `bytes` best; -1: none is free. */
 static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
-  size_t kept = 0 /* bytes of free requests' memory */, best_size = 0; /* best's stage_size */
+  size_t kept = 0 /* bytes of unused memory */, best_size = 0; /* stage_size of `best` */
   int i, best = -1, n = cddp__send_count(g);
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
   CDDP__HELD(&g->p2p.lock);
   if ((uint32_t)n > top) n = (int)top + 1; /* those used so far, and one never used */
   g->p2p.sends_open = g->p2p.sends_staged = 0;
   for (i = 0; i < n; i++) {
-    cddp__send_request *p = cddp__send_at(g, i);
-    /* p's memory is large enough, and best's is not, or is larger than p's */
-    bool better = p->stage_size >= bytes && (best_size < bytes || p->stage_size < best_size);
-    bool is_free = cddp__reclaim_send(p);
-    if (cddp__load32(&p->state) == CDDP__POSTED_TO(to)) {
+    cddp__send_request *request = cddp__send_at(g, i);
+    /* its memory is large enough, and that of `best` is not, or is larger */
+    size_t size = request->stage_size;
+    bool better = size >= bytes && (best_size < bytes || size < best_size);
+    bool is_free = cddp__reclaim_send(request);
+    if (cddp__load32(&request->state) == CDDP__POSTED_TO(to)) {
       g->p2p.sends_open++;
-      if (p->staged) g->p2p.sends_staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
+      if (request->staged)
+        g->p2p.sends_staged += request->count * cddp__dtype_size((cddp_dtype)request->dtype);
     }
-    if (!p->staged && p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
-      cddp__arena_free(g->host, p->stage);
-      p->stage = NULL;
-      p->stage_size = 0;
+    if (!request->staged && request->stage != NULL /* memory that no message uses */ &&
+        (kept += request->stage_size) > CDDP__STAGED_MAX) {
+      cddp__arena_free(g->host, request->stage);
+      request->stage = NULL;
+      request->stage_size = 0;
     }
     if (is_free && (best < 0 || better)) {
       best = i;
-      best_size = p->stage_size;
+      best_size = request->stage_size;
     }
   }
   return best;
@@ -14198,21 +14208,21 @@ static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
 
 /* Copies a message to its request's memory. Enlarges that if necessary: to a power of two from
    4 KiB on; beyond a huge page to a multiple of huge pages. */
-static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
+static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
-  if (p->stage_size < bytes || p->stage == NULL) {
+  if (request->stage_size < bytes || request->stage == NULL) {
     size_t size = 4096;
     while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
     size = cddp__round_up(cddp__max(bytes, 1), size);
-    cddp__arena_free(g->host, p->stage);
-    p->stage_size = 0;
-    p->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_BUFFER);
-    if (p->stage == NULL) return CDDP_OUT_OF_MEMORY;
-    p->stage_size = size;
+    cddp__arena_free(g->host, request->stage);
+    request->stage_size = 0;
+    request->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_BUFFER);
+    if (request->stage == NULL) return CDDP_OUT_OF_MEMORY;
+    request->stage_size = size;
   }
-  cddp__copy(p->stage, buf, bytes);
-  p->u.ref = cddp__ref_of(g->host, p->stage, bytes);
+  cddp__copy(request->stage, buf, bytes);
+  request->u.ref = cddp__ref_of(g->host, request->stage, bytes);
   return CDDP_OK;
 }
 
@@ -14253,7 +14263,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   cddp_group *g = work->group;
   const cddp__call *call = &work->call;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  cddp__send_request *p;
+  cddp__send_request *request;
   size_t bytes = call->count * call->esize;
   bool eager = bytes <= CDDP__EAGER_MAX, to_self = call->root == g->rank, lost = false;
   cddp_result r = CDDP_OUT_OF_MEMORY;
@@ -14263,29 +14273,30 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
     i = cddp__scan_sends(g, call->root, bytes);
   if (i < 0) i = cddp__grow_sends(g); /* all requests are in use */
   if (i >= 0) { /* else CDDP_OUT_OF_MEMORY, with its text */
-    p = cddp__send_at(g, i);
-    if (!eager && !to_self) p->u.ref = cddp__ref_of(g->host, call->send, bytes);
-    p->staged = eager || to_self || p->u.ref.kind == CDDP__REF_NONE /* private memory */;
+    request = cddp__send_at(g, i);
+    if (!eager && !to_self) request->u.ref = cddp__ref_of(g->host, call->send, bytes);
+    request->staged = eager || to_self /* it must not wait for this rank's receive */ ||
+                      request->u.ref.kind == CDDP__REF_NONE /* private memory */;
     r = CDDP_OK;
-    if (bytes <= sizeof p->u.bytes) cddp__copy(p->u.bytes, call->send, bytes);
-    else if (p->staged) r = cddp__stage(g, p, call->send, bytes);
+    if (bytes <= sizeof request->u.bytes) cddp__copy(request->u.bytes, call->send, bytes);
+    else if (request->staged) r = cddp__stage(g, request, call->send, bytes);
     else work->send = i; /* the receiver reads the caller's buffer */
-    if (r != CDDP_OK) p->staged = false; /* the request stays free */
-    cddp__store32(&p->tag, (uint32_t)call->tag);
-    p->dtype = call->dtype;
-    p->count = call->count;
-    cddp__store64_crash_safe(&p->number, ++g->p2p.send_number);
+    if (r != CDDP_OK) request->staged = false; /* the request stays free */
+    cddp__store32(&request->tag, (uint32_t)call->tag);
+    request->dtype = call->dtype;
+    request->count = call->count;
+    cddp__store64_crash_safe(&request->number, ++g->p2p.send_number);
     CDDP__POINT("post"); /* the request is filled, and receivers do not see it yet */
     if ((uint32_t)i >= cddp__load32(&slot->send_top)) /* receivers scan up to send_top */
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
     /* Receivers see it now. A full fence, as cddp__notify needs. */
-    if (r == CDDP_OK) cddp__exchange32(&p->state, CDDP__POSTED_TO(call->root));
+    if (r == CDDP_OK) cddp__exchange32(&request->state, CDDP__POSTED_TO(call->root));
     g->p2p.sends_open++;
-    if (p->staged) g->p2p.sends_staged += bytes;
+    if (request->staged) g->p2p.sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
     if (r == CDDP_OK) cddp__notify(g, call->root);
-    lost = r == CDDP_OK && p->staged && !to_self && cddp__rank_gone(g, call->root) &&
-           cddp__send_open(p);
+    lost = r == CDDP_OK && request->staged && !to_self && cddp__rank_gone(g, call->root) &&
+           cddp__send_open(request);
   }
   pthread_mutex_unlock(&g->p2p.lock);
   return lost ? cddp__check_peer(work) /* breaks the group */ : r;
@@ -14302,7 +14313,7 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int b
   int block;
   for (block = 0; left > 0 && block < blocks; block++, size *= 2) {
     void *at = slot->sends;
-    cddp__send_request *p;
+    cddp__send_request *request;
     cddp_result r = CDDP_OK;
     if (block > 0) r = cddp__map_ref(g->host, &slot->more_sends[block], &at);
     if (r != CDDP_OK) {
@@ -14310,11 +14321,12 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int b
       work->done = true;
       return NULL;
     }
-    p = (cddp__send_request *)at;
-    for (i = 0; i < size && i < left; i++, p++) {
-      if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) ||
-          cddp__load32(&p->tag) != (uint32_t)work->call.tag) continue;
-      if (best == NULL || cddp__load64(&p->number) < cddp__load64(&best->number)) best = p;
+    request = (cddp__send_request *)at;
+    for (i = 0; i < size && i < left; i++, request++) {
+      if (cddp__load32(&request->state) != CDDP__POSTED_TO(g->rank) ||
+          cddp__load32(&request->tag) != (uint32_t)work->call.tag) continue;
+      if (best == NULL || cddp__load64(&request->number) < cddp__load64(&best->number))
+        best = request; /* older */
     }
     left -= left < size ? left : size;
   }
@@ -14344,35 +14356,36 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
 
 /* Copies a send's message into the receive's buffer and completes both, unless the sender has
    withdrawn it. With another count or dtype both fail. */
-static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *p) {
+static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *request) {
   size_t bytes = work->call.count * work->call.esize;
-  void *from = p->u.bytes;
+  void *from = request->u.bytes; /* of a longer message: its address here, below */
   cddp_result r = CDDP_OK;
   CDDP__HELD(&g->p2p.lock);
-  if (bytes <= sizeof p->u.bytes && p->count == work->call.count && p->dtype == work->call.dtype) {
+  if (bytes <= sizeof request->u.bytes && request->count == work->call.count &&
+      request->dtype == work->call.dtype) { /* a short message, inside the request */
     cddp__copy(work->call.recv, from, bytes);
     work->result = CDDP_OK;
     work->done = true;
     /* No compare-and-swap: a sender never withdraws a message inside its request. No full fence: a
        sender that misses the notice looks again within 20 ms. */
-    cddp__store32(&p->state, CDDP__SEND_DONE);
+    cddp__store32(&request->state, CDDP__SEND_DONE);
     cddp__notify(g, work->from);
     return;
   }
-  if (!cddp__compare_swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN))
+  if (!cddp__compare_swap32(&request->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN))
     return; /* withdrawn */
-  if (!cddp__recv_fits(g, work, p->count, p->dtype)) {
-    cddp__exchange32(&p->state, CDDP__SEND_REFUSED);
+  if (!cddp__recv_fits(g, work, request->count, request->dtype)) {
+    cddp__exchange32(&request->state, CDDP__SEND_REFUSED);
   } else {
     CDDP__POINT("take");
-    if (bytes > sizeof p->u.bytes) r = cddp__map_ref(g->host, &p->u.ref, &from);
+    if (bytes > sizeof request->u.bytes) r = cddp__map_ref(g->host, &request->u.ref, &from);
     if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
     /* If the group has failed, the sender may have stopped waiting for this copy (see
        cddp__finish_send) and changed the bytes. */
     if (r == CDDP_OK) r = cddp__check_failure(g); /* g can be of another thread's rank */
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
-    cddp__exchange32(&p->state, CDDP__SEND_DONE); /* a full fence, for cddp__notify */
+    cddp__exchange32(&request->state, CDDP__SEND_DONE); /* a full fence, for cddp__notify */
   }
   CDDP__POINT("taken");
   cddp__notify(g, work->from);
@@ -14403,14 +14416,14 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
 /* Completes a receive if a message from rank work->from has arrived, unless an older receive must
    get that message. p2p.lock held. */
 static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
-  cddp__send_request *p;
+  cddp__send_request *request;
   if (cddp__is_claimed(g, work)) return;
   if (g->host_index[work->from] < 0) {
     cddp__take_remote(g, work);
     return;
   }
-  p = cddp__find_send(g, work);
-  if (p != NULL) cddp__take_send(g, work, p);
+  request = cddp__find_send(g, work);
+  if (request != NULL) cddp__take_send(g, work, request);
 }
 
 /* Reads the links, and completes receives for which messages have arrived, the oldest first. A
@@ -14440,10 +14453,10 @@ static bool cddp__serve_recvs(cddp_group *g) {
    receive is pending. This saves posting the receive. Returns whether it is complete, or failed. */
 static bool cddp__spin_recv(cddp_work *work) {
   cddp_group *g = work->group;
-  cddp__send_request *p;
+  cddp__send_request *request;
   int i, spin = cddp__spin_of(g->host);
   bool alone;
-  if (g->hosts != NULL || work->call.root == CDDP_ANY) return false;
+  if (g->hosts != NULL || work->call.root == CDDP_ANY) return false; /* needs the list */
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
     bool found = cddp__scan_peer(g, work, 1 /* block */) != NULL;
@@ -14451,8 +14464,8 @@ static bool cddp__spin_recv(cddp_work *work) {
         cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
       pthread_mutex_lock(&g->p2p.lock);
       alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
-      if (alone && (p = cddp__find_send(g, work)) != NULL) /* another thread may have taken it */
-        cddp__take_send(g, work, p);
+      if (alone && (request = cddp__find_send(g, work)) != NULL) /* else another thread took it */
+        cddp__take_send(g, work, request);
       pthread_mutex_unlock(&g->p2p.lock);
       if (found || work->done || !alone) return work->done; /* found, but taken: post the receive */
     }
@@ -14515,7 +14528,7 @@ static bool cddp__message_ready(cddp_work *work) {
   } else if (g->host_index[work->call.root] < 0) {
     ready = cddp__hosts_sends_fit(g, work->call.root, bytes);
   } else {
-    (void)cddp__scan_sends(g, work->call.root, bytes);
+    (void)cddp__scan_sends(g, work->call.root, bytes); /* counts the sends in flight anew */
     ready = cddp__sends_fit(g, bytes);
   }
   pthread_mutex_unlock(&g->p2p.lock);
@@ -14547,7 +14560,8 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   const cddp__slot *slot = cddp__wait_slot(g, g->rank);
   int peer = work->call.root == CDDP_ANY ? CDDP_ANY : cddp__job_rank(g, work->call.root);
   cddp__text where;
-  if (slot == NULL || cddp__load32(&slot->multithreaded) != 0) return false;
+  if (slot == NULL /* no place to publish it */ || cddp__load32(&slot->multithreaded) != 0)
+    return false;
   where = cddp__describe_message(work, cddp__textf("rank %d of the job", peer).s);
   return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
 }
@@ -14567,7 +14581,8 @@ static bool cddp__peer_is_lost(cddp_work *work) {
     pthread_mutex_lock(&g->p2p.lock);
     for (p = 0; p < g->size; p++)
       if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
-    for (link = g->hosts->links; link != NULL; link = link->next) cddp__link_end_if_unacked(link);
+    for (link = g->hosts->links; link != NULL; link = link->next)
+      cddp__link_end_if_unacked(link); /* a host that no longer answers */
     pthread_mutex_unlock(&g->p2p.lock);
   }
   memcpy(cddp__error_text, text, sizeof text);
@@ -14585,7 +14600,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   cddp__wait w;
   int i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s);
-  w.yields = limit == 0 ? 0 : CDDP__YIELDS;
+  w.yields = limit == 0 ? 0 /* one look only */ : CDDP__YIELDS;
   for (i = 0; i < spin && limit != 0 && !cddp__is_broken(g); i++) { /* polls */
     if (cddp__message_ready(work)) return CDDP_OK;
     if (g->hosts == NULL || i % CDDP__POLLS_PER_YIELD != 0) cddp__pause();
@@ -14645,21 +14660,22 @@ static cddp_result cddp__start_send(cddp_work *work, bool waits) {
    reuse the buffer. A receiver that has begun to copy finishes first, unless it dies. */
 static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   cddp_group *g = work->group;
-  cddp__send_request *p;
+  cddp__send_request *request;
   cddp__wait w;
   cddp_result r;
   if (work->send < 0) return CDDP_OK; /* a copy: the buffer is not in use */
-  p = cddp__send_at(g, work->send);
+  request = cddp__send_at(g, work->send);
   r = cddp__message_wait(work, limit);
   if (r == CDDP__CONTINUES) return r;
-  if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED)
+  if (r == CDDP_OK && cddp__load32(&request->state) == CDDP__SEND_REFUSED)
     r = cddp__check_failure(g); /* a mismatch: the receiver has broken the group */
-  if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
+  if (r == CDDP_OK) cddp__store32(&request->state, CDDP__SEND_FREE);
   if (r == CDDP_OK || /* or withdrawn: */
-      cddp__compare_swap32(&p->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
+      cddp__compare_swap32(&request->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
   cddp__wait_begin(&w, CDDP__STOPPED_S);
-  while (cddp__send_open(p) && !cddp__rank_gone(g, work->call.root) && cddp__wait_pause(&w)) {}
+  while (cddp__send_open(request) && !cddp__rank_gone(g, work->call.root) &&
+         cddp__wait_pause(&w)) {} /* the receiver is copying */
   return r;
 }
 
@@ -15196,7 +15212,7 @@ static void *cddp__engine_main(void *arg) {
     busy = cddp__engine_queue_held(engine);
     awake = cddp__load32(&engine->asleep) == 0; /* before this poll */
     if (engine->first == NULL && engine->stop) break;
-    due = engine->first != NULL &&
+    due = engine->first != NULL && /* and pushed before the last poll: */
           (engine->stop || engine->first->pushed_at_poll != cddp__load32(&engine->poll_count));
     if (due && !busy) {
       interval = CDDP__ENGINE_POLL_S;
@@ -15205,7 +15221,8 @@ static void *cddp__engine_main(void *arg) {
     }
     cddp__store32(&engine->asleep,
                   engine->first == NULL && cddp__load32(&engine->idle) > CDDP__ENGINE_IDLE_POLLS);
-    until = awake || cddp__load32(&engine->asleep) == 0 ? cddp__now() + interval : INFINITY;
+    until = awake || cddp__load32(&engine->asleep) == 0 ? cddp__now() + interval
+                                                        : INFINITY; /* until a signal */
     if (cddp__cond_wait_until(&engine->work, &engine->lock, until)) continue; /* signaled */
     cddp__add32(&engine->poll_count, 1); /* a full interval: older operations are due now */
     cddp__add32(&engine->idle, 1);
@@ -15295,7 +15312,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
   if (!engine->started) return; /* written only by the thread that calls this group's collectives */
-  if (pthread_equal(engine->thread, pthread_self())) return; /* it would wait for itself */
+  if (pthread_equal(engine->thread, pthread_self())) return; /* in a hook: it would await itself */
   (void)cddp__engine_wait(engine, NULL /* work: all */, INFINITY);
 }
 
@@ -15307,9 +15324,9 @@ static void cddp__engine_stop(cddp_group *g) {
   pthread_mutex_lock(&engine->lock);
   busy = cddp__engine_queue_held(engine) || engine->first != NULL;
   engine->stop = true;
-  pthread_cond_signal(&engine->work);
+  pthread_cond_signal(&engine->work); /* wakes the thread: it runs the queue, and ends */
   pthread_mutex_unlock(&engine->lock);
-  if (busy)
+  if (busy) /* the rest fails quickly in a broken group */
     cddp__break(g, cddp__fail(
         CDDP_ABORTED, "rank %d destroyed the group while an operation was in flight", g->rank));
   pthread_join(engine->thread, NULL);
@@ -15400,7 +15417,8 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cd
 CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
   const char *why;
   CDDP__CHECK(work != NULL, "the work is NULL");
-  if (cddp__work_outlived(work)) why = "it has ended with its group";
+  if (cddp__work_outlived(work)) /* first: the locks that the others take no longer exist */
+    why = "it has ended with its group";
   else if (work->on_stream) why = "it uses device memory";
   else if (work->call.kind != CDDP__KIND_RECV)
     why = "only the receive of a message can be canceled, no send and no collective";
@@ -15748,7 +15766,7 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
 CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize, apart, i;
   cddp__chunk all = {0 /* begin */, call->count, bytes <= CDDP__PAYLOAD /* in_header */};
-  const void **srcs = (const void **)(void *)g->slices;
+  const void **srcs = (const void **)(void *)g->slices; /* [size] each rank's array */
   bool broadcasts = call->kind == CDDP__KIND_BROADCAST;
   bool sends = !broadcasts || g->rank == call->root;
   bool staged = sends && !all.in_header; /* this rank writes to its staging buffer */
@@ -15758,7 +15776,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
   if (staged && CDDP__UNLIKELY(bytes > g->staging_ready) &&
       (r = cddp__commit_staging(g, bytes)) != CDDP_OK)
     return r;
-  if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1), call->send, bytes);
+  if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1 /* next */), call->send, bytes);
   r = cddp__round_of(g, call, CDDP__PHASE_STAGED,
                      sends && all.in_header ? call->send : NULL, bytes);
   if (r != CDDP_OK) return r;
@@ -15835,7 +15853,7 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   cddp__call_bytes(g, call, &sent, &received);
   if (!cddp__in_one_buffer(call) && (sent == 0 || !cddp__is_read(call, g->rank)))
     ref.kind = CDDP__REF_UNUSED;
-  if (ref.kind == CDDP__REF_UNUSED || cddp__is_in_place_all_to_all(call)) return ref;
+  if (ref.kind == CDDP__REF_UNUSED || cddp__is_in_place_all_to_all(call)) return ref; /* NONE: 0 */
   return cddp__ref_of(g->host, call->send, sent);
 }
 
@@ -15919,7 +15937,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     const cddp__count_notice *notice = &received[p];
     call->shares[p].peer_at = (size_t)notice->at;
-    most = cddp__max(most, (size_t)notice->most);
+    most = cddp__max(most, (size_t)notice->most); /* so all ranks find the same largest length */
     *host_memory = *host_memory || notice->on_host != 0;
     if (notice->count == call->shares[p].in) continue;
     cddp__fail(CDDP_MISMATCH,
@@ -15961,9 +15979,9 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uin
   bool host_memory = true; /* this function runs only such calls */
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) goto done; /* records the failure */
-  g->calls++;
+  g->calls++; /* the call's number, for texts and the record */
   cddp__record_start(g, record, g->calls);
-  if (call->count == 0 || call->kind == CDDP__KIND_BARRIER) {
+  if (call->count == 0 || call->kind == CDDP__KIND_BARRIER) { /* no data: ranks only meet */
     r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0);
   } else if (g->size == 1) {
     /* one value is its own sum, product, ... */
@@ -16056,7 +16074,7 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
   size_t bytes = count * cddp__dtype_size(dtype);
   cddp__call c = cddp__broadcast_call(data, count, dtype, packet->root);
   cddp_result r = CDDP_OK;
-  if (bytes > sizeof packet->bytes / 4) return cddp__run_call(packet->g, &c);
+  if (bytes > sizeof packet->bytes / 4) return cddp__run_call(packet->g, &c); /* a long array */
   if (bytes == 0) return CDDP_OK;
   if (packet->count == CDDP__PACKET_ARRAYS || bytes > sizeof packet->bytes - packet->used)
     r = cddp__packet_broadcast(packet);
@@ -16074,7 +16092,7 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
   char *votes, *own, text[CDDP__ERROR_MAX]; /* text: this rank's; then of the failing rank */
   cddp_result r;
   int p;
-  if (g == NULL || g->size == 1) {
+  if (g == NULL || g->size == 1) { /* no other rank */
     if (n > 0) memcpy(all, payload, n);
     return mine;
   }
@@ -16266,7 +16284,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
       (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV))
     return CDDP__REFUSE("%s is %d; the group has ranks 0 to %d", message ? "peer" : "root",
                         call->root, g->size - 1);
-  if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* no divisions in small calls */
+  if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* a quick test: small calls never divide */
       call->shares == NULL &&
       call->count > SIZE_MAX / 2 / call->esize / (one_buffer ? 1 : (size_t)g->size))
     return CDDP__REFUSE("count %zu is beyond the address space", call->count);
@@ -16399,13 +16417,13 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
   return n;
 }
 
-/* Allocates the pages of a control block, at `base` in the memfd. On one host without the staging
-   buffers: those of 2 ranks would make their cddp_init a third slower. cddp__commit_staging adds
-   them at their first use. On several hosts they are small. */
+/* Allocates the pages of a control block, at `base` in the memfd. On one host leaves out the
+   staging buffers, which cddp__commit_staging adds at their first use: those of 2 ranks would make
+   their cddp_init a third slower. On several hosts these buffers are small, and included. */
 static cddp_result cddp__commit_block(cddp__host *host, uint64_t base, int size, int local_size) {
   size_t bytes = local_size < size ? cddp__block_bytes(size, local_size)
                                    : cddp__head_bytes(size, local_size);
-  if (host->arena.fd < 0 || cddp__arena_commit(host, base, bytes)) return CDDP_OK;
+  if (host->arena.fd < 0 /* no memfd */ || cddp__arena_commit(host, base, bytes)) return CDDP_OK;
   return cddp__fail_commit("the control block of a group", bytes);
 }
 
@@ -16456,7 +16474,7 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host *host = g->host;
   bool last;
   pthread_mutex_lock(&host->lock);
-  g->models += (int)change;
+  g->models += (int)change; /* LEAVE_GROUP is 0 */
   host->models += (int)change;
   if (change == CDDP__LEAVE_GROUP) cddp__store32(&g->left, 1);
   last = cddp__load32(&g->left) != 0 && g->models == 0;
@@ -16532,7 +16550,7 @@ static void cddp__group_leave(cddp_group *g) {
 static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
                                cddp_group **out) {
   const cddp_allocator *allocator = &g->host->allocator;
-  /* ranks of g; from g->size on their indices on this host, later their ranks in the job */
+  /* [n] ranks of g; from g->size on [n] their indices on this host, later their ranks in the job */
   int *members = (int *)cddp__calloc(allocator, 2 * (size_t)g->size, sizeof *members);
   int n, i, rank = 0;
   int32_t mine[2]; /* color, key */
@@ -16641,7 +16659,7 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   for (i = 0; i < table->size; i++)
     if (table->ranks[i].host == table->host)
       host->ranks[table->ranks[i].index].pid = table->ranks[i].pid;
-  host->size = table->hosts[table->host].size;
+  host->size = table->hosts[table->host].size; /* until now that of the world */
   host->index = table->ranks[table->rank].index;
   cddp__set_window(host, host->index, host->arena.window_bits);
   if (table->host_count > 1) host->net = table;
@@ -16662,7 +16680,8 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
     cddp__take_memfd(host, rdv.memory_fd, host->size);
     rdv.memory_fd = -1; /* the host owns it now */
   } else if (r == CDDP_OK && host->size > 1) {
-    /* A window holds at least the host's control block, and a huge page for other allocations. */
+    /* The first rank of the host. A window holds at least the host's control block, and a huge page
+       for other allocations. */
     r = cddp__create_memfd(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
   }
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
@@ -16702,7 +16721,7 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
   if (r == CDDP_OK && fd >= 0) r = cddp__join_memory(host, fd, table->local_size);
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
   if (r != CDDP_OK) return r;
-  host->slots = NULL; /* only memory and models work in a group without other ranks */
+  host->slots = NULL; /* the group has no other ranks: only memory and models work in it */
   cddp__fail(
       CDDP_UNSUPPORTED,
       "rank %d has joined the job (CDDP_JOIN) and does not belong to the group of its "
