@@ -12870,9 +12870,10 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
   return false;
 }
 
-/* The receive whose buffer gets an incoming message directly: the oldest one for this sender
-   (call.root) and tag (head->number). NULL: the message must be stored. There is no such receive,
-   or an older message is stored for it, or it is from CDDP_ANY and can get another rank's. */
+/* The receive that gets the bytes of an incoming message directly, in its buffer: the oldest one
+   for this sender (call.root) and tag (head->number). NULL: the message must be stored. There is no
+   such receive, or an older message is stored for it, or it is from CDDP_ANY and can get another
+   rank's. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
   cddp_work *work = g->p2p.recvs;
@@ -13067,8 +13068,8 @@ static bool cddp__hosts_sends_fit(cddp_group *g, int peer, size_t bytes) {
 }
 
 /* Sends as much of a message as the system accepts now. Copies the rest: later calls, of any group,
-   send it. So the caller can reuse its buffer. CDDP_OK even if the link has ended: the caller's wait
-   or a later call finds the peer's end. */
+   send it. So the caller can reuse its buffer. CDDP_OK even if the link has ended: the caller's
+   wait, or a later call, notices the peer's end. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0 /* with the head */, head_sent, body_sent;
   cddp__frame_head head =
@@ -13130,7 +13131,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
     at = &m->next;
   if (m == NULL) return NULL;
   *at = m->next;
-  if (m->next == NULL) hosts->stored_end = at;
+  if (m->next == NULL) hosts->stored_end = at; /* it was the last */
   hosts->stored_bytes -= m->head.size;
   return m;
 }
@@ -13402,7 +13403,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
     cddp__poll_all_groups(g); /* reads notices: a host can have sent headers, and failed since */
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
   }
-  /* Arrivals are counted: waits for all ranks of this host except itself. arrive_target: their count
+  /* Arrivals are counted: waits for all ranks of this host except itself. arrive_target: the count
      at the end of the last round. */
   if (g->oversubscribed)
     r = cddp__wait_word(g, &g->block->arrivals, g->arrive_target + (uint32_t)g->local_size - 1);
@@ -13429,7 +13430,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
           g, cddp__fail(CDDP_NETWORK, "rank %d is at round %u of the group, rank %d at %u", p,
                         got->seq.v, g->rank, g->round));
     memcpy((char *)header + sizeof got->seq, (const char *)got + sizeof got->seq,
-           CDDP__HEADER_BYTES - sizeof got->seq);
+           CDDP__HEADER_BYTES - sizeof got->seq); /* all but seq, which publishes the rest: */
     cddp__exchange32(&header->seq, g->round); /* full fence before `sleepers` is read */
   }
   /* Ranks that miss remote headers sleep on the one written last. Oversubscribed: cddp__arrive
@@ -13708,7 +13709,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
     if (g->host_index[p] >= 0 && !(cddp__is_pairwise(f) && sends))
       continue; /* on this host: it reads and writes the views, or sends to this rank itself */
     if (!cddp__sends_frames(f, sends ? me : p, sends ? p : me, result)) continue;
-    if ((n = cddp__piece_elements(f, own ? me : p, k, &begin)) == 0) continue;
+    if ((n = cddp__piece_elements(f, own ? me : p /* the owner */, k, &begin)) == 0) continue;
     if (f->shape->reduces && !result) /* the sums of a host's ranks */
       bytes = n * hosts->group_hosts[sends ? hosts->mine : hosts->peers[p].host].bytes;
     else if (sends) /* calls with counts send and receive different bytes */
@@ -13798,8 +13799,8 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, then in all */
   size_t longest = f->n; /* elements of the longest part of a rank */
   size_t piece = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count); /* of a host's sums */
-  f->hosts_sum_whole =
-      f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / owners * sum_bytes <= whole_most;
+  f->hosts_sum_whole = f->c->kind == CDDP__KIND_ALL_REDUCE &&
+                       f->n / owners * sum_bytes <= whole_most; /* all hosts' sums of a slice */
   if (!f->hosts_sum_whole) owners *= host_count;
   if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->piece_max = longest;
@@ -14166,7 +14167,7 @@ static bool cddp__reclaim_send(cddp__send_request *request) {
 
 /* Frees the requests of taken copies, and the memory of free requests beyond CDDP__STAGED_MAX.
    Counts the sends in flight to rank `to`, and their copies' bytes: sends_open, sends_staged.
-   Returns the free request whose memory fits `bytes` best; -1: none is free. */
+   Returns the free request with the memory that fits `bytes` best; -1: none is free. */
 static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
   size_t kept = 0 /* bytes of unused memory */, best_size = 0; /* stage_size of `best` */
   int i, best = -1, n = cddp__send_count(g);
@@ -14180,7 +14181,7 @@ static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
     size_t size = request->stage_size;
     bool better = size >= bytes && (best_size < bytes || size < best_size);
     bool is_free = cddp__reclaim_send(request);
-    if (cddp__load32(&request->state) == CDDP__POSTED_TO(to)) {
+    if (cddp__load32(&request->state) == CDDP__POSTED_TO(to)) { /* in flight, not yet taken */
       g->p2p.sends_open++;
       if (request->staged)
         g->p2p.sends_staged += request->count * cddp__dtype_size((cddp_dtype)request->dtype);
@@ -14216,7 +14217,7 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const
     while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
     size = cddp__round_up(cddp__max(bytes, 1), size);
     cddp__arena_free(g->host, request->stage);
-    request->stage_size = 0;
+    request->stage_size = 0; /* until the allocation has succeeded */
     request->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_BUFFER);
     if (request->stage == NULL) return CDDP_OUT_OF_MEMORY;
     request->stage_size = size;
@@ -14629,7 +14630,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
       cddp__add32(&slot->event_sleepers, (uint32_t)-1);
     }
   }
-  if (shown) cddp__clear_wait(g, r != CDDP_OK && limit < 0 /* failed */);
+  if (shown) cddp__clear_wait(g, r != CDDP_OK && limit < 0 /* failed: not at a caller's limit */);
   return r;
 }
 
@@ -15056,7 +15057,7 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
     code = MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
   pthread_mutex_unlock(&cddp__mpi_lock);
   if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Comm_split");
-  if (to == NULL) return CDDP_OK;
+  if (to == NULL) return CDDP_OK; /* this rank is in no new group */
   to->mpi = (struct cddp__mpi *)cddp__calloc(&to->host->allocator, 1, sizeof *to->mpi);
   if (to->mpi == NULL) return CDDP_OUT_OF_MEMORY;
   to->mpi->comm = comm;
@@ -15192,8 +15193,8 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
   if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
     return true; /* no thread waits, and no operation is queued behind it */
   pthread_mutex_lock(&engine->lock);
-  pthread_cond_broadcast(&engine->changed);
-  pthread_cond_signal(&engine->work);
+  pthread_cond_broadcast(&engine->changed); /* threads that wait for it */
+  pthread_cond_signal(&engine->work); /* the engine's thread: operations queued behind it can run */
   pthread_mutex_unlock(&engine->lock);
   return true;
 }
@@ -15294,12 +15295,13 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
       cddp__engine_run(engine);
       continue;
     }
-    if (!in_time) break;
+    if (!in_time) break; /* after one more look at `done` */
     if (forever) cddp__store32(&engine->awaited, 1); /* for cddp__publish_wait */
     until = deadline;
     if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS) /* its end may not signal this thread */
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
-    in_time = cddp__cond_wait_until(&engine->changed, &engine->lock, until) || until < deadline;
+    in_time = cddp__cond_wait_until(&engine->changed, &engine->lock, until) ||
+              until < deadline; /* only the end of a poll */
   }
   in_time = in_time || (work != NULL && work->done);
   cddp__add32(&engine->waiters, (uint32_t)-1);
@@ -15527,7 +15529,8 @@ static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
   size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call);
   if (CDDP__LIKELY(bytes < CDDP__NT_MIN)) return NULL;
   if (cddp__is_one_sided(call) && chunk->n == call->count) return NULL;
-  if (g->oversubscribed || g->staging_size == 0 || g->local_size == 1) return NULL;
+  if (g->oversubscribed || g->staging_size == 0 /* none is staged */ || g->local_size == 1)
+    return NULL;
   return &g->timings[call->kind][bytes >= CDDP__NT_LARGE];
 }
 
@@ -15556,7 +15559,7 @@ static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
 static void cddp__end_chunk_timing(cddp__copy_timing *timing, size_t bytes) {
   uint32_t n = timing->chunks % CDDP__TIMING_RUNS; /* with the present kind of copy */
   double *least = &timing->seconds[cddp__uses_nontemporal(timing)];
-  double took = timing->clock / (double)bytes;
+  double took = timing->clock / (double)bytes; /* seconds per byte */
   if (cddp__is_timed(timing) && (n == 2 || (n > 2 && took < *least))) *least = took;
   timing->chunks++;
 }
@@ -15599,11 +15602,11 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
     cddp__clock_chunk(timing, CDDP__CLOCK_START); /* also if this rank only reads: see below */
   }
   if (!cddp__sends(call, g->rank)) return CDDP_OK;
-  if (CDDP__UNLIKELY(!chunk->in_header && bytes * shares > g->staging_ready)) {
+  if (CDDP__UNLIKELY(!chunk->in_header && bytes * shares > g->staging_ready)) { /* lacks pages */
     cddp_result r = cddp__commit_staging(g, bytes * shares);
     if (r != CDDP_OK) return r;
   }
-  space += (size_t)g->rank * apart;
+  space += (size_t)g->rank * apart; /* this rank's place */
   if (CDDP__UNLIKELY(call->shares != NULL)) { /* lengths differ */
     for (p = 0; p < shares; p++, space += bytes)
       memcpy(space, cddp__share_for(call, (int)p) + chunk->begin * call->esize,
@@ -15675,7 +15678,7 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, siz
   for (; begin < end && !cddp__is_broken(g); begin += block) {
     block = cddp__min(end - begin, block_bytes / call->esize);
     for (p = 0; p < g->size; p++) g->slices[p] = (char *)bufs[p] + begin * call->esize;
-    if (to == NULL)
+    if (to == NULL) /* writes the sums over all the arrays */
       cddp__reduce_all(g->slices, g->size, block, dtype, (cddp_op)call->op);
     else
       cddp__reduce(nontemporal ? (char *)sums : to + begin * call->esize,
@@ -15722,7 +15725,7 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, s
   return k;
 }
 
-enum { CDDP__NOT_WRITTEN, CDDP__WRITTEN };
+enum { CDDP__NOT_WRITTEN, CDDP__WRITTEN }; /* values of `bool written` */
 /* Runs a call chunk by chunk. written: the shares of the first chunk are written, and the round
    that announces them is over. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool written) {
@@ -15778,7 +15781,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
     return r;
   if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1 /* next */), call->send, bytes);
   r = cddp__round_of(g, call, CDDP__PHASE_STAGED,
-                     sends && all.in_header ? call->send : NULL, bytes);
+                     sends && all.in_header ? call->send : NULL /* staged, or nothing */, bytes);
   if (r != CDDP_OK) return r;
   if (staged && bytes <= CDDP__PREFETCH_MAX) { /* the buffer of the next call: no rank reads it */
     space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
@@ -15804,7 +15807,7 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
   size_t begin, end, n, bytes = call->count * call->esize;
   int p;
   for (p = 0; p < g->size && bufs[p] != NULL; p++) {}
-  if (p < g->size) {
+  if (p < g->size) { /* rank p's is NULL, so only p itself can write to it */
     cddp__copy(call->recv, bufs[call->root], bytes);
     return;
   }
@@ -15864,7 +15867,8 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
   const cddp__ref *theirs;
   cddp__chunk first = cddp__chunk_at(g, call, 0);
-  bool direct = true, written = true; /* written: all that send have staged their first chunk */
+  bool direct = true; /* all buffers that are read are shared */
+  bool written = true; /* all ranks that send have staged their first chunk */
   cddp_result r = CDDP_OK;
   int p;
   if (ref.kind <= CDDP__REF_UNUSED /* or NONE */) /* no rank reads this rank's buffer directly */
@@ -15954,9 +15958,9 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
 CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *call) {
   size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
-  if (call->shares != NULL) {
-    cddp__call_bytes(g, call, &sent, &count);
-    count /= call->esize; /* received elements */
+  if (call->shares != NULL) { /* a call with counts */
+    cddp__call_bytes(g, call, &sent, &count /* bytes received */);
+    count /= call->esize; /* now in elements */
   }
   return cddp__record_new(g, cddp__shapes[call->kind].name, count, call->dtype,
                           cddp__shapes[call->kind].reduces ? call->op : -1, call->root);
@@ -16009,6 +16013,7 @@ static cddp_result cddp__run_work(cddp_work *work) {
   return cddp__run_recorded(work->group, &work->call, work->record);
 }
 
+/* A broadcast of an array in host memory. Its op is not used. */
 static cddp__call cddp__broadcast_call(void *data, size_t count, cddp_dtype dtype, int root) {
   return cddp__make_call(CDDP__KIND_BROADCAST, data, data, count, dtype, CDDP_SUM, root);
 }
@@ -16134,7 +16139,7 @@ static cddp_result cddp__enqueue(cddp_work *work) {
   cddp__copy_site(&work->site, &cddp__this_site);
   work->record = cddp__record_call(work->group, &work->call);
   if (cddp__record_at(work->group, work->record) != NULL)
-    cddp__record_at(work->group, work->record)->engine = 1;
+    cddp__record_at(work->group, work->record)->engine = 1; /* run by the engine, or in a wait */
   return cddp__engine_push(work);
 }
 
@@ -16153,13 +16158,13 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
     started->done = false;
     if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE);
   } else {
-    started = cddp__work_new(g, call->shares != NULL ? cddp__counts_bytes(g) : 0);
+    started = cddp__work_new(g, call->shares != NULL ? cddp__counts_bytes(g) : 0 /* more bytes */);
     if (started == NULL) return CDDP_OUT_OF_MEMORY;
   }
   started->call = *call;
   started->run = cddp__run_work;
   if (call->shares != NULL) {
-    started->call.shares = (cddp__counted_share *)(void *)(started + 1);
+    started->call.shares = (cddp__counted_share *)(void *)(started + 1); /* copied, as the caller frees them */
     memcpy(started->call.shares, call->shares, (size_t)g->size * sizeof *call->shares);
   }
   if ((r = cddp__enqueue(started)) == CDDP_OK)
@@ -16179,7 +16184,7 @@ static cddp_result cddp__cpu_start(cddp_group *g, const cddp__call *call, cddp_w
 
 static cddp_result cddp__cpu_synchronize(cddp_group *g) {
   cddp__engine_drain(g);
-  return cddp__check_group(g);
+  return cddp__check_group(g); /* an operation that failed has broken the group */
 }
 
 static void *cddp__cpu_alloc(cddp_group *g, size_t bytes) {
@@ -16253,7 +16258,7 @@ static const char *cddp__memory_error(const cddp_group *g, const cddp__call *cal
 #ifdef CDDP_CUDA
   if (!g->backend->on_device) cddp__call_bytes(g, call, &sent, &received);
 #endif
-  (void)g;
+  (void)g; /* without CUDA all memory is the host's: sent and received stay 0 */
   if (sent > 0 && !cddp__host_reads(call->send)) return "send " CDDP__NO_HOST_MEMORY;
   if (received > 0 && !cddp__host_reads(call->recv)) return "recv " CDDP__NO_HOST_MEMORY;
   return NULL;
@@ -16350,7 +16355,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->staging = block + cddp__head_bytes(size, g->local_size);
   l2 = CDDP__L2; /* bytes of the second-level cache; 0: unknown */
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
-  /* The first rank's choice stays. */
+  /* The first rank's choice stays: caches can differ. */
   (void)cddp__compare_swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging)
                                           : 0; /* several hosts: cddp__sort_hosts sets it */
@@ -16358,7 +16363,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
                          ? SIZE_MAX /* all have memory: cddp__commit_block */ : 0;
   g->backend = &cddp__cpu_backend;
   g->carrier = &cddp__shm_carrier;
-  (void)cddp__compare_swap32(&g->block->cores, 0, (uint32_t)host->cores);
+  (void)cddp__compare_swap32(&g->block->cores, 0, (uint32_t)host->cores); /* first rank's, so far */
   cddp__set_wait_policy(g);
   g->yields = CDDP__YIELDS;
   pthread_mutex_init(&g->fail_lock, NULL);
@@ -16453,7 +16458,8 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
     *mine = p == NULL ? CDDP_OUT_OF_MEMORY
                       : cddp__commit_block(g->host, ref->base + ref->offset, n, here);
     if (*mine == CDDP_OK) {
-      cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here); /* freed when all left */
+      /* when as many ranks have left, the block is freed */
+      cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here);
     } else {
       cddp__arena_free(g->host, p);
       memset(ref, 0, sizeof *ref); /* CDDP__REF_NONE tells the others */
@@ -16517,9 +16523,9 @@ static void cddp__group_leave(cddp_group *g) {
   *at = g->next;
   pthread_mutex_unlock(&host->lock);
   cddp__hosts_leave(g); /* closes the links */
-  for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received outlive this rank */
+  for (i = cddp__send_count(g) - 1; i >= 0; i--) /* peers can still receive open messages */
     if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(host, cddp__send_at(g, i)->stage);
-    else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block);
+    else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block); /* when all have left */
   for (i = 1; i < g->p2p.send_blocks; i++) cddp__arena_free_with(host, g->p2p.sends[i], g->block);
   (g->carrier->leave)(g);
   (void)cddp__compare_swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT); /* DEAD stays */
@@ -16759,8 +16765,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (config.init_method[0] != 0) /* the job has an address: processes can join it */
     r = cddp__job_info_create(host, &config);
   if (r == CDDP_OK && host->one_process && host->job_info != NULL) { /* processes can join */
-    cddp__hold_name(host->job_info);
-    cddp__share_for_joins(host);
+    cddp__hold_name(host->job_info); /* shows them that the job lives */
+    cddp__share_for_joins(host); /* creates the memfd */
   }
   if (r == CDDP_OK)
     r = config.joins ? cddp__join_job(&g, &config, host)
