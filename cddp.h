@@ -13739,9 +13739,10 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
       continue;
     n = cddp__piece_elements(f, p, k, &begin);
     bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
-    if (bytes == 0) continue;
-    from = p == g->rank ? cddp__own_piece(f, k, begin) : cddp__local_view(f, p, begin);
-    for (t = 0; t < g->local_size; t++)
+    if (bytes == 0) continue; /* no such piece, or an empty share */
+    from = p == g->rank ? cddp__own_piece(f, k, begin) /* computed or sent here */
+                        : cddp__local_view(f, p, begin) /* received */;
+    for (t = 0; t < g->local_size; t++) /* does nothing where the bytes are already */
       cddp__copy(cddp__view_of(f, t, p) + begin * f->c->esize, from, bytes);
   }
 }
@@ -13822,8 +13823,8 @@ static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
       f->piece_max * hosts->group_hosts[hosts->mine].bytes * (size_t)hosts->count * acts_for;
   f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
   in = cddp__round_up(f->piece_max * sum_bytes, CDDP__CACHE_LINE);
-  bytes = CDDP__SUM_AREAS * (f->out_bytes + f->piece_max * f->c->esize) + in;
-  if (hosts->stage_size < bytes) {
+  bytes = CDDP__SUM_AREAS * (f->out_bytes + f->piece_max * f->c->esize /* of f->result */) + in;
+  if (hosts->stage_size < bytes) { /* its old contents are not needed: no frame is posted */
     cddp__free(&hosts->net->allocator, hosts->stage);
     hosts->stage = (char *)cddp__malloc(&hosts->net->allocator, bytes);
     hosts->stage_size = hosts->stage != NULL ? bytes : 0;
@@ -13999,7 +14000,8 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__POSTED_MAX * n;
   size_t shares = cddp__piggyback_bytes(g->size);
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_host) + sizeof(cddp__subtree) +
-                3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
+                3 * sizeof(void *) /* pointers, sums, scratch */ + CDDP__HEADER_BYTES +
+                3 * sizeof(int) /* ranks, widths, leaves */;
   size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__posted_frame) + n * each;
   cddp__hosts *hosts = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + shares);
   if (hosts == NULL) return NULL;
@@ -14218,7 +14220,7 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const
     size = cddp__round_up(cddp__max(bytes, 1), size);
     cddp__arena_free(g->host, request->stage);
     request->stage_size = 0; /* until the allocation has succeeded */
-    request->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_BUFFER);
+    request->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_BUFFER); /* peers only read it */
     if (request->stage == NULL) return CDDP_OUT_OF_MEMORY;
     request->stage_size = size;
   }
@@ -15008,19 +15010,19 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
   int initialized = 0, level = 0, size = 0, code = MPI_Initialized(&initialized);
   if (code == MPI_SUCCESS && !initialized) {
     code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
-    cddp__mpi_finalizer = getpid();
+    cddp__mpi_finalizer = getpid(); /* this process will finalize MPI, not its forks */
     if (code == MPI_SUCCESS) atexit(cddp__mpi_finalize);
   } else if (code == MPI_SUCCESS) {
     code = MPI_Query_thread(&level);
   }
   if (code == MPI_SUCCESS) code = MPI_Comm_size(MPI_COMM_WORLD, &size);
-  if (code == MPI_SUCCESS && cddp__mpi_attribute == MPI_KEYVAL_INVALID) {
+  if (code == MPI_SUCCESS && cddp__mpi_attribute == MPI_KEYVAL_INVALID) { /* once in a process */
     code = MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, cddp__mpi_at_finalize,
                                   &cddp__mpi_attribute, NULL);
     if (code == MPI_SUCCESS) code = MPI_Comm_set_attr(MPI_COMM_SELF, cddp__mpi_attribute, NULL);
   }
   if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Init_thread");
-  if (level < MPI_THREAD_SERIALIZED)
+  if (level < MPI_THREAD_SERIALIZED) /* threads call MPI in turn: cddp__mpi_lock */
     return cddp__fail(
         CDDP_MPI, "MPI was initialized for one thread only: ask MPI_Init_thread for "
         "MPI_THREAD_SERIALIZED, or let cddp_init initialize MPI");
@@ -15743,7 +15745,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
     }
     if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call))
       cddp__clock_chunk(timing, CDDP__CLOCK_START);
-    if (cddp__is_sliced(g, call, &k))
+    if (cddp__is_sliced(g, call, &k)) /* with a second round */
       r = cddp__exchange_slices(g, call, &k, cddp__uses_nontemporal(timing));
     else
       cddp__read_staged(g, call, &k);
@@ -15943,7 +15945,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     call->shares[p].peer_at = (size_t)notice->at;
     most = cddp__max(most, (size_t)notice->most); /* so all ranks find the same largest length */
     *host_memory = *host_memory || notice->on_host != 0;
-    if (notice->count == call->shares[p].in) continue;
+    if (notice->count == call->shares[p].in) continue; /* as this rank expects */
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "
                "in %s",
@@ -16058,17 +16060,17 @@ static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   cddp_result r;
   int i;
   if (packet->count == 0) return CDDP_OK;
-  for (i = 0; i < packet->count && sends; i++) {
+  for (i = 0; i < packet->count && sends; i++) { /* the root collects its arrays */
     memcpy(packet->bytes + at, packet->to[i], packet->sizes[i]);
     at += packet->sizes[i];
   }
   r = cddp__broadcast(packet->g, packet->bytes, packet->used, packet->root);
   at = 0;
-  for (i = 0; i < packet->count && !sends && r == CDDP_OK; i++) {
+  for (i = 0; i < packet->count && !sends && r == CDDP_OK; i++) { /* the others fill theirs */
     memcpy(packet->to[i], packet->bytes + at, packet->sizes[i]);
     at += packet->sizes[i];
   }
-  cddp__packet_begin(packet, packet->g, packet->root);
+  cddp__packet_begin(packet, packet->g, packet->root); /* empties it, also after a failure */
   return r;
 }
 
@@ -16164,7 +16166,8 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
   started->call = *call;
   started->run = cddp__run_work;
   if (call->shares != NULL) {
-    started->call.shares = (cddp__counted_share *)(void *)(started + 1); /* copied, as the caller frees them */
+    /* a copy: the caller frees its shares */
+    started->call.shares = (cddp__counted_share *)(void *)(started + 1);
     memcpy(started->call.shares, call->shares, (size_t)g->size * sizeof *call->shares);
   }
   if ((r = cddp__enqueue(started)) == CDDP_OK)
@@ -16286,7 +16289,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
   if (g == NULL) return CDDP__REFUSE("the group is NULL");
   if ((message || shape->from_root || shape->to_root) &&
       (call->root < 0 || call->root >= g->size) &&
-      (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV))
+      (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV)) /* a receive: from any rank */
     return CDDP__REFUSE("%s is %d; the group has ranks 0 to %d", message ? "peer" : "root",
                         call->root, g->size - 1);
   if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* a quick test: small calls never divide */
