@@ -8971,7 +8971,8 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   cddp__append(t.s, sizeof t.s, "%s", cddp__dtype_name(dtype));
   if (cddp__shapes[kind].reduces) cddp__append(t.s, sizeof t.s, ", %s", cddp__op_names[op]);
   if (root >= 0) cddp__append(t.s, sizeof t.s, ", root %d", root);
-  if (cddp__code_phase(code) == CDDP__PHASE_HOST) cddp__append(t.s, sizeof t.s, ", host memory");
+  if (cddp__code_phase(code) == CDDP__PHASE_HOST) /* in the call log of a group on GPUs */
+    cddp__append(t.s, sizeof t.s, ", host memory");
   cddp__append(t.s, sizeof t.s, ")");
   return t;
 }
@@ -9421,7 +9422,7 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     return cddp__textf("left the group (cddp_destroy)");
   if (at < 0) return cddp__describe_remote_end(g, rank);
   if (host->one_process) return cddp__textf("ended: its thread function returned");
-  if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
+  if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD) /* it can live on */
     return cddp__textf(CDDP__EXITED);
   process = cddp__process_at(host, at);
   has_neighbour = host->slots != NULL && at < host->size /* not joined later */;
@@ -9757,7 +9758,7 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
   if (g->hosts != NULL && !g->hosts->local_only && !cddp__has_remote_headers(g)) {
     cddp__hosts_query_arrivals(g);
     r = cddp__check_failure(g);
-    if (r != CDDP_OK || cddp__has_remote_headers(g)) return r;
+    if (r != CDDP_OK || cddp__has_remote_headers(g)) return r; /* the headers: the wait continues */
   }
   n = cddp__find_late(g, late);
   if (n == 0 && awaited >= 0) late[awaited] = true; /* all have announced, but it does not finish */
@@ -10014,7 +10015,8 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
              cddp__describe_rank(g, first, reference).s);
   different = 0; /* counts again: the first two are described */
   for (p = 0; p < g->size; p++) {
-    if (cddp__calls_match(reference, cddp__op_header_of(g, p, g->round)) || ++different > 2)
+    if (cddp__calls_match(reference, cddp__op_header_of(g, p, g->round)) ||
+        ++different > 2 /* only counted */)
       continue;
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, reference).s);
   }
@@ -10533,11 +10535,11 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
     if (*spare == NULL) *spare = cddp__link_alloc(a);
     if (*spare == NULL) errno = ENOMEM;
     fd = *spare != NULL ? cddp__accept(listener) : -1;
-    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue; /* of one connection */
     none = fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM);
     if (starved != NULL) cddp__store32(starved, none ? (uint32_t)errno : 0);
     few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd));
-    if (fd < 0) break;
+    if (fd < 0) break; /* EAGAIN: no more connections, or none can be accepted */
     c = *spare;
     *spare = NULL;
     cddp__link_begin(c, fd, CDDP__END_CALLED, CDDP__STRANGER_S);
@@ -10819,7 +10821,7 @@ static void cddp__append_origin(const cddp__config *config, cddp_result r) {
         cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
         config->host_origin, config->port_origin,
         config->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it" : "");
-  if (config->launcher != CDDP__LAUNCHER_SCRIPT)
+  if (config->launcher != CDDP__LAUNCHER_SCRIPT) /* the user has not set the endpoint */
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; set MASTER_ADDR and MASTER_PORT to %s",
                  config->port != 0 ? "change them" : "connect over TCP");
@@ -10845,14 +10847,14 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
       cddp__earlier_deadline(once ? 0 : CDDP__RESOLVE_S, cddp__now() + config->timeout_s);
   int n = 0, i;
   cddp_result r = CDDP_OK;
-  while (config->port != 0 &&
+  while (config->port != 0 && /* else a path or a name, as it is */
          (r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
          cddp__now() < resolve_end)
     cddp__sleep(0.1);
   cddp__append_origin(config, r);
   if (r != CDDP_OK) return r;
   snprintf(endpoint, sizeof endpoint, "%s", config->init_method);
-  for (i = 0; i < n && !here; i++) {
+  for (i = 0; i < n /* 0: the endpoint is no address */ && !here; i++) {
     here = cddp__address_is_local(&a[i]);
     spelled = cddp__describe_address(&a[i]);
     if (i == 0 || strcmp(spelled.s, endpoint) < 0)
@@ -10869,7 +10871,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   for (i = 0; i < 32 /* hex digits, of half of the MAC */; i++)
     name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
-  *endpoint_here = here || strncmp(config->init_method, "unix:", 5) == 0;
+  *endpoint_here = here || strncmp(config->init_method, "unix:", 5) == 0 /* on one host */;
   return CDDP_OK;
 }
 
@@ -11236,7 +11238,8 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
   }
   if (r == CDDP_NETWORK) r = cddp__listen_all(&a, 1, fd, &count);
   *port = cddp__address_port(&a);
-  if (r == CDDP_SYSTEM) return cddp__fail_descriptors(rdv, errno, "socket");
+  if (r == CDDP_SYSTEM) /* perhaps for lack of a descriptor */
+    return cddp__fail_descriptors(rdv, errno, "socket");
   return r == CDDP_OK ? r : cddp__fail_in(r, "cannot listen for ranks on other hosts: ");
 }
 
@@ -11425,13 +11428,13 @@ static bool cddp__check_table(cddp__net *net, int rank) {
   int i;
   net->rank = rank;
   for (i = 0; i < net->host_count; i++) {
-    net->hosts[i].name[sizeof net->hosts[i].name - 1] = 0;
-    net->hosts[i].size = 0;
+    net->hosts[i].name[sizeof net->hosts[i].name - 1] = 0; /* a received name can lack its NUL */
+    net->hosts[i].size = 0; /* counted below */
   }
   for (i = 0; i < net->size; i++) {
     cddp__rank_entry *entry = &net->ranks[i];
-    if (entry->host < 0 || entry->host >= net->host_count || entry->pid == 0 || entry->port < 0 ||
-        entry->port > 65535)
+    if (entry->host < 0 || entry->host >= net->host_count || entry->pid == 0 /* no rank */ ||
+        entry->port < 0 || entry->port > 65535)
       return false;
     entry->index = net->hosts[entry->host].size++;
   }
@@ -11526,11 +11529,11 @@ static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool p
   cddp__root_search *root = &rdv->root;
   double now = cddp__now();
   uint64_t jitter = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024; /* a random number */
-  if (r == CDDP_MISMATCH && config->port != 0)
+  if (r == CDDP_MISMATCH && config->port != 0) /* another program listens at the port */
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; choose a free port, the same for all ranks");
   cddp__append_origin(config, r);
-  if (r == CDDP_MISMATCH) return CDDP_NETWORK; /* final: another program has the port */
+  if (r == CDDP_MISMATCH) return CDDP_NETWORK; /* final */
   if (r != CDDP_NETWORK && r != CDDP_TIMEOUT) return r;
   root->blocked = cddp__textf("rank %d on %s: %s", config->rank, rdv->host->name, cddp_error());
   root->port_blocked = port_blocked;
@@ -11743,7 +11746,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   }
   if (r != CDDP_OK) return r;
   root->try_s = 0.25; /* for the root, as at the start */
-  root->store->timeout_s = rdv->deadline - cddp__now();
+  root->store->timeout_s = rdv->deadline - cddp__now(); /* limit of its requests */
   if (root->store->timeout_s < 0.2) root->store->timeout_s = 0.2; /* time for an answer */
   if (rdv->with_rank_0) {
     r = cddp__publish_root(rdv);
@@ -11843,7 +11846,7 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
                  "or rank 0 has not yet called cddp_init or is suspended",
                  cddp__describe_address(&root->addresses[root->next - 1]).s);
   r = cddp__look_again(rdv, r, false /* port_blocked */);
-  return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r;
+  return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r; /* its near end, for links */
 }
 
 /* This process has RANK 0, but MASTER_ADDR is no address of its host. If a process at MASTER_ADDR
@@ -12183,7 +12186,7 @@ static bool cddp__all_registered(const cddp__rendezvous *rdv) {
   memset(found, 0, sizeof found);
   for (i = 0; i < rdv->registered_count; i++) {
     rank = rdv->registered[i].info.rank;
-    if (rank >= rdv->expected || found[rank]) continue;
+    if (rank >= rdv->expected || found[rank]) continue; /* a misfit's number, or a second process */
     found[rank] = true;
     count++;
   }
@@ -12214,7 +12217,7 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
     complete = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 && cddp__all_registered(rdv);
     mismatch = cddp__has_cause(&rdv->problem) && alone; /* with a parent, the root decides */
-    /* A complete job with a misfit fails immediately: no rank is missing that must get the error. */
+    /* A complete job with a misfit fails immediately: no rank is missing that needs the error. */
     if ((late && !complete) ||
         (mismatch && (complete || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
       rdv->common_failure = true;
@@ -12359,6 +12362,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
            cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text).s,
            sizeof remote);
   if (rdv->parent.connection.fd >= 0 && r != CDDP_OK) cddp__channel_fail(&rdv->parent, r, remote);
+  /* The children, and processes that connect meanwhile: they get the error too. */
   do {
     for (draining = 0, k = rdv->child_count; k-- > 0;) {
       cddp__channel *child = &rdv->children[k];
@@ -12634,7 +12638,7 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
   cddp__free(c->in.allocator, m);
   if (!valid) cddp__connection_end(c, EPROTO);
   if (!valid) return CDDP_NETWORK;
-  if (c->peer < 0 && cddp__local_address(c->fd, &here))
+  if (c->peer < 0 /* by TCP */ && cddp__local_address(c->fd, &here))
     cddp__set_scope(&table->lead.self.address, &here); /* if it is link-local */
   *fd = c->fds[0];
   c->fds[0] = -1; /* the connection no longer closes it */
@@ -12734,7 +12738,8 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
   cddp__job_info *job = host->job_info;
   cddp__join_table table;
   cddp_result r = cddp__find_job(host, cddp__now() + job->timeout_s, fd, &table);
-  if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &job->table.info);
+  if (r == CDDP_OK) /* this process must match the rank that has answered */
+    r = cddp__compare_ranks(&table.info, &job->table.info);
   if (r != CDDP_OK) {
     cddp__close_fd(fd);
     return r;
