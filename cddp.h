@@ -15176,8 +15176,8 @@ static void cddp__engine_run(cddp__engine *engine) {
   pthread_mutex_unlock(&engine->lock);
   if (cddp__own_engine == engine && g->host->cores < 2 * g->local_size) {
     /* The engine's thread shares a core: each rank's training thread needs one too. */
-    g->spin = g->oversubscribed ? 0 : CDDP__ENGINE_SPIN;
-    g->yields = 0; /* a yield would give the core to a training thread for a whole time slice */
+    g->spin = g->oversubscribed ? 0 /* as before: cddp__spin_of */ : CDDP__ENGINE_SPIN;
+    g->yields = 0; /* sleeps instead: a yield would give the core away for a whole time slice */
   }
   cddp__work_run(work);
   g->spin = spin; /* before `busy` is false: then another thread can run the next operation */
