@@ -2645,14 +2645,14 @@ static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing
    device context of a group that has none. _follow_stream makes a stream wait for the group's.
    _await_device waits for the group's stream. A group without a device, or NULL, has the current
    device. _on_device: whether p is device memory. _transfer copies to or from it, and waits.
-   _attach_optim selects a cddp_optim's backend. _await_nccl_threads waits for NCCL's threads. */
+   _select_optim_backend sets optim->backend. _await_nccl_threads waits for NCCL's threads. */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc);
 static void cddp__follow_stream(cddp_group *g, void *stream);
 static bool cddp__on_device(const cddp_group *g, const void *p);
 enum cddp__await { CDDP__AWAIT_GROUP, CDDP__AWAIT_STREAM /* elastic: g can have lost ranks */ };
 static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what);
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes);
-static cddp_result cddp__attach_optim(cddp_optim *optim);
+static cddp_result cddp__select_optim_backend(cddp_optim *optim);
 static void cddp__await_nccl_threads(void);
 
 /* >>base -----------------------------------------------------------------------------------------
@@ -17781,7 +17781,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
       NULL, 1, sizeof *optim + n * (2 * sizeof(double) + sizeof(float) + sizeof(bool) + 1) +
                 n * sizeof *optim->parts + pointers * sizeof(void *));
   if ((*out = optim) == NULL) return CDDP_OUT_OF_MEMORY;
-  optim->backend = &cddp__cpu_optim; /* until cddp__attach_optim */
+  optim->backend = &cddp__cpu_optim; /* until cddp__select_optim_backend */
   optim->params = params;
   optim->count = count;
   optim->algorithm = algorithm;
@@ -25188,14 +25188,15 @@ CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size((unsi
 CDDPDEF int cddp_launcher_rank(void) {
   cddp__config at;
   memset(&at, 0, sizeof at);
-  if (cddp__env_int("CDDP_JOIN", 0, 1, &at.joins) != CDDP_OK || cddp__env_ranks(&at) != CDDP_OK)
-    return 0; /* cddp_init explains the error */
+  if (cddp__env_int("CDDP_JOIN", 0 /* least */, 1 /* most */, &at.joins) != CDDP_OK ||
+      cddp__env_ranks(&at) != CDDP_OK)
+    return 0; /* the variables are wrong: cddp_init explains the error */
   return at.launched ? at.rank : -1;
 }
 
 /* --- groups --- */
 
-/* Whether device and backend are known, fit together, and are in this build. */
+/* Fails unless device and backend are known, fit together, and are in this build. */
 static cddp_result cddp__check_device(const cddp_group_desc *desc) {
   const char *device = desc->device != NULL ? desc->device : "cpu";
   const char *backend = cddp__backend_name(desc) != NULL ? cddp__backend_name(desc) : "cpu";
@@ -25207,7 +25208,8 @@ static cddp_result cddp__check_device(const cddp_group_desc *desc) {
                    ? digits > 0 && digits <= 4 && number[digits] == 0 &&
                          (device[4] == 0 || device[4] == ':')
                    : strcmp(device, "cpu") == 0;
-  if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
+  bool known_backend = nccl || mpi || strcmp(backend, "cpu") == 0;
+  if (!known || !known_backend || (cuda ? mpi : nccl) /* do not fit together */)
     return CDDP__REFUSE(
         "device \"%s\" with backend \"%s\"%s: the device can be \"cpu\", \"cuda\" or one GPU, as "
         "in \"cuda:0\"; the backend \"cpu\" (PyTorch's gloo), \"mpi\" (with device \"cpu\") or "
@@ -25218,12 +25220,13 @@ static cddp_result cddp__check_device(const cddp_group_desc *desc) {
         CDDP_UNSUPPORTED, "this build has no %s%s; compile cddp's implementation with %s, or %s",
         cuda ? "CUDA" : "MPI",
         mpi && desc->backend == NULL ? ", which CDDP_BACKEND=mpi requires" : "",
-        cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI",
+        cuda ? "-DCDDP_CUDA and link -lnccl -lcublas" : "mpicc -DCDDP_MPI",
         mpi && desc->backend == NULL ? "unset CDDP_BACKEND"
                                      : "use device \"cpu\" and backend \"cpu\"");
   return CDDP_OK;
 }
 
+/* Of a desc: all 0 means malloc and free. */
 static cddp_result cddp__check_allocator(const cddp_allocator *allocator) {
   if ((allocator->alloc == NULL) == (allocator->free == NULL)) return CDDP_OK;
   return CDDP__REFUSE("allocator needs both alloc and free, or neither");
@@ -25236,7 +25239,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   cddp_result r = CDDP_OK;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
-  memcpy(before.s, cddp__error_text, sizeof before.s);
+  memcpy(before.s, cddp__error_text, sizeof before.s); /* cddp_error keeps it unless this fails */
   CDDP__TRY(cddp__check_device(d));
   CDDP__CHECK(
       d->world_size >= 0 && d->world_size <= CDDP__MAX_RANKS,
@@ -25244,7 +25247,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
       CDDP__MAX_RANKS);
   CDDP__CHECK(d->timeout_s >= 0, "timeout_s is %g; it must be at least 0", d->timeout_s);
   CDDP__TRY(cddp__check_allocator(&d->allocator));
-  CDDP__TRY(cddp__init(out, d));
+  CDDP__TRY(cddp__init(out, d)); /* a group on the host, without a device */
   if (d->device != NULL && strncmp(d->device, "cuda", 4) == 0) r = cddp__give_device(*out, d);
   if (r == CDDP_OK) {
     memcpy(cddp__error_text, before.s, sizeof before.s); /* drops texts of failed attempts */
@@ -25265,7 +25268,7 @@ CDDPDEF cddp_result (cddp_group_split)(cddp_group *g, int color, int key, cddp_g
 }
 
 CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count, cddp_group **out) {
-  int i, j, color = -1 /* not in the new group */, key = 0;
+  int i, j, color = -1 /* not in the new group */, key = 0; /* its ranks: color 0, key: the order */
   cddp__enter_call(__func__);
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
@@ -25285,7 +25288,7 @@ CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count,
                            out);
 }
 
-/* Sets the call site of this thread's next call. */
+/* Sets the call site of this thread's next call; returns g, for macros: see CDDP__SITE. */
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line) {
   cddp__next_site.file = file;
   cddp__next_site.line = line;
@@ -25304,7 +25307,8 @@ CDDPDEF void cddp_destroy(cddp_group *g) {
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
 CDDPDEF int cddp_world_size(const cddp_group *g) {
-  if (g == NULL) return -1; /* cddp_init's (id 0), joined: the job's initial size */
+  if (g == NULL) return -1;
+  /* In a process that joined, cddp_init's group (id 0) has one rank: the job's initial size. */
   return g->host->joined && g->id == 0 ? (int)g->host->job_info->table.info.world_size : g->size;
 }
 CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->local_rank : -1; }
@@ -25331,14 +25335,14 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
   CDDP__TRY(cddp__check_device(&d));
   CDDP__CHECK(!g->backend->on_device && !g->carrier->foreign,
               "the group has a device already, or its backend is \"mpi\"");
-  cddp__engine_drain(g);
+  cddp__engine_drain(g); /* the engine's thread reads g->backend, which changes */
   CDDP__TRY(cddp__check_group(g));
   return cddp__named(__func__, cddp__give_device(g, &d));
 }
 
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
   if (g == NULL || !g->backend->on_device) return;
-  cddp__follow_stream(g, stream); /* it waits for the old one */
+  cddp__follow_stream(g, stream); /* the new one waits for operations in the old one */
   g->stream = stream;
 }
 
@@ -25351,7 +25355,8 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
 
 /* --- collectives --- */
 
-/* Checks a call and runs it, or (work not NULL) starts it. */
+/* Checks a call and runs it, or (work not NULL) starts it and sets *work. function: the public
+   one's name, for texts and call sites. */
 static cddp_result cddp__start_call(const char *function, cddp_group *g, const cddp__call *c,
                                     cddp_work **work) {
   cddp_result r;
@@ -25363,7 +25368,7 @@ static cddp_result cddp__start_call(const char *function, cddp_group *g, const c
 
 CDDPDEF cddp_result (cddp_all_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                       cddp_op op, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op, -1);
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op, -1 /* root */);
   return cddp__start_call(__func__, g, &c, work);
 }
 
@@ -25381,7 +25386,8 @@ CDDPDEF cddp_result (cddp_broadcast)(cddp_group *g, void *buf, size_t count, cdd
 
 CDDPDEF cddp_result (cddp_all_gather)(cddp_group *g, const void *send, void *recv, size_t count,
                                       cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER, send, recv, count, dtype, CDDP_SUM, -1);
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER, send, recv, count, dtype,
+                                 CDDP_SUM, -1 /* root */);
   return cddp__start_call(__func__, g, &c, work);
 }
 
@@ -25399,13 +25405,15 @@ CDDPDEF cddp_result (cddp_scatter)(cddp_group *g, const void *send, void *recv, 
 
 CDDPDEF cddp_result (cddp_reduce_scatter)(cddp_group *g, const void *send, void *recv, size_t count,
                                           cddp_dtype dtype, cddp_op op, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_REDUCE_SCATTER, send, recv, count, dtype, op, -1);
+  cddp__call c = cddp__make_call(CDDP__KIND_REDUCE_SCATTER, send, recv, count, dtype,
+                                 op, -1 /* root */);
   return cddp__start_call(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *recv, size_t count,
                                       cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL, send, recv, count, dtype, CDDP_SUM, -1);
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL, send, recv, count, dtype,
+                                 CDDP_SUM, -1 /* root */);
   return cddp__start_call(__func__, g, &c, work);
 }
 
@@ -25416,7 +25424,7 @@ static cddp_result cddp__start_counted(
     const size_t *recv_counts, cddp_work **work) {
   bool scatters = cddp__shapes[c->kind].scatters;
   size_t sent = 0, received = 0, most = SIZE_MAX / 2 / c->esize; /* elements */
-  cddp__counted_share *parts;
+  cddp__counted_share *shares; /* [size] for this call; a started one has a copy */
   cddp_result r;
   int p;
   cddp__enter_call(function);
@@ -25424,22 +25432,22 @@ static cddp_result cddp__start_counted(
   if (g == NULL || recv_counts == NULL || (scatters && send_counts == NULL))
     return cddp__named(function,
                        CDDP__REFUSE("%s is NULL", g == NULL ? "the group" : "an array of counts"));
-  parts = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__counts_bytes(g));
-  if (parts == NULL) return CDDP_OUT_OF_MEMORY;
+  shares = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__counts_bytes(g));
+  if (shares == NULL) return CDDP_OUT_OF_MEMORY;
   for (p = 0; p < g->size; p++) {
-    cddp__counted_share *part = &parts[p];
-    part->out = scatters ? send_counts[p] : recv_counts[g->rank];
-    part->in = recv_counts[p];
-    part->out_at = scatters ? sent : 0;
-    part->in_at = received;
-    if (part->out > most - part->out_at || part->in > most - received) break;
-    sent += part->out;
-    received += part->in;
+    cddp__counted_share *share = &shares[p];
+    share->out = scatters ? send_counts[p] : recv_counts[g->rank];
+    share->in = recv_counts[p];
+    share->out_at = scatters ? sent : 0 /* all ranks get the same elements */;
+    share->in_at = received;
+    if (share->out > most - share->out_at || share->in > most - received) break; /* p < size */
+    sent += share->out;
+    received += share->in;
   }
   if (sent == 0) c->send = g; /* not read; NULL + 0 would be undefined */
   if (received == 0) c->recv = g->host; /* not g: Open MPI takes equal buffers for MPI_IN_PLACE */
-  c->count = g->size > 1 ? CDDP__COUNTED : received;
-  c->shares = g->size > 1 ? parts : NULL;
+  c->count = g->size > 1 ? CDDP__COUNTED : received; /* one rank: as a call without counts */
+  c->shares = g->size > 1 ? shares : NULL;
   r = p == g->size ? cddp__check_call(g, c)
                    : CDDP__REFUSE("the counts up to rank %d's exceed the address space", p);
   if (r != CDDP_OK) r = cddp__named(function, r);
@@ -25447,30 +25455,34 @@ static cddp_result cddp__start_counted(
     r = cddp__fail(
         CDDP_MISMATCH, "rank 0 sends itself %zu elements and expects %zu", sent, received);
   else r = (g->backend->start)(g, c, work);
-  cddp__free(&g->host->allocator, parts);
+  cddp__free(&g->host->allocator, shares);
   return r;
 }
 
 CDDPDEF cddp_result (cddp_all_gather_v)(cddp_group *g, const void *send, void *recv,
                                         const size_t *counts, cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0, dtype, CDDP_SUM, -1);
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0, dtype,
+                                 CDDP_SUM, -1 /* root */);
   return cddp__start_counted(__func__, g, &c, NULL /* send_counts */, counts, work);
 }
 
 CDDPDEF cddp_result (cddp_all_to_all_v)(
     cddp_group *g, const void *send, const size_t *send_counts, void *recv,
     const size_t *recv_counts, cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0, dtype, CDDP_SUM, -1);
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0, dtype,
+                                 CDDP_SUM, -1 /* root */);
   return cddp__start_counted(__func__, g, &c, send_counts, recv_counts, work);
 }
 
 CDDPDEF cddp_result (cddp_barrier)(cddp_group *g) {
-  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
+  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32,
+                                 CDDP_SUM, -1 /* root */);
   return cddp__start_call(__func__, g, &c, NULL /* waits */);
 }
 
 CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
+  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32,
+                                 CDDP_SUM, -1 /* root */);
   CDDP__CHECK(work != NULL, "work is NULL");
   return cddp__start_call(__func__, g, &c, work);
 }
@@ -25504,11 +25516,12 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *work, double timeout_s) {
   cddp__enter_without_site(__func__);
   CDDP__CHECK(work != NULL, "the work is NULL");
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it must be at least 0", timeout_s);
-  return cddp__work_wait(work, timeout_s < 1e9 ? timeout_s : 1e9 /* INFINITY is no limit */);
+  return cddp__work_wait(work, timeout_s < 1e9 ? timeout_s : 1e9 /* INFINITY: 32 years */);
 }
 
 CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
   CDDP__CHECK(work != NULL && done != NULL, "the work or done is NULL");
+  /* an outlived work has ended, and its group is not used */
   *done = cddp__work_outlived(work) || (work->group->backend->done)(work);
   if (*done && cddp__has_received(work)) cddp__last_source = work->from;
   return CDDP_OK;
@@ -25518,9 +25531,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
 
 CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                       const cddp_ddp_desc *desc) {
-  static cddp_ddp_desc defaults;
+  static cddp_ddp_desc defaults; /* never written; const would need an initializer in C++ */
   cddp_ddp_desc given; /* shards as the job set them, if this process joins */
-  bool joins;
+  bool joins; /* this process joins a running job: the model has more ranks than g */
   cddp_ddp *d;
   cddp_result r;
   cddp__enter_call(__func__);
@@ -25540,13 +25553,13 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
               "shards is %d; it must be from 0 to %d", desc->shards, CDDP__MAX_RANKS);
   CDDP__CHECK(desc->max_grad_norm >= 0, "max_grad_norm must be at least 0");
   CDDP__TRY(cddp__check_own_memory(params, count, NULL /* copies */, &g->host->allocator));
-  cddp__engine_drain(g);
+  cddp__engine_drain(g); /* its operations can write to params */
   joins = g->host->joined && desc->elastic;
   if (joins && g->host->job_info->table.lead.model.params == 0)
     return cddp__fail(
         CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
         "has one elastic model, and this one has destroyed it");
-  if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r; /* g is broken */
   given = *desc;
   if (joins && given.shards == 0) given.shards = g->host->job_info->table.shards;
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL)
@@ -25558,8 +25571,8 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
     cddp_ddp_destroy(d);
     return cddp__named(__func__, r);
   }
-  if (desc->elastic) cddp__elastic_register(d);
-  if (desc->elastic) cddp__notify_supervisor(g->host);
+  if (desc->elastic) cddp__elastic_register(d); /* optimizers find it */
+  if (desc->elastic) cddp__notify_supervisor(g->host); /* lost ranks can be replaced */
   *out = d;
   return CDDP_OK;
 }
@@ -25568,8 +25581,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   cddp_result r;
   int i = 0;
   if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
+  /* the last call of a step: all shards are taken */
   if (!d->desc.elastic && d->shards.taken == d->shards.own_count && !d->no_sync) return false;
-  while (d->shards.current >= 0 && i < d->count && d->tensors[i].ready) i++; /* all must be ready */
+  /* i: the first gradient of the current shard that is not ready; d->count: none */
+  while (d->shards.current >= 0 && i < d->count && d->tensors[i].ready) i++;
   if (d->no_sync)
     r = CDDP__REFUSE("cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
                      "cddp_ddp_ready of a shard", d->group->rank);
@@ -25579,11 +25594,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
         "rank %d; call cddp_ddp_ready for every parameter first", cddp__param_name(d->params, i).s,
         d->shards.current, d->group->rank);
   else if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED)
-    return false; /* a step returns it too */
+    return false; /* in a graph's capture: the step fails with it, and the model stays usable */
   else if (r == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_shard(d);
-  if (r != CDDP_OK) (void)cddp__break_model(d, r);
-  if (r != CDDP_OK || d->shards.current < 0) return false;
+  if (r != CDDP_OK) (void)cddp__break_model(d, r); /* the next step returns r */
+  if (r != CDDP_OK || d->shards.current < 0 /* none is left */) return false;
   *shard = d->shards.current;
   return true;
 }
@@ -25609,8 +25624,10 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
     CDDP__CHECK(rows[i] >= 0 && (uint64_t)rows[i] < sparse->rows,
                 "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i],
                 cddp__param_name(d->params, param).s, sparse->rows - 1);
+  /* + 64, / 4: also cddp__rows_add cannot overflow as it grows its arrays */
   CDDP__CHECK(n <= SIZE_MAX / 4 / (sparse->row_bytes + 64), "n exceeds the address space");
-  if (n > 0 && cddp__on_device(d->group, values)) {
+  if (n > 0 && cddp__on_device(d->group, values)) { /* the rows are collected on the host */
+    /* the program's kernels write the values */
     CDDP__TRY(cddp__await_device(d->group,
                                  d->desc.elastic ? CDDP__AWAIT_STREAM : CDDP__AWAIT_GROUP));
     copy = cddp__malloc(&d->group->host->allocator, n * sparse->row_bytes);
@@ -25633,10 +25650,12 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
   return sparse != NULL ? sparse->mean.n : 0;
 }
 
-/* optim NULL: gradients only. */
+/* cddp_ddp_wait, _step, _reduce_scatter, by `kind`. optim NULL: gradients only. function: the
+   public one's name, for errors of arguments. */
 static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, cddp_optim *optim) {
+  /* After another error of enter the step selects the device again, which fails the model. */
   cddp_result r = d->no_sync ? CDDP_OK : d->memory->enter(d);
-  if (r != CDDP_UNSUPPORTED) /* else nothing has begun */
+  if (r != CDDP_UNSUPPORTED) /* else, in a graph's capture, nothing has begun */
     r = d->desc.elastic ? cddp__elastic_step(d, optim) : cddp__ddp_step(d, kind, optim);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(function, r) : r;
 }
@@ -25650,6 +25669,7 @@ CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
 CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *optim) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL && optim != NULL, "the cddp_ddp or the cddp_optim is NULL");
+  /* most steps are by the optimizer of the last one, and need no check */
   if (optim->paired != d->id || optim->number != d->last_optim || d->no_sync)
     CDDP__TRY(cddp__check_pair(d, optim));
   return cddp__run_step(__func__, d, CDDP__KIND_DDP_STEP, optim);
@@ -25660,6 +25680,7 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
   return d != NULL ? d->partition_count : 0;
 }
 
+/* Fails if d is NULL, or a model without partitions. */
 static cddp_result cddp__check_partitions(const cddp_ddp *d) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   if (!d->desc.elastic) return CDDP_OK;
@@ -25687,7 +25708,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
   int i;
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
-  CDDP__TRY(cddp__check_params(states, d->count, 0 /* no rules */));
+  CDDP__TRY(cddp__check_params(states, d->count, 0 /* no rules: data can be NULL */));
   for (i = 0; i < d->count; i++)
     CDDP__CHECK(
         states[i].data == NULL || states[i].count == d->params[i].count,
@@ -25707,7 +25728,7 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
 
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  CDDP__CHECK(max_norm > 0, "max_norm must be above 0");
+  CDDP__CHECK(max_norm > 0 /* false if NaN */, "max_norm must be above 0");
   CDDP__TRY(d->memory->select_device(d));
   return d->memory->clip(d, max_norm, norm);
 }
@@ -25716,7 +25737,7 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
   CDDP__CHECK(d->step.has_norm, "nothing has been clipped since the last step; see max_grad_norm");
   CDDP__TRY(d->memory->select_device(d));
-  if (d->memory->norm != NULL) return (d->memory->norm)(d, norm);
+  if (d->memory->norm != NULL) return (d->memory->norm)(d, norm); /* copies it from the device */
   *norm = d->step.norm;
   return CDDP_OK;
 }
@@ -25731,9 +25752,10 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
         CDDP_UNSUPPORTED, "cddp_ddp_sync_buffers does not support elastic models; broadcast the "
         "buffers in cddp_ddp_group");
   CDDP__TRY(d->memory->enter(d));
-  if (d->meets) /* else no rank can be absent */
+  if (d->meets) /* else, on GPUs, no rank can be absent */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, NULL /* no optim */, &missing));
-  return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, d->step.active[0]);
+  return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count,
+                                d->step.active[0] /* root: the lowest rank that has data */);
 }
 
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {
@@ -25772,7 +25794,8 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 /* --- optimizers --- */
 
-/* state_count: of the algorithm, without masters. */
+/* Creates an optimizer: checks, chooses its functions, and pairs it with an elastic model, if any.
+   *out is NULL after a failure. state_count: of the algorithm, without masters. */
 static cddp_result cddp__optim_create(
     cddp_optim **out, const cddp__algorithm *algorithm, int state_count, cddp_param *params,
     int count, const cddp__optim_desc *desc) {
@@ -25780,9 +25803,9 @@ static cddp_result cddp__optim_create(
   if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, desc->copies, NULL /* malloc */);
   if (desc->ddp != NULL) cddp__partition_states(desc->ddp, *out);
-  if (r == CDDP_OK) r = cddp__attach_optim(*out);
+  if (r == CDDP_OK) r = cddp__select_optim_backend(*out);
   if (r == CDDP_OK) r = cddp__elastic_set_optim(*out, CDDP__PAIR_NEW);
-  if (r == CDDP_OK) r = ((*out)->backend->copy)(*out);
+  if (r == CDDP_OK) r = ((*out)->backend->copy)(*out); /* the weights, to desc->copies if given */
   if (r == CDDP_OK) return r;
   cddp_optim_destroy(*out);
   *out = NULL;
@@ -25832,7 +25855,8 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 
 /* --- the store --- */
 
-/* Refuses NULLs. answer: the caller's pointer for it; any other if there is none. */
+/* Refuses NULLs and sizes above the limits. answer: the program's pointer for a result that it must
+   not omit; of a call without one: any, not NULL. */
 static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
                                        const void *answer) {
   const char *null = store == NULL ? "the store is NULL"
@@ -25856,11 +25880,13 @@ static cddp_result cddp__check_request(const cddp_store *store, const cddp__requ
   return CDDP_OK;
 }
 
+/* Checks a request, runs it, and waits for the answer, which is in *request. GET first waits for
+   its key. answer: as above. */
 static cddp_result cddp__store_command(const char *function, cddp_store *store,
                                        cddp__request *request, const void *answer) {
   cddp_result r = cddp__check_request(store, request, answer);
   if (r == CDDP_OK && request->code == CDDP__STORE_GET)
-    r = cddp__store_wait(store, request->keys, 1, 0 /* the store's timeout */);
+    r = cddp__store_wait(store, request->keys, 1 /* key */, 0 /* s: the store's timeout */);
   if (r == CDDP_OK) r = cddp__store_run(store, request);
   return cddp__named(function, r);
 }
@@ -25881,7 +25907,7 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
   o.elect = true; /* file://: the first opener serves */
   o.deadline = cddp__now() + o.desc.timeout_s;
   r = cddp__store_open(out, &o);
-  return r == CDDP_MISMATCH ? CDDP_NETWORK : r; /* another program listens */
+  return r == CDDP_MISMATCH ? CDDP_NETWORK : r; /* another program listens: no rank's fault */
 }
 
 CDDPDEF void cddp_store_destroy(cddp_store *store) { cddp__store_close(store); }
@@ -25927,7 +25953,8 @@ CDDPDEF cddp_result cddp_store_compare_set(
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  r = cddp__store_command(__func__, store, &q, swapped != NULL ? size : NULL); /* both are needed */
+  /* both pointers are needed: refuses if one is NULL */
+  r = cddp__store_command(__func__, store, &q, swapped != NULL ? size : NULL);
   if (swapped != NULL) *swapped = q.equal;
   return r;
 }
@@ -25944,19 +25971,19 @@ CDDPDEF cddp_result cddp_store_check(cddp_store *store, const char *const *keys,
                                      bool *all_exist) {
   cddp__request q = cddp__request_of(CDDP__STORE_CHECK, keys, count);
   cddp_result r = cddp__store_command(__func__, store, &q, all_exist);
-  if (all_exist != NULL) *all_exist = r == CDDP_OK && q.number == 0;
+  if (all_exist != NULL) *all_exist = r == CDDP_OK && q.number == 0; /* 1: a key is missing */
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_delete(cddp_store *store, const char *key, bool *deleted) {
   cddp__request q = cddp__request_of(CDDP__STORE_DELETE_KEY, &key, 1);
   cddp_result r = cddp__store_command(__func__, store, &q, &q);
-  if (r == CDDP_OK && deleted != NULL) *deleted = q.number != 0;
+  if (r == CDDP_OK && deleted != NULL) *deleted = q.number != 0; /* 1: the key existed */
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
-  cddp__request q = cddp__request_of(CDDP__STORE_GETNUMKEYS, NULL, 0);
+  cddp__request q = cddp__request_of(CDDP__STORE_GETNUMKEYS, NULL /* keys */, 0 /* count */);
   cddp_result r = cddp__store_command(__func__, store, &q, count);
   if (r == CDDP_OK) *count = (int64_t)q.number;
   return r;
@@ -25968,7 +25995,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
 #define CDDP__DEVICE_ROOMS /* the file's rooms for GPUs, without its kernels */
 #include "cddp_kernels.cuh"
 #undef CDDP__DEVICE_ROOMS
-#else /* no memory is on a device */
+#else /* without CUDA no memory is on a device, and these do as little as possible */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
   return (void)g, (void)desc, cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
 }
@@ -25980,7 +26007,7 @@ static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what) {
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   return (void)g, memcpy(to, from, bytes), CDDP_OK;
 }
-static cddp_result cddp__attach_optim(cddp_optim *optim) { return (void)optim, CDDP_OK; }
+static cddp_result cddp__select_optim_backend(cddp_optim *optim) { return (void)optim, CDDP_OK; }
 static void cddp__await_nccl_threads(void) {}
 CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)kernels; }
 #endif
@@ -25989,7 +26016,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 
 #if !defined(CDDP_NO_CALL_SITES) && !defined(CDDP__CALL_SITES) /* see >>api-diagnostics */
 #define CDDP__CALL_SITES
-/* cddp_at notes the line and returns NULL: the value is the first argument, also f<1, 2>(). */
+/* cddp_at notes the line and returns NULL, so the value is the call's own first argument. That can
+   be f<1, 2>(): a macro with parameters would split it at the comma. */
 #ifdef __cplusplus
 #define CDDP__SITE(T) cddp_at(nullptr, __FILE__, __LINE__) ? static_cast<T *>(nullptr) :
 #else

@@ -3675,7 +3675,7 @@ static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what) {
 }
 
 /* Selects the backend of a cddp_optim: the device's if its parameters are on a device. */
-static cddp_result cddp__attach_optim(cddp_optim *optim) {
+static cddp_result cddp__select_optim_backend(cddp_optim *optim) {
   const cddp_ddp *d = optim->desc.ddp;
   struct cudaPointerAttributes about;
   const void *on_device = NULL, *on_host = NULL;
