@@ -9772,7 +9772,7 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
   }
   if (n > named)
     cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "",
-                 cddp__list_ranks(late, g->size, 160).s);
+                 cddp__list_ranks(late, g->size, 160 /* bytes */).s);
   for (; p < g->size; p++) /* the ranks of the list */
     remote = remote || (late[p] && g->host_index[p] < 0);
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not reach %s%s%s", g->timeout_s, names,
@@ -10371,7 +10371,7 @@ static void cddp__link_close(cddp__connection *c) {
 /* Sends the waiting bytes of links (NULL entries: none), at most until the deadline. */
 static void cddp__links_flush_until(const cddp__net *n, cddp__connection *const *links,
                                     size_t count, double deadline) {
-  bool unsent;
+  bool unsent; /* a link that lives has bytes to send */
   size_t i;
   do {
     unsent = false;
@@ -10434,8 +10434,8 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
       count++;
     }
     cddp__links_flush_until(n, links, count, cddp__now() + batch_s);
-    batch_s = 0.1;
-    while (count > 0) cddp__link_free(links[--count]);
+    batch_s = 0.1; /* s, for each further batch */
+    while (count > 0) cddp__link_free(links[--count]); /* also those that did not connect in time */
   }
   memcpy(cddp__error_text, saved, sizeof saved);
 }
@@ -10633,7 +10633,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
     cddp__net_release(n);
     return NULL;
   }
-  n->hosts = (cddp__host_entry *)(void *)(n->token + 16);
+  n->hosts = (cddp__host_entry *)(void *)(n->token + 16 /* its bytes */);
   n->ranks = (cddp__rank_entry *)(void *)(n->hosts + host_count);
   return n;
 }
@@ -10692,7 +10692,7 @@ typedef struct cddp__rank_info {
   uint32_t joins; /* 1: CDDP_JOIN, a process that joins a running job */
   uint64_t machine; /* cddp__host_identity(): ranks on one machine must have one user */
   uint64_t run; /* a hash of cddp__config.run: tells jobs apart */
-  char backend[16];
+  char backend[16]; /* "cpu", "mpi", "nccl" */
   cddp__host_entry host; /* size: unused */
 } cddp__rank_info;
 
@@ -10850,7 +10850,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   while (config->port != 0 && /* else a path or a name, as it is */
          (r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
          cddp__now() < resolve_end)
-    cddp__sleep(0.1);
+    cddp__sleep(0.1); /* a container's name can appear in DNS later */
   cddp__append_origin(config, r);
   if (r != CDDP_OK) return r;
   snprintf(endpoint, sizeof endpoint, "%s", config->init_method);
@@ -10870,7 +10870,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32 /* hex digits, of half of the MAC */; i++)
     name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
-  name[37] = 0;
+  name[5 + 32] = 0;
   *endpoint_here = here || strncmp(config->init_method, "unix:", 5) == 0 /* on one host */;
   return CDDP_OK;
 }
@@ -11034,7 +11034,8 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3] /* pid, uid, gid */, second = 0;
   char byte = 0;
   int tries;
-  for (tries = 0; tries < 64 && second == 0 && job->rank_claim_fd >= 0; tries++) {
+  for (tries = 0; /* at most 64, as callers can connect without a pause */
+       tries < 64 && second == 0 && job->rank_claim_fd >= 0; tries++) {
     int fd = cddp__accept(job->rank_claim_fd);
     struct pollfd claim = {fd, POLLIN, 0};
     if (fd < 0 && errno != ECONNABORTED) break; /* no more connections now */
@@ -11436,7 +11437,7 @@ static bool cddp__check_table(cddp__net *net, int rank) {
     if (entry->host < 0 || entry->host >= net->host_count || entry->pid == 0 /* no rank */ ||
         entry->port < 0 || entry->port > 65535)
       return false;
-    entry->index = net->hosts[entry->host].size++;
+    entry->index = net->hosts[entry->host].size++; /* in order of rank, from 0 */
   }
   for (i = 0; i < net->host_count && net->hosts[i].size > 0; i++) {}
   net->host = net->ranks[rank].host;
@@ -11502,7 +11503,7 @@ static const char *cddp__endpoint_name(const cddp__config *config) {
    tries this rank serves its clients. After a misfit tries are short, since the rendezvous will
    fail. */
 static double cddp__try_deadline(const cddp__rendezvous *rdv) {
-  double seconds = cddp__has_cause(&rdv->problem) ? 0.25 : rdv->root.try_s;
+  double seconds = cddp__has_cause(&rdv->problem) /* a misfit */ ? 0.25 : rdv->root.try_s;
   return cddp__earlier_deadline(seconds, rdv->deadline);
 }
 
@@ -11662,7 +11663,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   if (rdv->node_socket >= 0 && rdv->net == NULL) /* a client's sockets are served by the root */
     for (i = 0; i < (size_t)rdv->root.fd_count; i++) listeners[listener_count++] = rdv->root.fds[i];
   r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
-                             cddp__earlier_deadline(0.05, until));
+                             cddp__earlier_deadline(0.05 /* s */, until));
   cddp__free(allocator, list);
   for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: removing a child moves the last one */
     cddp__channel *child = &rdv->children[i];
@@ -11823,7 +11824,7 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
     root->next = 0;
     r = cddp__find_addresses(rdv);
     if (r == CDDP_NETWORK && root->address_count == 0 && root->store == NULL &&
-        (cddp__now() + 0.5 > rdv->deadline || cddp__now() > start + CDDP__RESOLVE_S)) {
+        (cddp__now() + 0.5 /* s */ > rdv->deadline || cddp__now() > start + CDDP__RESOLVE_S)) {
       cddp__append_origin(rdv->config, r); /* MASTER_ADDR still does not resolve: no more tries */
       return r;
     }
@@ -11957,13 +11958,13 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->node_count = 1; /* this rank's own */
   rdv->expected = (uint32_t)config->world_size;
   snprintf(root->key, sizeof root->key, "%s/meeting", config->run);
-  root->try_s = 0.25;
-  root->pause = 0.002;
+  root->try_s = 0.25; /* at first; grows to 8 s */
+  root->pause = 0.002; /* at first */
   /* The first look is delayed: if rank 0 registers with this coordinator first, none is needed. */
   root->next_look = cddp__now() + 0.002;
   if (!config->client_only && rdv->job->endpoint_here && cddp__env("CDDP_HOST_ID") == NULL)
     root->next_look = /* later: this host has rank 0's address, so this node probably has it */
-        cddp__earlier_deadline(0.1 + 4e-3 * config->world_size,
+        cddp__earlier_deadline(0.1 + 4e-3 /* s, to start a rank */ * config->world_size,
                                cddp__now() + config->timeout_s / 8);
   return cddp__register_rank(rdv, &rdv->job->table.info, 0 /* this node */);
 }
@@ -12153,7 +12154,7 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
     count += missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
   for (rank = 0; rank < size && !missing[rank]; rank++) {} /* rank: the first that is missing */
   many = count > 1;
-  list = cddp__list_ranks(missing, size, 128);
+  list = cddp__list_ranks(missing, size, 128 /* bytes */);
   refused = rdv->root.refused_count > 0
                 ? cddp__textf("%d connection%s with another CDDP_SECRET, or none, or with "
                               "CDDP_JOIN=1, %s refused; ",
@@ -12264,7 +12265,7 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
    they know which rank is not ready. Called again after MPI's start. */
 static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   cddp__connection *up = &rdv->parent.connection;
-  double deadline = rdv->deadline + 1;
+  double deadline = rdv->deadline + 1; /* later than all of cddp__collect_ranks */
   cddp_result r = CDDP_OK;
   size_t i;
   if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
@@ -12293,7 +12294,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   /* The parent, which can have started later, must fail first: it knows which rank is not ready. */
   if (deadline < cddp__now() + rdv->config->timeout_s + 1)
     deadline = cddp__now() + rdv->config->timeout_s + 1;
-  deadline += up->local ? 1 : 0.5;
+  deadline += up->local ? 1 : 0.5; /* clients after coordinators, these after the root */
   while (r == CDDP_OK && rdv->parent.end_is_loss) {
     if (cddp__now() < deadline)
       r = cddp__poll_channels(rdv, deadline);
@@ -12578,7 +12579,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
   }
   if (job->port != 0 && now >= search->next_resolve) {
     (void)cddp__resolve(job->master, job->port, search->addresses, &search->address_count);
-    search->next_resolve = now + (search->address_count > 0 ? 5 : 0.5);
+    search->next_resolve = now + (search->address_count > 0 ? 5 : 0.5 /* does not resolve yet */);
   }
   for (rank = -search->address_count;
        rank < rank_end && search->count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++) {
@@ -12715,7 +12716,7 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
     for (i = 0; i < search.count; i++) polled[i] = &search.calls[i];
     if (r == CDDP_OK)
       r = cddp__connections_poll(&host->allocator, polled, (size_t)search.count, NULL, 0,
-                                 cddp__earlier_deadline(0.1, deadline));
+                                 cddp__earlier_deadline(0.1 /* s */, deadline));
     for (i = search.count; i-- > 0 && r == CDDP_OK && !answered;) {
       if (polled[i]->ready) {
         r = cddp__join_receive(host->job_info, polled[i], fd, table);
