@@ -186,10 +186,11 @@ extern "C" {
    made the call, and none was lost, timed out, or had no memory left at all.
 
    If cddp_ddp_ready, _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the
-   model is broken: its collective calls fail on all ranks (in elastic models: on this rank).
-   With it the group breaks if it uses NCCL, or if a rank was lost. CDDP_UNSUPPORTED, an argument
-   that does not exist (NULL, an index), a _step while no_sync is on, and an _all_gather without
-   _reduce_scatter break nothing. Groups of elastic jobs: see the fine print.
+   model is broken: its collective calls fail on all ranks (in elastic models: on this rank). The
+   group breaks too if the group uses NCCL, or if a rank was lost. These break nothing:
+   CDDP_UNSUPPORTED; an argument that is NULL or an index out of range; cddp_ddp_step while
+   cddp_ddp_no_sync is on; _all_gather without _reduce_scatter. Groups of elastic jobs: see the
+   fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -226,7 +227,8 @@ CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; nev
 CDDPDEF const char *cddp_error(void);
 
 /* Element types. f16 is IEEE binary16, bf16 the upper half of an f32. Both are summed in f32 and
-   rounded once (NCCL and MPI: by their own rules). Name and type in C, and cddp's own columns: */
+   rounded once (NCCL and MPI: by their own rules). The columns are the name, its text, the type in
+   C, and two of cddp's own. */
 #define CDDP__DTYPES(X) \
   X(CDDP_F32, "f32", float, FLOAT, f32) \
   X(CDDP_F64, "f64", double, FLOAT, f64) \
@@ -460,8 +462,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
    Buckets are reduced during the backward pass. In three cases they are reduced after it: in
-   elastic models; with more shards than ranks; and on one CPU host if the last step was a
-   cddp_ddp_step, which averages and updates in one pass through the memory.
+   elastic models; with more shards than ranks; and on one CPU host after a step that ended by
+   cddp_ddp_step. There cddp expects another one, which averages and updates in one pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -487,7 +489,7 @@ typedef struct cddp_param {
   void *data;       /* the weights; NULL is fine if count is 0 */
   void *grad;       /* the backward pass adds to it. NULL: cddp_ddp_create allocates it, zeroed (not
                        with sparse_rows) */
-  size_t count;     /* elements */
+  size_t count;     /* elements; in C++ a list {...} needs a size_t or a constant, no int */
   cddp_dtype dtype; /* of data and grad: CDDP_F32, F64, F16 or BF16; buffers and files: any */
 } cddp_param;
 
@@ -519,8 +521,9 @@ typedef struct cddp_ddp_desc {
   double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* a gradient not ready on this rank counts as zero in the mean. If
-                                  no rank has it ready, it is not averaged: an optimizer with
-                                  desc.ddp skips it, any other uses it as it is */
+                                  no rank has it ready, it is not averaged. An optimizer made with
+                                  cddp_sgd_desc.ddp or cddp_adamw_desc.ddp skips it then; any
+                                  other updates by the gradient as it is */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -916,9 +919,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    on all ranks. NULL, with a cddp_error, if the model has failed. Local.
 
    If one of its ranks is lost, its calls return CDDP_PEER_LOST (a call during the loss can succeed
-   on some ranks), and training continues; ask again in the next step. Handles can be waited for in
-   a later step, but not by another thread during cddp_ddp_next_shard. If ranks were lost or joined
-   before an operation ended, its handle returns CDDP_PEER_LOST. */
+   on some ranks), and training continues; ask again in the next step. You can wait for a handle in
+   a later step: CDDP_PEER_LOST if ranks were lost or joined before its operation had ended. No
+   thread may wait for one while another is in cddp_ddp_next_shard. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -1139,11 +1142,10 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). On return
-   value[capacity] and *size hold the value that the key then has; if it is absent and expected_size
-   is not 0, they hold expected. *swapped: whether that value equals desired, even if another
-   process stored it; so in an election no two processes may pass the same desired. If the value
-   exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are
-   set. */
+   value[capacity] and *size hold the value that the key then has, or expected if it has none.
+   *swapped: whether value equals desired, even if another process stored it; so in an election no
+   two processes may pass the same desired. If value exceeds capacity: CDDP_INVALID_ARGUMENT, but
+   the call has been made, and *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1199,7 +1201,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MVAPICH2, flux run, jsrun and PALS (untested). If one srun or mpirun starts two programs that use
    cddp, set MASTER_PORT, different for each. On several hosts set MASTER_ADDR and MASTER_PORT,
    except with srun: its ranks connect at srun's first host, on a port derived from Slurm's numbers
-   of the job and the step.
+   of the job and the job step.
 
    For other launchers export RANK, WORLD_SIZE and the rest yourself, and OMP_NUM_THREADS (if unset,
    cddprun and cddp_spawn set it to 1 for several ranks).
@@ -1213,11 +1215,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    into it: processes that cannot read the file cannot connect. Rank 0 removes the file when all
    ranks have connected. A file that a crashed job left is reused.
 
-   SEVERAL HOSTS. Ranks are on one host if they run on one machine. CDDP_HOST_ID can only divide a
-   host: ranks with different values count as ranks of different hosts. So do ranks in different
-   process or time namespaces (containers). Hosts connect by TCP over the interface on the route to
-   rank 0. They learn of a dead process within 0.5 s, and declare a host that does not answer lost
-   after 20 s.
+   SEVERAL HOSTS. The ranks of one machine are on one host, unless they have different values of
+   CDDP_HOST_ID, or are in different process or time namespaces (containers). Hosts connect by
+   TCP over the interface on the route to rank 0. They learn of a dead process within 0.5 s, and
+   declare a host that does not answer lost after 20 s.
 
    FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host;
    with elastic models on every host) and at the other ports that ranks listen on.
@@ -1255,11 +1256,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    memory must suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
    transparent_hugepage/shmem_enabled.
 
-   MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
-   in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and has
-   no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a time-out.
-   cddp knows a thread from its first call on. Let each new thread first call cddp_synchronize: else
-   cddp can report a deadlock where there is none.
+   MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each
+   other in different groups. cddp finds such a deadlock if each rank uses cddp from one thread,
+   and has no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a
+   time-out. A thread that has not yet called cddp does not count. Let each new thread first call
+   cddp_synchronize: else cddp can take another thread's wait for a deadlock.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
    without a handle to a rank of this host blocks while 128 messages, or 256 MiB of copies, from
@@ -1332,8 +1333,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - A process that was in a job can join it again (CDDP_JOIN) after it has destroyed its models
        and groups of that job. CDDP_JOIN counts for each of its calls of cddp_init: unset it before
        one that starts another job.
-     - Not with cddp_init on two threads of one process: use cddp_run_threads. No process can join
-       ranks that are threads. On GPUs such ranks cannot be elastic.
+     - Ranks that are threads can be elastic only in the group of cddp_run_threads, not if each
+       thread calls cddp_init, and not on GPUs. No process can join them.
      - No process can join a job of one host that was started under a file size limit (ulimit -f).
      - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join, MPI; no step in a
        CUDA graph.
