@@ -17068,7 +17068,7 @@ static const char *const cddp__setting_names[] = {
 CDDP__STATIC_ASSERT(sizeof cddp__setting_names / sizeof *cddp__setting_names == CDDP__SETTING_COUNT,
                     "a name for each number");
 
-enum { CDDP__NO_WAIT, CDDP__WAIT }; /* of `bool waits` */
+enum { CDDP__NO_WAIT, CDDP__WAIT }; /* values of `bool waits`, of the backend's zero */
 
 /* An optimizer's functions for its parameters' memory: cddp__cpu_optim or cddp__device_optim. */
 typedef struct cddp__optim_backend {
@@ -17141,7 +17141,7 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
   s->step = -d->lr * d->lr_scales[i]; /* negative: the gradient is subtracted */
   s->decay = d->weight_decays[i];
   s->keep = d->momentum;
-  s->take = 1.0 - d->dampening;
+  s->take = 1.0 - d->dampening; /* the part of a gradient that enters the momentum */
   s->nesterov = d->nesterov != 0;
   s->first = optim->steps[i] == 0;
   /* The cases that sgd_loop computes: it reads a momentum, and adds no Nesterov term. */
@@ -17167,8 +17167,9 @@ static void cddp__sgd_round(const cddp__update *update, void *d, size_t n) {
   update->loops[update->dtype].widen((cddp__f32 *)d, rounded, n);
 }
 
+/* d = a + f * b, PyTorch's add_ with alpha = f. */
 static void cddp__sgd_add(const cddp__update *update, void *d, const void *a, const void *b,
-                          size_t n, double f) { /* d = a + f * b */
+                          size_t n, double f) {
   f = cddp__sgd_scalar(update, f);
   update->loops[cddp__compute_type(update->dtype)].mix(d, a, b, n, 1.0, f);
   cddp__sgd_round(update, d, n);
@@ -17178,7 +17179,7 @@ static void cddp__sgd_add(const cddp__update *update, void *d, const void *a, co
 static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, size_t n) {
   const cddp__scalars *s = &update->scalars;
   if (!cddp__dtype_half(update->dtype)) {
-    update->loops[update->dtype].mix(m, m, b, n, s->keep, s->take);
+    update->loops[update->dtype].mix(m, m, b, n, s->keep, s->take); /* both in one loop */
     return;
   }
   /* PyTorch's mul_, unlike add_, does not round its factor */
@@ -17199,7 +17200,7 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
   cddp_dtype type = cddp__compute_type(update->dtype);
   const void *d = g;
   void *m = states[0]; /* NULL: without momentum */
-  if (s->sign < 0) {
+  if (s->sign < 0) { /* maximize */
     memcpy(buf, g, n * cddp__dtype_size(type));
     (update->loops[type].scale)(buf, n, -1.0, CDDP__SCALE_MULTIPLY);
     d = buf;
@@ -17328,6 +17329,7 @@ static void cddp__half_block(const cddp__update *update, void *master, void *wei
 static void cddp__update_run(const cddp__update *update, size_t first, void *weights,
                              const void *gradient, size_t n) {
   size_t esize = cddp__dtype_size(update->stored), state_esize = cddp__dtype_size(update->dtype);
+  /* A block has CDDP__BLOCK_BYTES in the compute type: the first-level cache holds its arrays. */
   size_t done, m, at; /* elements stepped; elements of the block; bytes before it in each state */
   size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(update->dtype));
   void *states[CDDP__STATES], *master; /* of the block */
@@ -17578,6 +17580,7 @@ static cddp_result cddp__cpu_step(cddp_optim *optim) {
   return CDDP_OK;
 }
 
+/* Both kinds of `waits` are met: the zeros are visible on return. */
 static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes, bool waits) {
   (void)optim, (void)waits;
   memset(p, 0, bytes);
@@ -17589,6 +17592,7 @@ static void cddp__cpu_leave(cddp_optim *optim) { /* shared states are NULL here 
   for (i = 0; i < optim->count * optim->state_count; i++) cddp__free(NULL, optim->state[i]);
 }
 
+/* The backend of parameters in host memory. */
 static const cddp__optim_backend cddp__cpu_optim = {
     false /* not on_device */, cddp__cpu_step, cddp__cpu_copies, cddp__cpu_zero, cddp__cpu_leave};
 
@@ -18032,7 +18036,8 @@ static void cddp__set_layout(cddp_ddp *d) {
                     norm_blocks * sizeof(double) /* squares */ + 2 * slack /* read in slots */;
   layout->state_stride = cddp__wide_bytes(d, 0, layout->model_bytes); /* f32 if there are masters */
   layout->state_stride = cddp__round_up( /* to whole pages */
-      layout->state_stride, layout->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
+      layout->state_stride,
+      layout->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
 
 /* Collective: a round of this kind in which every rank sends the reference of its p, shared memory.
@@ -18367,8 +18372,9 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   if (r == CDDP_OK && *slot >= 0)
     r = cddp__merge_nodes(d, *slot, merge.slots, merge.widths, merge.count, more && !cleared);
   if (r == CDDP_OK && more) r = cddp__zero_copied(d);
+  /* merge.node replaces own[low .. high). */
   memmove(own + merge.low + 1, own + merge.high, (size_t)(*count - merge.high) * sizeof *own);
-  own[merge.low] = merge.node; /* in place of [low, high) */
+  own[merge.low] = merge.node;
   *count += 1 - (merge.high - merge.low);
   return r;
 }
@@ -18388,7 +18394,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   char *to; /* where an exchange receives */
   cddp__call means =
       cddp__make_call(CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM, -1 /* no root */);
-  cddp__call nodes;
+  cddp__call nodes; /* an exchange: step 1 */
   void *scratch = NULL; /* [most][ranks] the received elements; one rank reads its slots instead */
   cddp_result r = CDDP_OK;
   int i;
@@ -18403,7 +18409,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
     r = cddp__run_model_collective(d, &nodes);
   }
   CDDP__POINT("elastic exchanged");
-  for (i = 0; i < d->shards.node_count; i++) {
+  for (i = 0; i < d->shards.node_count; i++) { /* all nodes, in the order of the tree */
     const cddp__shard_node *node = &d->shards.nodes[i];
     size_t place = ((size_t)node->slot * ranks + (size_t)node->rank) * bytes; /* in scratch */
     d->scratch.sources[i] = ranks > 1
@@ -18669,7 +18675,8 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_result r;
   g->calls++; /* of d->comm, which only this thread uses for rounds */
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
-  if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
+  if (cddp__record_at(g, record) != NULL) /* NULL: off, or overwritten */
+    cddp__record_at(g, record)->engine = 1;
   r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, sizeof absent);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) {
@@ -18743,7 +18750,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__range range;
   bool packed;
   cddp_result r = CDDP_OK;
-  int i = 0, k, *used;
+  int i = 0, k, *used; /* used: the array bucket.params */
   if (bytes == 0) return CDDP_OK; /* no rank used any of its parameters */
   (void)cddp__next_range(d, b->sorted, b->count, &i, &range); /* bytes > 0: there is one */
   memset(&bucket, 0, sizeof bucket);
@@ -18786,10 +18793,10 @@ static cddp_result cddp__run_bucket(cddp_work *w) {
   bool hooked = d->desc.comm_hook != NULL;
   cddp_group *g = hooked ? d->hook_group : d->comm; /* the group that the bucket's calls use */
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK) r = d->memory->select_device(d);
+  if (r == CDDP_OK) r = d->memory->select_device(d); /* this is the engine's thread */
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
-  if (hooked) return cddp__break(g, r); /* peers' calls in this hook must not match later ones */
+  if (hooked) return cddp__break(g, r); /* peers' calls in it could match later ones */
   return cddp__fail_in(
       r, "bucket %d (parameter \"%s\"%s): ", (int)(b - d->plan.buckets),
       cddp__param_name(d->params, b->sorted[0]).s, b->count > 1 ? " and others" : "");
@@ -18889,7 +18896,7 @@ static void cddp__end_sharing(cddp_optim *optim) {
   cddp__arena_free(d->group->host, optim->own_shared); /* NULL: another rank's */
 }
 
-/* Local: copies the shared states to this rank's own memory, for steps that are not fused. */
+/* Local: copies the shared states to this rank's own memory, for cddp_optim_step. */
 static cddp_result cddp__copy_shared(cddp_optim *optim) {
   const cddp_ddp *d = optim->shared_by;
   int i;
@@ -18947,7 +18954,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
                      "than on rank 0, in %s: call cddp_load on all ranks, and create the "
                      "cddp_optim anew after a failure", i, here.s);
   if (r == CDDP_OK) {
-    while (g->host_index[k] < 0) k++; /* the first rank on this host */
+    while (g->host_index[k] < 0) k++; /* the first rank on this host: it allocated */
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     /* NONE: rank k's allocation failed. It alone fails here (cddp__arena_alloc has set the text);
        cddp__agree tells the others. */
@@ -18964,8 +18971,8 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   (void)cddp__copy_states( /* in host memory: cannot fail */
       d, optim, (char *)states, begin, end, CDDP__TO_SHARED);
   optim->shared_states = (char *)states;
-  optim->own_shared = g->local_rank > 0 ? NULL : optim->shared_states;
-  optim->next = d->sharing;
+  optim->own_shared = g->local_rank == 0 ? optim->shared_states : NULL; /* it allocated them */
+  optim->next = d->sharing; /* into the model's list */
   d->sharing = optim;
   optim->shared_by = d;
   optim->unshare = cddp__end_sharing;
@@ -18997,7 +19004,7 @@ static void cddp__partition_states(const cddp_ddp *d, cddp_optim *optim) {
   size_t begin, end, esize;
   int i;
   optim->partitioned = optim->desc.sharded_states != 0 && optim->state_count > 0 &&
-               g->size > (g->backend->on_device ? 1 : g->local_size);
+                       g->size > (g->backend->on_device ? 1 : g->local_size /* one host */);
   for (i = 0; optim->partitioned && i < d->count; i++) {
     bool owns = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
     esize = cddp__dtype_size(d->params[i].dtype);
@@ -20240,7 +20247,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
       : desc->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
                                                    : ", a comm_hook";
   const char *name;
-  uint64_t bytes, all = 0, types = 0; /* of a buffer; of all buffers; hash of dtypes and sizes */
+  uint64_t bytes, all_bytes = 0, types = 0; /* of buffers; types: hash of their dtypes and sizes */
   int i;
   out->hash =
       cddp__hash64((uint64_t)desc->buffer_count, &desc->max_grad_norm, sizeof desc->max_grad_norm);
@@ -20251,7 +20258,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
       name = desc->buffers[i].name != NULL ? desc->buffers[i].name : "";
       out->hash = cddp__hash64(out->hash, name, strlen(name));
     }
-    all += bytes;
+    all_bytes += bytes;
   }
   snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards%s%s%s", d->count,
            d->count == 1 ? "" : "s", desc->elastic ? d->shards.count : desc->shards,
@@ -20262,7 +20269,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
                  d->plan.limits[1]);
   if (desc->buffer_count > 0)
     cddp__append(out->text, sizeof out->text, ", %d buffers of %" PRIu64 " bytes (types: %04x)",
-                 desc->buffer_count, all, (unsigned)types & 0xffffu);
+                 desc->buffer_count, all_bytes, (unsigned)types & 0xffffu);
   out->hash = cddp__hash64(out->hash + types, out->text, strlen(out->text));
   cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", desc->max_grad_norm);
 }
@@ -20335,6 +20342,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
     mine = cddp__describe(d, i);
     if (mine.hash == theirs[i + 1].hash) continue;
     if (i >= 0) snprintf(what, sizeof what, "parameter %d is", i);
+    /* In the settings: to the first character that differs. They are separated by ", ". */
     for (; i < 0 && *at != 0 && *at == theirs[0].text[at - mine.text]; at++)
       if (at[0] == ' ' && at[-1] == ',') differs = at + 1;
     r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s %s on rank %d, %s on rank 0",
@@ -20349,25 +20357,25 @@ static cddp__atomic_u32 cddp__models_made; /* in this process: for cddp_ddp.id *
 /* Local: leaves the model's groups and frees its memory. d can be half made, after a failure of
    cddp__ddp_new or _setup. Keeps this thread's error text. */
 static void cddp__ddp_free(cddp_ddp *d) {
-  cddp__host *h = d->group->host;
-  const cddp_allocator *a = &h->allocator;
+  cddp__host *host = d->group->host;
+  const cddp_allocator *a = &host->allocator;
   char text[CDDP__ERROR_MAX];
   cddp_group *g;
-  cddp_optim *o;
+  cddp_optim *optim;
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   if (d->optim != NULL) d->optim->model_link = NULL; /* it can step on without the model */
-  while ((o = d->sharing) != NULL) { /* the optimizer can be used again: its states become whole */
+  while ((optim = d->sharing) != NULL) { /* each can be used again: its states become private */
     /* A failed model can have states that are stepped in part: the optimizer starts without any. */
     if (cddp__has_cause(&d->failure) || cddp__is_broken(d->control) ||
-        cddp__copy_shared(o) != CDDP_OK) {
-      memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
-      cddp__renew_masters(o);
+        cddp__copy_shared(optim) != CDDP_OK) {
+      memset(optim->steps, 0, (size_t)optim->count * sizeof *optim->steps);
+      cddp__renew_masters(optim);
     }
-    if (o->own_shared != NULL) /* freed with the group's block: others can copy until then */
-      cddp__arena_free_with(h, o->own_shared, d->control->block);
-    o->own_shared = NULL; /* cddp__end_sharing would free it now */
-    cddp__end_sharing(o);
+    if (optim->own_shared != NULL) /* freed with the group's block: others can copy until then */
+      cddp__arena_free_with(host, optim->own_shared, d->control->block);
+    optim->own_shared = NULL; /* cddp__end_sharing would free it now */
+    cddp__end_sharing(optim);
   }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__STORAGE_PLACED) /* the arena is freed below */
@@ -20384,9 +20392,9 @@ static void cddp__ddp_free(cddp_ddp *d) {
   if (d->hook_group != NULL && d->hook_group != d->group) cddp__group_leave(d->hook_group);
   if (d->comm != NULL && d->comm != d->group) cddp__group_leave(d->comm);
   if (d->control != NULL) cddp__group_leave(d->control);
-  cddp__arena_free(h, d->arena);
-  cddp__arena_free(h, d->scratch.memory);
-  cddp__arena_free(h, d->rows.packet);
+  cddp__arena_free(host, d->arena);
+  cddp__arena_free(host, d->scratch.memory);
+  cddp__arena_free(host, d->rows.packet);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->rows.sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->rows.sparse[i]);
   g = d->group;
