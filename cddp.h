@@ -21245,7 +21245,7 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
   }
   for (p = 0; p < m->capacity && r == CDDP_OK; p++) {
     if (links[p] == NULL /* this rank */ || reports[p] == NULL /* lost */) continue;
-    r = cddp__connection_post(links[p], CDDP_OK, all + 1, all->head.size);
+    r = cddp__connection_post(links[p], CDDP_OK /* number: no failure */, all + 1, all->head.size);
     CDDP__POINT("elastic answer");
     (void)cddp__link_progress(net, links[p]); /* sends what the socket takes */
   }
@@ -21416,7 +21416,7 @@ static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
     cddp__set_member(m, &report->self);
     if (report->self.life == life) /* this rank; one that joined gets its number here */
       m->me = m->net->rank = report->self.number;
-    m->epoch = cddp__max(m->epoch, report->epoch + 1);
+    m->epoch = cddp__max(m->epoch, report->epoch + 1); /* the one after all that a member knows */
   }
   m->net->host = m->members[m->me].host;
   memset(m->ended, 0, (size_t)m->capacity);
@@ -21456,7 +21456,8 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
     r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader's own text comes first */,
                           table, &cut);
     if (r != CDDP_OK || *table != NULL) break;
-    /* A dead leader refuses the next link. A joining process asks other ranks instead. */
+    /* No table: the leader is lost, its link was cut, or another one has called. A dead leader
+       refuses the next link. A joining process asks other ranks instead. */
     retry = m->lost_leader_called ||
             (cut && !cddp__has_no_number(m) && cddp__retries_member(m, leader));
     if (retry)
@@ -21540,7 +21541,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
      3. A rank without shards left enters the reduction: cddp__elastic_reduce. It needs all members.
      4. Then the rank updates all its weights and states by the mean, and needs no other rank.
         `reductions` counts the completed ones, and differs by at most 1 between members. If it
-        exceeds `step`, the current step has its mean.
+        exceeds `updates`, the current step has its mean.
      5. If an operation fails with CDDP_PEER_LOST, the members meet: cddp__elastic_regroup. The
         table of their reports determines all else: ranks, lost sums, missing means.
      6. Then members that lack the last mean receive it, unless they can read it. Joining processes
@@ -21580,7 +21581,7 @@ typedef struct cddp__published {
 typedef struct cddp__lost_block {
   const cddp__control_block *block;
   uint32_t generation; /* of the block; a later group in its memory has another */
-  uint64_t step;       /* in which this rank left the group */
+  uint64_t step;       /* elastic.updates when this rank left the group */
 } cddp__lost_block;
 
 struct cddp__elastic {
@@ -21590,8 +21591,8 @@ struct cddp__elastic {
   cddp_group *broken_comm; /* the first comm that broke in this step, which cddp_ddp_group returns
                               until the step ends. NULL: none broke */
   /* this rank's sums and the last mean: */
-  uint64_t step; /* waits and steps since creation */
-  uint64_t reductions; /* completed: `step`, or `step` + 1 before the update */
+  uint64_t updates; /* waits and steps since creation */
+  uint64_t reductions; /* completed: `updates`, or `updates` + 1 if the current step has its mean */
   char *slot_area; /* this rank's slots */
   char *mean; /* the last reduction's mean, or this rank's part of it */
   bool holds_shard; /* the gradients hold the sum of a shard that has ended: to be cleared before
@@ -21721,7 +21722,7 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
   bool has_next = cddp__find_shard(d) >= 0; /* which needs the gradients */
   bool to_slot = has_next || !d->elastic->one_host; /* messages are sent from slots */
   cddp_result r = CDDP_OK;
-  if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current);
+  if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current); /* in the packet */
   CDDP__POINT("elastic shard end");
   if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0 /* it can merge with a node */))
     r = cddp__grow_slots(d, d->shards.own_node_count + 1);
@@ -21743,7 +21744,7 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
    later step, once that rank's process has ended. */
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
-  cddp__lost_block lost = {g->block, g->block_generation, elastic->step}, *list = NULL;
+  cddp__lost_block lost = {g->block, g->block_generation, elastic->updates}, *list = NULL;
   if (g->block_ref.kind == CDDP__REF_EXTENT) /* else, between threads, it is never freed */
     list = (cddp__lost_block *)cddp__grow_array(
         &d->group->host->allocator, elastic->lost_blocks, &elastic->lost_capacity,
@@ -21831,7 +21832,7 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
       continue;
     pthread_mutex_lock(&host->lock);
     p->member = false;
-    p->lost_in_step = 1 + d->elastic->step; /* 0: not lost */
+    p->lost_in_step = 1 + d->elastic->updates; /* 0: not lost */
     /* Those of the first ranks stay open: other threads use them. */
     if (p->window >= host->size) cddp__close_fd(&p->pidfd);
     pthread_mutex_unlock(&host->lock);
@@ -21843,7 +21844,7 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
    reason. It can write to control blocks of that time. */
 static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   cddp__process *p = NULL;
-  if (host->arena.fd < 0) return false;
+  if (host->arena.fd < 0) return false; /* nothing is shared */
   while ((p = cddp__next_process(host, p)) != NULL)
     if (p->lost_in_step /* 1 + step */ > step && !cddp__process_gone(host, p->window)) return true;
   return false;
@@ -21855,10 +21856,10 @@ static void cddp__free_lost(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
   cddp__process *p, *next;
-  size_t i, kept = 0;
+  size_t i, kept = 0; /* kept: blocks that stay in the list */
   for (i = 0; i < elastic->lost_count; i++) {
     const cddp__lost_block lost = elastic->lost_blocks[i];
-    if (lost.step >= elastic->step || cddp__lost_lives(host, lost.step))
+    if (lost.step >= elastic->updates /* left in this step */ || cddp__lost_lives(host, lost.step))
       elastic->lost_blocks[kept++] = lost;
     else /* if it is this rank's, and the generation shows that it is not a later group's */
       cddp__arena_free_lost_block(host, lost.block, lost.generation);
@@ -21867,7 +21868,7 @@ static void cddp__free_lost(cddp_ddp *d) {
   if (host->arena.fd >= 0) cddp__find_processes(host); /* those that ended as they joined, too */
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
-    if (p->lost_in_step == 0 || p->lost_in_step > elastic->step /* lost in it */ ||
+    if (p->lost_in_step == 0 || p->lost_in_step > elastic->updates /* lost in it */ ||
         host->arena.fd < 0)
       continue;
     if (p->use_locked && cddp__window_in_use(d, p->window)) continue; /* a later step tries again */
@@ -22037,7 +22038,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < d->step.active_count; i++) r = cddp__map_sums(d, i, packets);
-  if (cddp__is_broken(d->control)) /* then a rank can have changed its memory */
+  if (cddp__is_broken(d->control)) /* then a rank can have changed the memory that is read below */
     r = cddp__check_failure(d->control);
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->shards.node_count; i++) {
@@ -22088,7 +22089,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   size_t longest = 0;
   cddp_result r = CDDP_OK;
   int k, unused; /* unused: most slots of a rank; this rank has grown its own */
-  CDDP_ASSERT(elastic->reductions == elastic->step); /* the last update is complete */
+  CDDP_ASSERT(elastic->reductions == elastic->updates); /* this step has no mean yet */
   /* The sum stayed in the gradients before a process of another host joined. Now slots are sent. */
   if (!elastic->one_host && elastic->holds_shard)
     r = cddp__elastic_clear_gradients(d); /* moves the sum to a slot */
@@ -22125,9 +22126,12 @@ static cddp__rank_report *cddp__rank_report_at(const cddp_ddp *d, cddp__message 
   return (cddp__rank_report *)(void *)cddp__report_at(&d->elastic->meeting, table, k);
 }
 
+/* [count] the steps of each parameter in the optimizer of the report's rank. */
+static float *cddp__report_steps(cddp__rank_report *report) { return (float *)(report + 1); }
+
 /* [shards] 1: the report's rank has the shard's sum. */
 static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__rank_report *report) {
-  return (unsigned char *)((float *)(report + 1) + d->count);
+  return (unsigned char *)(cddp__report_steps(report) + d->count);
 }
 
 /* An optimizer's data (NULL: none) for a joining rank. counts (or NULL) receives the steps of each
@@ -22137,6 +22141,7 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
   memset(&out, 0, sizeof out);
   if (o == NULL) return out;
   out.has_optim = true;
+  /* the settings: numbers that a joining rank's optimizer must have, too */
   memcpy(out.settings, &o->desc, CDDP__SETTING_COUNT * sizeof *out.settings); /* its first fields */
   if (o->count > 0) out.settings[CDDP__SETTING_COUNT] = o->desc.weight_decays[0]; /* the last */
   out.lr_scales = cddp__hash64(1 /* seed */, o->desc.lr_scales, (size_t)o->count * sizeof(double));
@@ -22165,7 +22170,7 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   if (message == NULL) return CDDP_OUT_OF_MEMORY;
   message->head.size = bytes;
   report = cddp__rank_report_at(d, message, 0 /* the only one */);
-  counts = (float *)(report + 1);
+  counts = cddp__report_steps(report);
   sums = cddp__report_sums(d, report);
   report->reductions = elastic->reductions;
   report->steps = d->steps;
@@ -22377,7 +22382,7 @@ static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint6
       able[count++] = k;
   }
   for (i = 0; i < d->shards.count; i++) {
-    owner[i] = -1;
+    owner[i] = -1; /* no rank has its sum */
     for (k = 0; k < d->step.active_count; k++) {
       cddp__rank_report *report = cddp__rank_report_at(d, table, k);
       if (report->reductions == next && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
@@ -22476,8 +22481,8 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   if (r == CDDP_OK && receives) {
     elastic->states = states;
     d->snapshot = from->snapshot;
-    for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = ((float *)(from + 1))[i];
-    elastic->step = from->reductions; /* the weights are those after this many updates */
+    for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = cddp__report_steps(from)[i];
+    elastic->updates = from->reductions; /* the weights are those after this many updates */
     d->steps = from->steps;
     elastic->meeting.self_joining = false; /* it is complete: it can send in the next meeting */
   }
@@ -22511,7 +22516,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
     if (elastic->own != NULL) r = cddp__commit_mean(d);
     if (r == CDDP_OK) r = cddp__run_model_collective(d, &call);
     if (lacks_mean) cddp__set_whole_mean(elastic);
-    has_mean = true;
+    has_mean = true; /* also on joining ranks */
   }
   if (r == CDDP_OK && some_join) r = cddp__send_snapshot(d, from, source);
   if (r == CDDP_OK && some_lack_mean) r = cddp__await_model(d); /* on GPUs: for the mean */
@@ -22519,7 +22524,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   elastic->has_mean = has_mean;
   /* A rank without the update by the repeated mean counts that mean when it is made. */
   if (elastic->repeat_counted || mean_lives) elastic->reductions = from->reductions;
-  if (elastic->reductions == elastic->step && mean_lives) cddp__leave_broken(d); /* a new step */
+  if (elastic->reductions == elastic->updates && mean_lives) cddp__leave_broken(d); /* a new step */
   return CDDP_OK;
 }
 
@@ -22569,7 +22574,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__answer_joins(m); /* with the new epoch and leader */
   cddp__log(&host->logger, CDDP__LOG_WARNING, "%d rank%s with step %" PRIu64, d->step.active_count,
             d->step.active_count == 1 ? " continues" : "s continue",
-            d->steps + elastic->reductions - elastic->step);
+            d->steps + elastic->reductions - elastic->updates);
   return CDDP_OK;
 }
 
@@ -22581,13 +22586,13 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__meeting *m = &elastic->meeting;
   int shard = d->shards.current;
   cddp_result r = CDDP_OK;
-  if (elastic->reductions == elastic->step && !elastic->repeats) /* the last step is complete */
+  if (elastic->reductions == elastic->updates && !elastic->repeats) /* the last step is complete */
     cddp__leave_broken(d);
   cddp__join_serve(d->group->host, CDDP__JOIN_WAIT);
-  if (shard >= 0 && elastic->reductions == elastic->step) r = cddp__finish_shard(d);
+  if (shard >= 0 && elastic->reductions == elastic->updates) r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d); /* the next shard's gradients are not ready */
   d->shards.current = -1;
-  while (r == CDDP_OK && elastic->reductions == elastic->step) { /* until the mean exists */
+  while (r == CDDP_OK && elastic->reductions == elastic->updates) { /* until the mean exists */
     if ((shard = cddp__find_shard(d)) >= 0) {
       if (elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
       if (r == CDDP_OK) d->shards.current = shard;
@@ -22685,7 +22690,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   d->elastic->holds_shard = false; /* the update has zeroed the gradients, or they are the mean */
   CDDP__POINT("elastic updated");
   if (r == CDDP_OK) d->elastic->gave_states = false;
-  if (r == CDDP_OK) d->elastic->step++;
+  if (r == CDDP_OK) d->elastic->updates++;
   return r;
 }
 
@@ -22831,8 +22836,9 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   if (optim == NULL && d->no_sync) return CDDP_OK; /* gradients accumulate: no update */
   record = cddp__record_begin(d->group, optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0 /* count */);
-  r = d->memory->select_device(d);
-  if (r == CDDP_OK && (d->shards.current >= 0 || elastic->reductions == elastic->step))
+  r = d->memory->select_device(d); /* again after enter: an error fails the model here */
+  /* a shard has not ended, or the step has no mean */
+  if (r == CDDP_OK && (d->shards.current >= 0 || elastic->reductions == elastic->updates))
     r = CDDP__REFUSE("rank %d called the update of step %" PRIu64
                      " before all shards are done; call cddp_ddp_next_shard until it returns false",
                      d->group->rank, d->steps);
@@ -23720,7 +23726,7 @@ typedef struct cddp__ckpt {
   bool partitioned; /* each rank has only its parts of the states */
   cddp__st_item *items; /* the states' names follow the array */
   size_t item_count;
-  double lr; /* the optimizer's learning rate; load: the file's */
+  double lr; /* data of the item "optimizer.lr": the optimizer's learning rate; load: the file's */
   char *whole; /* partitioned: memory of the group for any one state, whole */
   char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
   /* save: */
@@ -24925,7 +24931,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
                                 : " before the ranks had created the elastic model");
     cddp__spawn_note_failure(job, CDDP_PEER_LOST, CDDP__NOTICE_S);
     job->by_signal = WIFSIGNALED(status);
-    job->again = job->elastic && !job->has_model;
+    job->again = job->elastic && !job->has_model; /* no rank can join: all must start again */
   }
 }
 
@@ -25564,7 +25570,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__CHECK(desc->max_grad_norm >= 0, "max_grad_norm must be at least 0");
   CDDP__TRY(cddp__check_own_memory(params, count, NULL /* copies */, &g->host->allocator));
   cddp__engine_drain(g); /* its operations can write to params */
-  joins = g->host->joined && desc->elastic;
+  joins = g->host->joined && desc->elastic; /* another model of such a process is its own */
   if (joins && g->host->job_info->table.lead.model.params == 0)
     return cddp__fail(
         CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
