@@ -16502,8 +16502,8 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   cddp__host_release(host);
 }
 
-/* Leaves the group for ranks whose process has ended, so that its block can be freed while an
-   elastic job continues. */
+/* Leaves the group for ranks that have ended, so that its block can be freed while an elastic job
+   continues. */
 static void cddp__leave_for_ended(cddp_group *g) {
   int k;
   for (k = 0; k < g->size && g->host->arena.fd >= 0; k++) {
