@@ -20820,7 +20820,7 @@ static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capaci
   m->capacity = capacity;
   m->ended_at = bytes;
   m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t)); /* aligned in a table */
-  m->self_joining = host->joined;
+  m->self_joining = host->joined; /* until cddp__send_snapshot */
   m->me = host->joined ? capacity /* no number yet */ : g->rank;
   m->unreachable = -1;
   m->members = (cddp__member *)cddp__calloc( /* one block: the other arrays follow */
@@ -22056,7 +22056,8 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
   cddp__run_pass(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
-  return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0, NULL, 0);
+  return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0 /* count */,
+                     NULL /* payload */, 0);
 }
 
 /* This rank has, or is about to receive, the whole mean in its own memory. */
@@ -22076,7 +22077,8 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   /* No rank completes the reduction until all have the rows: no meeting sends them. With dense
      gradients cddp__gather_nodes waits for that. */
   if (r == CDDP_OK && d->layout.dense_bytes == 0)
-    r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0, NULL, 0);
+    r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0 /* count */,
+                    NULL /* payload */, 0);
   if (r == CDDP_OK) r = cddp__gather_nodes(d, d->elastic->mean);
   return r == CDDP_OK ? cddp__await_model(d) : r;
 }
@@ -22346,7 +22348,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   int k;
   memset(&ref, 0, sizeof ref); /* NONE, on a GPU */
   if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
-  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, &ref, sizeof ref);
+  r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, &ref, sizeof ref);
   if (r == CDDP_OK) /* makes the links of comm */
     r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, NULL, 0);
   for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
@@ -23721,7 +23723,7 @@ typedef struct cddp__ckpt {
   int count;
   const cddp_checkpoint_desc *desc; /* never NULL */
   cddp_checkpoint_desc none; /* all 0: the desc if the caller passed NULL */
-  bool root; /* this is rank 0 */
+  bool root; /* this is rank 0, or the group is NULL: it reads or writes the file */
   bool has_device_memory; /* a tensor can be in device memory */
   bool partitioned; /* each rank has only its parts of the states */
   cddp__st_item *items; /* the states' names follow the array */
@@ -23851,7 +23853,7 @@ static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
       return CDDP_OK;
     }
     /* EWOULDBLOCK, ENOENT: between open and flock another process took this file for an old one */
-    error = errno;
+    error = errno; /* of flock or lstat: unlink can change it */
     if (error != EWOULDBLOCK && error != ENOENT) {
       unlink(name);
       r = cddp__fail(CDDP_IO, "flock or lstat %s: %s", name, strerror(error));
@@ -23876,7 +23878,8 @@ static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
   strcpy(slash != NULL ? slash + 1 : folder, "."); /* over the file's name, unused after rename */
   fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
   error = fd >= 0 ? cddp__sync_file(fd) : errno;
-  if (fd < 0 && ckpt->fd >= 0) /* no right to read it, or no descriptor: sync the file system */
+  /* no right to read the directory, or no descriptor: syncs the file's whole file system */
+  if (fd < 0 && ckpt->fd >= 0)
     error = syscall(SYS_syncfs, ckpt->fd) == 0 ? 0 : errno;
   cddp__close_fd(&fd);
   if (error == 0 || error == ENOSYS) return CDDP_OK;
@@ -23889,7 +23892,7 @@ static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
    it. If r or one of these is a failure, removes it. */
 static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
   const char *name = ckpt->temporary;
-  bool named = cddp__file_has_name(ckpt->fd, name);
+  bool named = cddp__file_has_name(ckpt->fd, name); /* else errno says why */
   bool lost = !named && errno == ENOENT; /* no file, or another one, has the name */
   int error = 0;
   if (r == CDDP_OK && !named)
@@ -24144,7 +24147,7 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   bool device = cddp__on_device(ckpt->g, item->data), direct = !device && filed == dtype;
   size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size); /* chunk */
   cddp_result r = CDDP_OK;
-  if (!direct && ckpt->staging == NULL)
+  if (!direct && ckpt->staging == NULL) /* kept for the next items */
     ckpt->staging = (char *)cddp__malloc(ckpt->allocator, 2 * CDDP__FILE_STAGING);
   if (!direct && ckpt->staging == NULL) return CDDP_OUT_OF_MEMORY;
   for (done = 0; r == CDDP_OK && done < item->count; done += n) {
@@ -24152,7 +24155,7 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
     char *raw = direct ? memory : ckpt->staging; /* the file's bytes */
     char *converted = filed == dtype ? raw /* the same bytes, in the item's dtype */
                       : device ? ckpt->staging + CDDP__FILE_STAGING : memory;
-    n = cddp__min(item->count - done, most);
+    n = cddp__min(item->count - done, most); /* elements of this chunk */
     if (save && device) r = cddp__transfer(ckpt->g, raw, memory, n * size);
     if (r == CDDP_OK) r = cddp__file_io(fd, save, raw, n * file_size, at + done * file_size);
     if (r == CDDP_OK && converted != raw) cddp__convert(converted, dtype, raw, filed, n);
@@ -24281,7 +24284,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   if (r == CDDP_OK && c.partitioned) r = cddp__alloc_whole(&c);
   if (r == CDDP_OK) {
     if (c.root || c.partitioned) r = cddp__save_header(&c); /* all need the list of states */
-    if (c.partitioned) r = cddp__agree(g, r);
+    if (c.partitioned) r = cddp__agree(g, r); /* before the ranks gather states together */
     if (r == CDDP_OK && c.root) {
       r = cddp__open_temporary(&c);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
@@ -24294,7 +24297,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
       r = cddp__save_items(&c, r);
     }
     mine = r;
-    r = cddp__agree(g, mine);
+    r = cddp__agree(g, mine); /* the other ranks wait here for rank 0 and its disk */
     if (r == CDDP_TIMEOUT && !c.root)
       r = cddp__fail_in(r, "rank 0 has not finished writing the file to the disk: ");
     if (r != CDDP_OK && mine == CDDP_OK && c.root)
@@ -24596,10 +24599,11 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   }
   if (r == CDDP_OK) {
     uint64_t start = c.numbers[CDDP__META_SAMPLES];
+    /* a set of numbers that the file lacks in part (desc.partial) changes nothing */
     if ((c.found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
       desc->ddp->steps = c.numbers[CDDP__META_STEPS];
     if (start > 0 && start >= c.numbers[CDDP__META_DATASET_SIZE])
-      start = UINT64_MAX; /* the epoch had ended: also with a larger dataset */
+      start = UINT64_MAX; /* the epoch had ended, so it has also if the dataset is larger now */
     if ((c.found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
       cddp__sampler_begin(desc->sampler, c.numbers[CDDP__META_EPOCH], start, CDDP__EPOCH_RESUMED);
     text = desc->text; /* large enough for the values: cddp__load_header has checked that */
@@ -25135,6 +25139,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   block = cddp__map_memory(-1 /* fd: private */, 0 /* base */, cddp__block_bytes(n, n));
   if (thread == NULL || block == NULL)
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
+  /* each rank has a host object and a group; all groups have one control block */
   for (i = 0; r == CDDP_OK && i < n; i++) {
     thread[i].fn = fn;
     thread[i].arg = arg;
@@ -25173,10 +25178,11 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
                    failed->text[0] ? "; its last error: " : "", failed->text);
   }
   for (i = 0; thread != NULL && i < n; i++) cddp__host_release(thread[i].host);
+  /* the only rank's group owns the block, and has unmapped it */
   if (block != NULL && (n > 1 || thread == NULL || thread[0].group == NULL))
-    munmap(block, cddp__block_bytes(n, n)); /* else its group has unmapped it */
+    munmap(block, cddp__block_bytes(n, n));
   free(thread);
-  cddp__await_nccl_threads();
+  cddp__await_nccl_threads(); /* of GPU groups: the program can end now */
   return r;
 }
 
@@ -25318,7 +25324,7 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line) {
 
 CDDPDEF void cddp_destroy(cddp_group *g) {
   if (g != NULL) cddp__group_leave(g);
-  cddp__await_nccl_threads();
+  cddp__await_nccl_threads(); /* if this was the last group on a GPU: the program can end now */
 }
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
@@ -25508,7 +25514,7 @@ CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
 CDDPDEF cddp_result (cddp_send)(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                                 int peer, int tag, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_SEND, buf, NULL, count, dtype, CDDP_SUM, peer);
-  memcpy(&c.recv, &buf, sizeof buf); /* drops const: a send does not write to recv */
+  memcpy(&c.recv, &buf, sizeof buf); /* drops const: a send only reads recv */
   c.tag = tag;
   return cddp__start_call(__func__, g, &c, work);
 }
@@ -25793,7 +25799,7 @@ CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
   if (d == NULL) return;
   cddp__elastic_free(d); /* if it is elastic */
   cddp__ddp_free(d);
-  cddp__await_nccl_threads(); /* if its group has been destroyed */
+  cddp__await_nccl_threads(); /* if its group has been destroyed: the program can end now */
 }
 
 CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data) {
