@@ -154,26 +154,27 @@ extern "C" {
    caller's again after the return. All functions enqueue on stream (a cudaStream_t) and return a
    cudaError_t. */
 typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
-  void *data;     /* weights; NULL where not needed */
+  void *data;     /* weights; NULL in calls that use only grad */
   void *grad;
   void *momentum; /* AdamW: exp_avg; NULL: none */
   size_t count;   /* elements */
   void *master;   /* NULL: none. Else data and grad are f16 or bf16, this and momentum f32 */
 } cddp_segment;
 enum {
-  CDDP_SGD_FIRST = 1, /* momentum has no value yet */
-  CDDP_SGD_ZERO = 2   /* then grad = 0 */
+  CDDP_SGD_FIRST = 1, /* momentum has no value yet: it becomes the gradient */
+  CDDP_SGD_ZERO = 2   /* sets grad to 0 after the update */
 };
 typedef struct cddp_kernels {
-  int version;          /* CDDP_VERSION of the header they were compiled with */
+  int version;          /* CDDP_VERSION when they were compiled; a table with another is ignored */
   size_t scratch_bytes; /* device memory for squares, factor and scale */
-  int (*load)(void);    /* loads all kernels to the thread's device */
-  /* The gradient is grad * factor, rounded to dtype, then (clip not NULL) * clip[1], rounded. */
+  int (*load)(void);    /* loads all kernels to the thread's current device */
+  /* sgd and adamw use the gradient grad * factor, rounded to dtype. clip not NULL: that product is
+     multiplied by clip[1], which is in device memory, and rounded again. */
   int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
              double factor, const double *clip, unsigned flags, void *stream);
   int (*adamw)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_adamw_step *rule,
-               double factor, const double *clip, unsigned flags, void *stream); /* F32, F64;
-                                                                        F16, BF16 with masters */
+               double factor, const double *clip, unsigned flags,
+               void *stream); /* of F32 and F64, or of F16 and BF16 with masters */
   /* copies[i][count] = data of segment i, f32, as f16 or bf16 */
   int (*copies)(const cddp_segment *s, void *const *copies, int n, cddp_dtype copy_dtype,
                 void *stream);
@@ -187,13 +188,14 @@ typedef struct cddp_kernels {
   /* grad *= scratch[1], or factor if scratch is NULL */
   int (*scale)(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
                const double *scratch, void *stream);
-  /* out[count] = the canonical sum of n nodes, 1 to CDDP_NODES, of widths[i] shards each; a width's
-     sign does not count. Nodes are in the type of computing: f64, or f32 for all others. With
-     divisor 0 so is out, but the last node is of dtype; else out = sum / divisor, of dtype. */
+  /* out[count] = the canonical sum of n nodes, 1 to CDDP_NODES. Node i is the sum of widths[i]
+     shards; a width's sign is ignored. The type of computing is f64 for f64, else f32.
+     divisor 0: out has the type of computing. So have the nodes, except the last, of dtype.
+     divisor > 0: out = sum / divisor, of dtype. All nodes have the type of computing. */
   int (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths, int n,
              int divisor, size_t count, void *stream);
 } cddp_kernels;
-#define CDDP_NODES 256
+#define CDDP_NODES 256 /* most nodes of a sum: their addresses are a kernel's parameter */
 /* >>declarations ----------------------------------------------------------------------------------
    The functions that programs call. */
 
@@ -299,14 +301,18 @@ cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x, const
 
 #ifdef __CUDACC__
 #define CDDP__CU_UNROLLED _Pragma("unroll")
-#else
+#else /* a host compiler, in tests */
 #define CDDP__CU_UNROLLED
 #endif
 
-enum { CDDP__CU_THREADS = 256, CDDP__CU_UNROLL = 4, CDDP__CU_PIECES = 64 };
+enum {
+  CDDP__CU_THREADS = 256, /* of a block */
+  CDDP__CU_UNROLL = 4,    /* packs, or nodes, that a thread loads before it uses the first */
+  CDDP__CU_PIECES = 64    /* most pieces of a launch: see cddp__cu_pieces */
+};
 #define CDDP__CU_KERNEL static __global__ void __launch_bounds__(CDDP__CU_THREADS)
 
-/* An element's type, the type of its arithmetic, and the conversions between them. */
+/* Of an element's type T: C is the type of its arithmetic; load and store convert between them. */
 template <typename T> struct cddp__cu_type;
 template <> struct cddp__cu_type<float> {
   typedef float C;
@@ -335,12 +341,14 @@ template <typename T> static __device__ typename cddp__cu_type<T>::C cddp__cu_lo
 template <typename T> static __device__ T cddp__cu_store(typename cddp__cu_type<T>::C x) {
   return cddp__cu_type<T>::store(x);
 }
-/* x rounded to type T. */
+/* x rounded to type T, as if it had been stored and loaded again. */
 template <typename T>
 static __device__ typename cddp__cu_type<T>::C cddp__cu_rounded(typename cddp__cu_type<T>::C x) {
   return cddp__cu_type<T>::load(cddp__cu_type<T>::store(x));
 }
 
+/* These intrinsics round each operation once, as CPUs do. nvcc would fuse a plain a * b + c, and
+   approximate divisions and roots with --use_fast_math. */
 static __device__ float cddp__cu_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 static __device__ double cddp__cu_fma(double a, double b, double c) { return __fma_rn(a, b, c); }
 static __device__ float cddp__cu_mul(float a, float b) { return __fmul_rn(a, b); }
@@ -354,9 +362,10 @@ static __device__ double cddp__cu_div(double a, double b) { return __ddiv_rn(a, 
 static __device__ float cddp__cu_sqrt(float a) { return __fsqrt_rn(a); }
 static __device__ double cddp__cu_sqrt(double a) { return __dsqrt_rn(a); }
 
-/* N elements that a thread loads or stores with one instruction. */
+/* N elements that a thread loads or stores with one instruction: hence the alignment. */
 template <typename T, size_t N> struct alignas(sizeof(T) * N) cddp__cu_pack { T v[N]; };
 
+/* The thread's number in its grid, and the number of threads of the grid. */
 static __device__ size_t cddp__cu_thread() {
   return (size_t)blockIdx.x * blockDim.x + threadIdx.x;
 }
@@ -365,14 +374,16 @@ static __device__ size_t cddp__cu_all_threads() { return (size_t)gridDim.x * blo
 /* Returns the block's sum in thread 0: each warp adds its lanes pairwise, then warp 0 adds the
    warps' sums. All threads of the block must call it; blockDim.x is CDDP__CU_THREADS. */
 static __device__ double cddp__cu_block_sum(double x) {
-  __shared__ double warp[CDDP__CU_THREADS / 32];
-  int lane = (int)(threadIdx.x % 32), i;
-  for (i = 16; i > 0; i /= 2) x += __shfl_down_sync(0xffffffffu, x, (unsigned)i);
+  __shared__ double warp_sums[CDDP__CU_THREADS / 32]; /* a warp has 32 threads (lanes) */
+  int lane = (int)(threadIdx.x % 32), distance;
+  for (distance = 16; distance > 0; distance /= 2)
+    x += __shfl_down_sync(0xffffffffu /* all lanes */, x, (unsigned)distance);
   __syncthreads(); /* all warps have read the previous call's sums */
-  if (lane == 0) warp[threadIdx.x / 32] = x;
+  if (lane == 0) warp_sums[threadIdx.x / 32] = x; /* lane 0 has the sum of its warp */
   __syncthreads();
-  x = lane < CDDP__CU_THREADS / 32 ? warp[lane] : 0;
-  for (i = 16; i > 0; i /= 2) x += __shfl_down_sync(0xffffffffu, x, (unsigned)i);
+  x = lane < CDDP__CU_THREADS / 32 ? warp_sums[lane] : 0;
+  for (distance = 16; distance > 0; distance /= 2)
+    x += __shfl_down_sync(0xffffffffu /* all lanes */, x, (unsigned)distance);
   return x;
 }
 
@@ -383,14 +394,15 @@ static thread_local bool cddp__cu_loads;
 template <typename... P, typename... A>
 static cudaError_t cddp__cu_launch_threads(void (*kernel)(P...), dim3 grid, unsigned threads,
                                            cudaStream_t stream, A... arguments) {
-  cudaLaunchConfig_t c;
-  cudaFuncAttributes about;
-  if (cddp__cu_loads) return cudaFuncGetAttributes(&about, (const void *)kernel);
-  memset((void *)&c, 0, sizeof c);
-  c.gridDim = grid;
-  c.blockDim = dim3(threads);
-  c.stream = stream;
-  return cudaLaunchKernelEx(&c, kernel, static_cast<P>(arguments)...);
+  cudaLaunchConfig_t config;
+  cudaFuncAttributes attributes;
+  if (cddp__cu_loads) /* this query loads the kernel */
+    return cudaFuncGetAttributes(&attributes, (const void *)kernel);
+  memset((void *)&config, 0, sizeof config);
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
 }
 template <typename... P, typename... A>
 static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, cudaStream_t stream,
@@ -398,7 +410,8 @@ static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, cudaStream_t
   return cddp__cu_launch_threads(kernel, grid, CDDP__CU_THREADS, stream, arguments...);
 }
 
-/* Blocks for n elements, `each` per block, at most `most`: kernels stride over the grid. */
+/* The number of blocks for n elements, with `each` elements per block, but at most `most` blocks:
+   a kernel's threads then process several elements each, in strides of the grid's size. */
 static unsigned cddp__cu_blocks(size_t n, size_t each, size_t most) {
   size_t blocks = n / each + (n % each != 0);
   return (unsigned)(blocks < most ? blocks : most);
@@ -406,10 +419,11 @@ static unsigned cddp__cu_blocks(size_t n, size_t each, size_t most) {
 
 /* Blocks for n elements, of which a thread processes four or more. */
 static unsigned cddp__cu_grid(size_t n) {
-  return cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16);
+  return cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16 /* blocks fill any GPU */);
 }
 
-/* The types that train. A new one needs a cddp__cu_type, and its cases in the functions below. */
+/* The types that train: those of the float classes, which are the first in cddp_dtype. A new one
+   needs a cddp__cu_type, and its cases in the functions below. */
 #define CDDP__X(name, text, type, cls, loops) \
   static_assert((CDDP__CLASS_##cls <= CDDP__CLASS_HALF) == (name <= CDDP_BF16), "kernels: " text);
 CDDP__DTYPES(CDDP__X)
@@ -427,27 +441,28 @@ static bool cddp__cu_is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CD
         blocks; a block finds a chunk's piece by bisection. */
 
 typedef struct cddp__cu_piece {
-  char *data, *grad, *momentum;
-  char *copy; /* in half precision; or the master, f32 */
-  size_t count, first_chunk; /* elements; chunks of all pieces before */
-  bool packed;
+  char *data, *grad, *momentum; /* the segment's arrays, from the piece's first element on */
+  char *copy; /* receives data in half precision; if the segment has a master: that, f32 */
+  size_t count, first_chunk; /* elements; number of chunks of all pieces before */
+  bool packed; /* its arrays are aligned, so threads access packs of 16 bytes */
 } cddp__cu_piece;
 
 typedef struct cddp__cu_pieces {
   cddp__cu_piece piece[CDDP__CU_PIECES];
-  size_t chunks;
-  int count;
+  size_t chunks; /* of all pieces */
+  int count;     /* of pieces */
 } cddp__cu_pieces;
 
-static_assert(sizeof(cddp__cu_pieces) <= 3900, "a kernel's parameters take up to 4 KiB");
+static_assert(sizeof(cddp__cu_pieces) <= 3900, "4 KiB of parameters with the operation");
 
 /* Bits for the arrays of a segment, in an operation's READS and WRITES. */
 constexpr unsigned CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4;
 
-/* The defaults of an operation. */
+/* The defaults of an operation. Each one also has READS and WRITES, begin(), which every thread
+   calls first, apply() for one element, and copy(), which gets the new weights of a pack. */
 struct cddp__cu_each {
   enum {
-    BLOCKS = 1 << 30,         /* largest number of blocks */
+    BLOCKS = 1 << 30,         /* largest number of blocks: in effect no limit */
     AT_ONCE = CDDP__CU_UNROLL /* packs that a thread loads together; fewer if registers are short */
   };
   /* Returns false if this launch leaves the array out, though READS or WRITES has it. */
@@ -455,19 +470,22 @@ struct cddp__cu_each {
   __device__ bool writes_momentum() const { return true; }
   __device__ bool writes_grad() const { return true; }
   __device__ void end() const {} /* called after a block's last chunk */
-  /* Called on the host after a launch. */
+  /* Called on the host after each launch, to enqueue what must follow it. */
   cudaError_t launched(unsigned, cudaStream_t) const { return cudaSuccess; }
 };
 
-/* Elements i .. i + N of a piece. Operations on further arrays have their own overload. */
+/* Applies op to elements i to i + N - 1 of a piece, already loaded to d, g and m (data, grad and
+   momentum). An operation that needs the piece's other arrays has its own overload. */
 template <size_t N, typename T, typename Op>
 static __device__ void cddp__cu_apply(const Op &op, const cddp__cu_piece &, size_t, T *d, T *g,
                                       T *m) {
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[k], g[k], m[k]);
 }
 
-/* Runs K packs of N elements each on one thread. All loads come first, so that many are in flight.
-   All packs must exist. */
+/* Runs op on K packs of N elements on one thread. All loads precede the first use, so that many are
+   in flight.
+     first   index of the thread's first pack. The next is CDDP__CU_THREADS further: the threads of
+             a block access adjacent packs. All K packs must be inside the piece. */
 template <size_t N, size_t K, typename T, typename Op>
 static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, const Op &op) {
   typedef cddp__cu_pack<T, N> pack;
@@ -490,53 +508,63 @@ static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, 
   }
 }
 
+/* A block processes every gridDim.x-th chunk of the pieces. */
 template <typename T, typename Op>
 CDDP__CU_KERNEL cddp__cu_segments_kernel(const cddp__cu_pieces s, const Op given) {
-  const size_t N = 16 / sizeof(T), chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * N;
-  Op op = given;
+  const size_t N = 16 / sizeof(T); /* elements of a pack */
+  const size_t chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * N; /* elements of a chunk */
+  Op op = given; /* begin() changes the thread's copy; parameters are constant */
   op.begin();
   for (size_t c = blockIdx.x; c < s.chunks; c += gridDim.x) {
     int low = 0, high = s.count - 1;
-    while (low < high) { /* the last piece that starts at or before chunk c */
+    while (low < high) { /* the last piece that starts begin or before chunk c */
       int middle = (low + high + 1) / 2;
       if (s.piece[middle].first_chunk <= c) low = middle;
       else high = middle - 1;
     }
     const cddp__cu_piece &p = s.piece[low];
-    size_t at = (c - p.first_chunk) * chunk, end = at + chunk < p.count ? at + chunk : p.count;
-    if (p.packed && end - at == chunk) {
+    size_t begin = (c - p.first_chunk) * chunk; /* elements of the piece */
+    size_t end = begin + chunk < p.count ? begin + chunk : p.count;
+    if (p.packed && end - begin == chunk) { /* whole: every thread has CDDP__CU_UNROLL packs */
       for (size_t u = 0; u < CDDP__CU_UNROLL; u += Op::AT_ONCE)
-        cddp__cu_do_packs<N, Op::AT_ONCE, T>(p, at / N + threadIdx.x + u * CDDP__CU_THREADS, op);
+        cddp__cu_do_packs<N, Op::AT_ONCE, T>(p, begin / N + threadIdx.x + u * CDDP__CU_THREADS, op);
       continue;
     }
-    for (size_t i = at / N + threadIdx.x; p.packed && i < end / N; i += CDDP__CU_THREADS)
+    /* The last chunk of a piece: pack by pack, then element by element. Also all chunks of a piece
+       that is not packed, only by elements. */
+    for (size_t i = begin / N + threadIdx.x; p.packed && i < end / N; i += CDDP__CU_THREADS)
       cddp__cu_do_packs<N, 1, T>(p, i, op);
-    for (size_t i = (p.packed ? end - end % N : at) + threadIdx.x; i < end; i += CDDP__CU_THREADS)
+    size_t single = p.packed ? end - end % N : begin; /* the first element outside packs */
+    for (size_t i = single + threadIdx.x; i < end; i += CDDP__CU_THREADS)
       cddp__cu_do_packs<1, 1, T>(p, i, op);
   }
   op.end();
 }
 
-/* The offset of the arrays from a multiple of 16 bytes; -1: the offsets differ. */
+/* The bytes by which the segment's arrays begin behind a multiple of 16; -1: the offsets differ, or
+   there is no array. size: bytes of an element. */
 static int cddp__cu_offset(const cddp_segment *s, const void *copy, size_t size) {
   const void *p[3] = {s->data, s->grad, s->momentum};
   int offset = -1, i;
-  if (s->master != NULL) /* packs of states and masters have twice the size */
+  if (s->master != NULL) /* states and masters are f32: their packs have 32 bytes */
     return (((uintptr_t)s->data | (uintptr_t)s->grad) % 16 |
             ((uintptr_t)s->momentum | (uintptr_t)s->master) % 32) == 0 ? 0 : -1;
   for (i = 0; i < 3; i++) {
-    int mine = (int)((uintptr_t)p[i] % 16);
+    int its_offset = (int)((uintptr_t)p[i] % 16);
     if (p[i] == NULL) continue;
-    if (offset >= 0 && mine != offset) return -1;
-    offset = mine;
+    if (offset >= 0 && its_offset != offset) return -1;
+    offset = its_offset;
   }
-  /* A pack has four f32, and 8 bytes of copies in half precision. */
+  /* Copies of f32 weights: a pack has four f32, and their copies 8 bytes. They must begin at the
+     same element of a pack: offset / size is its index. */
   if (copy != NULL && offset >= 0 && (uintptr_t)copy % 8 != (uintptr_t)offset / size * 2) return -1;
   return offset;
 }
 
+/* The address `bytes` behind p; NULL stays NULL. */
 static char *cddp__cu_at(void *p, size_t bytes) { return p != NULL ? (char *)p + bytes : NULL; }
 
+/* Adds the segment's elements from `at` on to the list. size: bytes of an element. */
 static void cddp__cu_add_piece(cddp__cu_pieces *t, const cddp_segment *s, void *copy, size_t at,
                             size_t count, size_t size, bool packed) {
   const size_t chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * (16 / size);
@@ -552,6 +580,7 @@ static void cddp__cu_add_piece(cddp__cu_pieces *t, const cddp_segment *s, void *
   t->chunks += count / chunk + (count % chunk != 0);
 }
 
+/* Launches the pieces of the list, if any, and empties it. */
 template <typename T, typename Op>
 static cudaError_t cddp__cu_flush(cddp__cu_pieces *t, const Op &op, cudaStream_t stream) {
   unsigned blocks = cddp__cu_blocks(t->chunks, 1, Op::BLOCKS);
@@ -563,6 +592,8 @@ static cudaError_t cddp__cu_flush(cddp__cu_pieces *t, const Op &op, cudaStream_t
   return e;
 }
 
+/* Runs op on n segments of elements of type T, in as few launches as possible. copies: [n] arrays
+   of half precision; NULL: none. */
 template <typename T, typename Op>
 static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies, int n,
                                      const Op &op, cudaStream_t stream) {
@@ -572,10 +603,11 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
   for (int i = 0; i < n && e == cudaSuccess; i++) {
     void *copy = copies != NULL ? copies[i] : NULL;
     int offset = cddp__cu_offset(&s[i], copy, sizeof(T));
-    size_t head = offset > 0 ? (16 - (size_t)offset) / sizeof(T) : 0;
+    size_t head = offset > 0 ? (16 - (size_t)offset) / sizeof(T) : 0; /* up to an aligned pack */
     if (s[i].count == 0) continue;
     if (head > s[i].count) head = s[i].count;
-    if (t.count + 2 > CDDP__CU_PIECES) e = cddp__cu_flush<T>(&t, op, stream);
+    if (t.count + 2 > CDDP__CU_PIECES) /* a segment has up to two pieces */
+      e = cddp__cu_flush<T>(&t, op, stream);
     if (e != cudaSuccess) break;
     if (head > 0) cddp__cu_add_piece(&t, &s[i], copy, 0, head, sizeof(T), false);
     if (s[i].count > head)
@@ -592,9 +624,12 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
   : (dtype) == CDDP_BF16 ? fn<__nv_bfloat16>(__VA_ARGS__)           \
                          : cudaErrorInvalidValue
 
-/* The rule's numbers in the type of the arithmetic. */
+/* The numbers of SGD's rule in the type of the arithmetic: see cddp__cu_make_rule. */
 template <typename C> struct cddp__cu_rule {
-  C factor, clip, step, keep, momentum, intake, decay; /* keep: momentum, not rounded to T */
+  C factor, clip; /* of the gradient */
+  C step;         /* -lr */
+  C keep;         /* momentum, not rounded to T */
+  C momentum, intake, decay; /* momentum, rounded to T; 1 - dampening; weight_decay */
   bool has_factor, has_decay, has_momentum, first, zeroes, nesterov, maximize;
   const double *scratch; /* clipping: the factor is scratch[1]; NULL: none */
 };
@@ -603,9 +638,10 @@ template <typename C> struct cddp__cu_rule {
    m = first ? d : momentum * m + intake * d
    d = nesterov ? d + momentum * m : m
    p = p - lr * d
-   Each a + f * b is rounded once. f16 and bf16 round each result to their type, as >>optim in
-   cddp.h does. Variants of the rule are flags, the same for all threads, and not separate kernels:
-   a driver that compiles kernels at program start has fewer to compile. */
+   p is the weight, d the gradient, m the momentum. Each a + f * b is rounded once. f16 and bf16
+   round each result to their type, as >>optim in cddp.h does. Variants of the rule are flags,
+   the same for all threads, and not separate kernels: a driver that compiles kernels at program
+   start has fewer to compile. */
 template <typename T, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
   typedef typename cddp__cu_type<T>::C C;
   enum { READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM, WRITES = READS };
@@ -627,7 +663,7 @@ template <typename T, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
     if (r.maximize) d = -d;
     if (r.has_decay) d = add(d, p, r.decay);
     if (r.has_momentum) {
-      m = d;
+      m = d; /* the first step's; PyTorch does not dampen it */
       if (!r.first) {
         m = cddp__cu_rounded<T>(cddp__cu_mul(r.keep, cddp__cu_load(moment)));
         m = add(m, d, r.intake);
@@ -643,6 +679,7 @@ template <typename T, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
   }
 };
 
+/* An operation's copy(): none, or one that writes the new weights as H, f16 or bf16. */
 struct cddp__cu_no_copy : cddp__cu_each {
   template <size_t N, typename T>
   __device__ void copy(const cddp__cu_piece &, size_t, const T *) const {}
@@ -657,14 +694,15 @@ template <typename H> struct cddp__cu_half_copy : cddp__cu_each {
   }
 };
 
-/* Rounds x to T only once: first x is rounded to odd, then to the nearest T. */
+/* Rounds x to T only once, although f32 is between them: x is rounded to an odd f32 (the lowest bit
+   tells that bits were lost), then to the nearest T. f32 and f64: the caller's cast rounds. */
 template <typename T> static double cddp__cu_scalar(double x) { return x; }
 static uint32_t cddp__cu_float_bits_odd(double x) {
   float y = (float)x;
   uint32_t u;
   memcpy(&u, &y, 4);
-  if (x != x || (double)y == x) return u;
-  if (fabs((double)y) > fabs(x)) u--;
+  if (x != x || (double)y == x) return u; /* NaN, or exact */
+  if (fabs((double)y) > fabs(x)) u--; /* now rounded toward zero */
   return u | 1;
 }
 static double cddp__cu_bits_float(uint32_t u) {
@@ -674,34 +712,37 @@ static double cddp__cu_bits_float(uint32_t u) {
 }
 template <> double cddp__cu_scalar<__nv_bfloat16>(double x) {
   uint32_t u = cddp__cu_float_bits_odd(x);
-  return cddp__cu_bits_float((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u);
+  return cddp__cu_bits_float((u + 0x7fff + ((u >> 16) & 1) /* ties to even */) & 0xffff0000u);
 }
 template <> double cddp__cu_scalar<__half>(double x) {
   double y = cddp__cu_bits_float(cddp__cu_float_bits_odd(x)), a = fabs(y), unit;
   int e;
-  if (!(a < 65520)) return y != y ? y : y > 0 ? HUGE_VAL : -HUGE_VAL;
+  if (!(a < 65520)) /* NaN, or nearer to infinity than to the largest f16, 65504 */
+    return y != y ? y : y > 0 ? HUGE_VAL : -HUGE_VAL;
   frexp(a, &e);
-  unit = ldexp(1.0, (e < -13 ? -13 : e) - 11); /* the value of the last place */
+  /* The value of the last of 11 binary places. Below 2^-14 (e < -13) f16 is subnormal. */
+  unit = ldexp(1.0, (e < -13 ? -13 : e) - 11);
   return nearbyint(y / unit) * unit;
 }
 
 /* The rule's numbers as PyTorch rounds them: the factors of an addition (alpha) to T, those of a
-   multiplication alone (mul_) to the type of the arithmetic. clip: device memory whose second
-   number is the factor of clipping, read by the kernel; NULL: none. */
+   multiplication alone (mul_) to the type of the arithmetic.
+     factor   of the gradient: 1, or 1/n if the gradient is a sum
+     clip     device memory: clip[1] is the factor of clipping, read by the kernel; NULL: none */
 template <typename T>
 static cddp__cu_rule<typename cddp__cu_type<T>::C>
 cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip, unsigned flags) {
   typedef typename cddp__cu_type<T>::C C;
   cddp__cu_rule<C> r;
   r.factor = (C)factor;
-  r.clip = (C)1;
+  r.clip = (C)1; /* begin() replaces it if clip is not NULL */
   r.scratch = clip;
   r.step = (C)cddp__cu_scalar<T>(-d->lr);
   r.keep = (C)d->momentum;
   r.momentum = (C)cddp__cu_scalar<T>(d->momentum);
   r.intake = (C)cddp__cu_scalar<T>(1.0 - d->dampening);
   r.decay = (C)cddp__cu_scalar<T>(d->weight_decay);
-  r.has_factor = factor != 1;
+  r.has_factor = factor != 1; /* a factor of 1 changes nothing */
   r.has_decay = d->weight_decay != 0;
   r.has_momentum = d->momentum != 0;
   r.first = (flags & CDDP_SGD_FIRST) != 0;
@@ -711,10 +752,11 @@ cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip, un
   return r;
 }
 
-/* Runs op, an operation on f32, on the masters of weights of type H. */
+/* Runs op, an operation on f32, on the masters of weights of type H. The weights become the rounded
+   masters. factor and clip are applied here, to gradients of type H; op has none of its own. */
 template <typename H, typename Op> struct cddp__cu_master_op : cddp__cu_no_copy {
   enum {
-    READS = CDDP__CU_GRAD,
+    READS = CDDP__CU_GRAD, /* masters and states: in the overload of cddp__cu_apply below */
     WRITES = CDDP__CU_DATA | (Op::WRITES & CDDP__CU_GRAD),
     AT_ONCE = 2 /* each pack has two packs of the masters and of each state */
   };
@@ -734,45 +776,49 @@ static __device__ void cddp__cu_apply(const cddp__cu_master_op<H, Op> &op, const
   typedef cddp__cu_pack<float, N> pack;
   pack *master = (pack *)(void *)(p.copy + i * sizeof(float));
   pack *moment = (pack *)(void *)(p.momentum + i * sizeof(float));
-  pack w = *master, m = {}, v;
-  if (op.op.reads_momentum()) m = *moment;
+  pack weights = *master, moments = {}, gradients; /* f32 */
+  if (op.op.reads_momentum()) moments = *moment;
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
-    v.v[k] = cddp__cu_rounded<H>(cddp__cu_mul(cddp__cu_load(g[k]), op.factor));
-    if (op.scratch != NULL) v.v[k] = cddp__cu_rounded<H>(cddp__cu_mul(v.v[k], op.clip));
+    gradients.v[k] = cddp__cu_rounded<H>(cddp__cu_mul(cddp__cu_load(g[k]), op.factor));
+    if (op.scratch != NULL)
+      gradients.v[k] = cddp__cu_rounded<H>(cddp__cu_mul(gradients.v[k], op.clip));
   }
-  cddp__cu_apply<N>(op.op, p, i, w.v, v.v, m.v);
+  cddp__cu_apply<N>(op.op, p, i, weights.v, gradients.v, moments.v);
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
-    d[k] = cddp__cu_store<H>(w.v[k]);
-    g[k] = cddp__cu_store<H>(0.0f);
+    d[k] = cddp__cu_store<H>(weights.v[k]);
+    g[k] = cddp__cu_store<H>(0.0f); /* stored only if writes_grad() */
   }
-  *master = w;
-  if (op.op.writes_momentum()) *moment = m;
+  *master = weights;
+  if (op.op.writes_momentum()) *moment = moments;
 }
 
+/* Runs op on the masters of n segments. factor, clip: of the gradients, as in cddp_kernels.sgd. */
 template <typename H, typename Op>
 static cudaError_t cddp__cu_on_masters(const cddp_segment *s, int n, const Op &op, double factor,
                                        const double *clip, cudaStream_t stream) {
-  cddp__cu_master_op<H, Op> m = {};
-  m.op = op;
-  m.factor = (float)factor;
-  m.scratch = clip;
-  return cddp__cu_segments<H>(s, NULL, n, m, stream);
+  cddp__cu_master_op<H, Op> master_op = {};
+  master_op.op = op;
+  master_op.factor = (float)factor;
+  master_op.scratch = clip;
+  return cddp__cu_segments<H>(s, NULL /* copies */, n, master_op, stream);
 }
 
-/* H: the type of the weights: T, or half precision with masters of type T. Also below. */
+/* SGD with arithmetic on type T. H is the type of the weights: T, or half precision if they have
+   masters of type T. Copy: a struct with copy(). */
 template <typename T, typename H, typename Copy>
 static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
                                    const cddp_sgd_desc *rule, double factor, const double *clip,
                                    unsigned flags, cudaStream_t stream) {
   cddp__cu_sgd_op<T, Copy> op = {};
   if constexpr (sizeof(H) < sizeof(T)) {
-    op.r = cddp__cu_make_rule<T>(rule, 1, NULL, flags);
+    op.r = cddp__cu_make_rule<T>(rule, 1 /* factor */, NULL /* clip */, flags);
     return cddp__cu_on_masters<H>(s, n, op, factor, clip, stream);
   }
   op.r = cddp__cu_make_rule<T>(rule, factor, clip, flags);
   return cddp__cu_segments<T>(s, copies, n, op, stream);
 }
 
+/* Without masters and copies. One template parameter, for CDDP__CU_DISPATCH_TYPE. */
 template <typename T>
 static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_sgd_desc *rule,
                                       double factor, const double *clip, unsigned flags,
@@ -785,6 +831,8 @@ static bool cddp__cu_masters(const cddp_segment *s, int n) {
   return n > 0 && s[0].master != NULL;
 }
 
+/* Returns whether the segments are valid: all or none have masters, and those with elements have
+   grad and, if asked for, data and momentum. */
 static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool momentum) {
   if (n < 0 || (n > 0 && s == NULL)) return false;
   for (int i = 0; i < n; i++)
@@ -795,6 +843,7 @@ static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool m
   return true;
 }
 
+/* cddp_kernels.sgd. */
 static int cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
                         double factor, const double *clip, unsigned flags, void *on) {
   cudaStream_t stream = (cudaStream_t)on;
@@ -812,7 +861,8 @@ static int cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cd
 extern "C" cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
                                      const cddp_sgd_desc *rule, unsigned flags,
                                      cudaStream_t stream) {
-  return (cudaError_t)cddp__cu_sgd(s, n, dtype, rule, 1, NULL, flags, stream);
+  return (cudaError_t)cddp__cu_sgd(s, n, dtype, rule, 1 /* factor */, NULL /* clip */, flags,
+                                   stream);
 }
 
 extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
@@ -839,22 +889,26 @@ template <typename T> struct cddp__cu_adamw_op : cddp__cu_no_copy {
     WRITES = READS,
     AT_ONCE = sizeof(T) == 8 ? 2 : CDDP__CU_UNROLL /* three arrays of f64: registers are short */
   };
-  T factor, clip, step, decay, lerp, keep, take, root, eps;
-  bool near, amsgrad, zeroes;
-  size_t stride;
+  T factor, clip; /* of the gradient; with maximize, factor is negative */
+  T step, decay, lerp, keep, take, root, eps; /* as in cddp_adamw_step, but see near */
+  bool near; /* like torch.lerp, adds to the nearer end: the average, or (false: lerp is lerp - 1)
+                the gradient */
+  bool amsgrad, zeroes;
+  size_t stride; /* bytes from one state to the next: cddp_adamw_step.stride */
   const double *scratch; /* clipping: the factor is scratch[1]; NULL: none */
   __device__ bool writes_grad() const { return zeroes; }
   __device__ void begin() {
     if (scratch != NULL) clip = (T)scratch[1];
   }
-  __device__ void one(T &x, T &grad, T &a, T &b, T &most) const {
-    T v = cddp__cu_mul(grad, factor), w;
+  /* One element: its weight, gradient, exp_avg, exp_avg_sq and max_exp_avg_sq. */
+  __device__ void one(T &x, T &grad, T &average, T &square, T &most) const {
+    T v = cddp__cu_mul(grad, factor), divisor;
     if (scratch != NULL) v = cddp__cu_mul(v, clip);
-    a = cddp__cu_fma(lerp, cddp__cu_sub(v, a), near ? a : v);
-    b = cddp__cu_fma(cddp__cu_mul(take, v), v, cddp__cu_mul(b, keep));
-    most = amsgrad && (most > b || most != most) ? most : b;
-    w = cddp__cu_add(cddp__cu_div(cddp__cu_sqrt(most), root), eps);
-    x = cddp__cu_add(cddp__cu_mul(x, decay), cddp__cu_div(cddp__cu_mul(step, a), w));
+    average = cddp__cu_fma(lerp, cddp__cu_sub(v, average), near ? average : v);
+    square = cddp__cu_fma(cddp__cu_mul(take, v), v, cddp__cu_mul(square, keep));
+    most = amsgrad && (most > square || most != most /* stays NaN */) ? most : square;
+    divisor = cddp__cu_add(cddp__cu_div(cddp__cu_sqrt(most), root), eps);
+    x = cddp__cu_add(cddp__cu_mul(x, decay), cddp__cu_div(cddp__cu_mul(step, average), divisor));
     grad = 0; /* stored only if writes_grad() */
   }
 };
@@ -865,14 +919,15 @@ static __device__ void cddp__cu_apply(const cddp__cu_adamw_op<T> &op, const cddp
   typedef cddp__cu_pack<T, N> pack;
   pack *square = (pack *)(void *)(p.momentum + op.stride + i * sizeof(T));
   pack *most = (pack *)(void *)(p.momentum + 2 * op.stride + i * sizeof(T));
-  pack b = *square, c = b;
-  if (op.amsgrad) c = *most;
-  CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.one(d[k], g[k], m[k], b.v[k], c.v[k]);
-  *square = b;
-  if (op.amsgrad) *most = c;
+  pack squares = *square, maxima = squares; /* without amsgrad maxima are not used */
+  if (op.amsgrad) maxima = *most;
+  CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++)
+    op.one(d[k], g[k], m[k], squares.v[k], maxima.v[k]);
+  *square = squares;
+  if (op.amsgrad) *most = maxima;
 }
 
-/* H: f32, f64, or f16 and bf16 with masters. */
+/* AdamW on weights of type H: f32 or f64, or f16 or bf16 if they have masters. */
 template <typename H>
 static cudaError_t cddp__cu_adamw_on(const cddp_segment *s, int n, const cddp_adamw_step *rule,
                                      double factor, const double *clip, unsigned flags,
@@ -880,6 +935,7 @@ static cudaError_t cddp__cu_adamw_on(const cddp_segment *s, int n, const cddp_ad
   typedef typename cddp__cu_type<H>::C T;
   cddp__cu_adamw_op<T> op = {};
   const bool masters = sizeof(H) < sizeof(T);
+  /* with masters cddp__cu_master_op applies factor and clip */
   op.factor = (T)(masters ? 1 : factor) * (rule->maximize ? (T)-1 : (T)1);
   op.clip = (T)1;
   op.scratch = masters ? NULL : clip;
@@ -899,6 +955,7 @@ static cudaError_t cddp__cu_adamw_on(const cddp_segment *s, int n, const cddp_ad
   return cddp__cu_segments<T>(s, NULL, n, op, stream);
 }
 
+/* cddp_kernels.adamw. */
 static int cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
                           const cddp_adamw_step *rule, double factor, const double *clip,
                           unsigned flags, void *on) {
@@ -913,9 +970,11 @@ static int cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
 extern "C" cudaError_t cddp_cuda_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
                                        const cddp_adamw_step *rule, unsigned flags,
                                        cudaStream_t stream) {
-  return (cudaError_t)cddp__cu_adamw(s, n, dtype, rule, 1, NULL, flags, stream);
+  return (cudaError_t)cddp__cu_adamw(s, n, dtype, rule, 1 /* factor */, NULL /* clip */, flags,
+                                     stream);
 }
 
+/* Changes nothing, and copies the weights. */
 template <typename H> struct cddp__cu_copy_op : cddp__cu_half_copy<H> {
   enum { READS = CDDP__CU_DATA, WRITES = 0 };
   __device__ void begin() {}
@@ -936,13 +995,13 @@ extern "C" cudaError_t cddp_cuda_copies(const cddp_segment *s, void *const *copi
 
 template <typename T> struct cddp__cu_scale_op : cddp__cu_no_copy {
   enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_GRAD };
-  const double *scratch;
-  typename cddp__cu_type<T>::C f;
+  const double *scratch; /* NULL: none; else the factor is scratch[1] */
+  typename cddp__cu_type<T>::C factor;
   __device__ void begin() {
-    if (scratch != NULL) f = (typename cddp__cu_type<T>::C)scratch[1];
+    if (scratch != NULL) factor = (typename cddp__cu_type<T>::C)scratch[1];
   }
   __device__ void apply(T &, T &grad, T &) const {
-    grad = cddp__cu_store<T>(cddp__cu_mul(cddp__cu_load(grad), f));
+    grad = cddp__cu_store<T>(cddp__cu_mul(cddp__cu_load(grad), factor));
   }
 };
 
@@ -951,7 +1010,7 @@ static cudaError_t cddp__cu_scale_as(const cddp_segment *s, int n, double factor
                                      const double *scratch, cudaStream_t stream) {
   cddp__cu_scale_op<T> op;
   op.scratch = scratch;
-  op.f = (typename cddp__cu_type<T>::C)factor;
+  op.factor = (typename cddp__cu_type<T>::C)factor;
   return cddp__cu_segments<T>(s, NULL, n, op, stream);
 }
 
@@ -966,7 +1025,7 @@ static int cddp__cu_scale(const cddp_segment *s, int n, cddp_dtype dtype, double
 extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype dtype,
                                        const double *scratch, cudaStream_t stream) {
   if (scratch == NULL) return cudaErrorInvalidValue;
-  return (cudaError_t)cddp__cu_scale(s, n, dtype, 1, scratch, stream);
+  return (cudaError_t)cddp__cu_scale(s, n, dtype, 1 /* factor, not used */, scratch, stream);
 }
 
 /* >>shards ---------------------------------------------------------------------------------------
@@ -978,17 +1037,21 @@ extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype 
      3. Up to 15 shards need at most CDDP__CU_SHALLOW sums on the stack; a thread then sums a pack
         of elements at a time. With deeper stacks it sums one element at a time. */
 
-enum { CDDP__CU_DEPTH = 16, CDDP__CU_SHALLOW = 4 };
+enum {
+  CDDP__CU_DEPTH = 16,  /* most sums on the stack */
+  CDDP__CU_SHALLOW = 4 /* most with packs, whose stack must fit into registers */
+};
 
 typedef struct cddp__cu_nodes {
-  const void *at[CDDP_NODES];
+  const void *at[CDDP_NODES]; /* [count] each node's array */
   unsigned char merges[CDDP_NODES]; /* number of merges after each node */
   int count;
-  bool packed;
-  size_t elements;
-  double divisor; /* 0: none */
+  bool packed; /* the arrays are aligned and the stack is shallow: a thread sums packs */
+  size_t elements; /* of each node */
+  double divisor; /* of the sum; 0: none */
 } cddp__cu_nodes;
 
+/* Loads pack i of array `from` in the type of computing. */
 template <typename T, size_t N>
 static __device__ void cddp__cu_widen(typename cddp__cu_type<T>::C *to, const void *from,
                                       size_t i) {
@@ -1006,14 +1069,15 @@ static __device__ void cddp__cu_sum_pack(const cddp__cu_nodes &s, void *out, siz
   cddp__cu_pack<Out, N> result;
   for (int first = 0; first < s.count; first += CDDP__CU_UNROLL) {
     CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
-      if (first + u < s.count - 1) cddp__cu_widen<C, N>(node[u].v, s.at[first + u], i);
+      if (first + u < s.count - 1) /* not the last node */
+        cddp__cu_widen<C, N>(node[u].v, s.at[first + u], i);
       else if (first + u < s.count) cddp__cu_widen<Last, N>(node[u].v, s.at[first + u], i);
     }
     CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
       if (first + u >= s.count) break;
       CDDP__CU_UNROLLED for (size_t at = DEPTH - 1; at > 0; at--) sums[at] = sums[at - 1];
       sums[0] = node[u];
-      for (int m = s.merges[first + u]; m > 0; m--) {
+      for (int merges = s.merges[first + u]; merges > 0; merges--) {
         CDDP__CU_UNROLLED for (size_t e = 0; e < N; e++)
           sums[0].v[e] = cddp__cu_add(sums[1].v[e], sums[0].v[e]);
         CDDP__CU_UNROLLED for (size_t at = 1; at < DEPTH - 1; at++) sums[at] = sums[at + 1];
@@ -1027,6 +1091,7 @@ static __device__ void cddp__cu_sum_pack(const cddp__cu_nodes &s, void *out, siz
   ((cddp__cu_pack<Out, N> *)out)[i] = result;
 }
 
+/* Sums packs first, then the remaining elements, or all if the nodes are not packed, one by one. */
 template <typename Out, typename Last>
 CDDP__CU_KERNEL cddp__cu_sum_kernel(const cddp__cu_nodes s, void *out) {
   const size_t N = 16 / sizeof(typename cddp__cu_type<Out>::C);
@@ -1041,13 +1106,15 @@ template <typename T>
 static cudaError_t cddp__cu_sum_as(void *out, const cddp__cu_nodes &s, cudaStream_t stream) {
   typedef typename cddp__cu_type<T>::C C;
   dim3 blocks(cddp__cu_blocks(s.elements, CDDP__CU_THREADS * (16 / sizeof(C)), 8192));
+  /* Out and Last: see cddp_kernels.sum. */
   if (s.divisor != 0) return cddp__cu_launch(cddp__cu_sum_kernel<T, C>, blocks, stream, s, out);
   return cddp__cu_launch(cddp__cu_sum_kernel<C, T>, blocks, stream, s, out);
 }
 
+/* cddp_kernels.sum. Merges the widths as the threads will merge the sums: this gives s.merges. */
 static int cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
                         int n, int divisor, size_t count, void *stream) {
-  int sizes[CDDP__CU_DEPTH], depth = 0;
+  int stack[CDDP__CU_DEPTH], depth = 0; /* the widths of the sums on it */
   cddp__cu_nodes s;
   if (count == 0) return cudaSuccess;
   if (out == NULL || nodes == NULL || widths == NULL || n < 1 || n > CDDP_NODES || divisor < 0)
@@ -1061,10 +1128,11 @@ static int cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes, c
     if (depth == CDDP__CU_DEPTH || nodes[i] == NULL) return cudaErrorInvalidValue;
     s.at[i] = nodes[i];
     s.packed = s.packed && (uintptr_t)nodes[i] % 16 == 0;
-    sizes[depth++] = widths[i] < 0 ? -widths[i] : widths[i];
+    stack[depth++] = widths[i] < 0 ? -widths[i] : widths[i];
     s.packed = s.packed && depth <= CDDP__CU_SHALLOW;
-    for (; depth > 1 && (i == n - 1 || sizes[depth - 1] == sizes[depth - 2]); depth--) {
-      sizes[depth - 2] += sizes[depth - 1];
+    /* after the last node all sums are merged */
+    for (; depth > 1 && (i == n - 1 || stack[depth - 1] == stack[depth - 2]); depth--) {
+      stack[depth - 2] += stack[depth - 1];
       s.merges[i]++;
     }
   }
