@@ -1141,9 +1141,11 @@ static int cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes, c
 
 /* >>sums -----------------------------------------------------------------------------------------
    Job: sums over all elements.
-   How it works: each block writes its sum to scratch (block b to index 2 + b). A second launch, of
-   one block, adds these sums. The number of blocks depends only on the sizes, not on the device. */
+   How it works: each block writes its sum to scratch (block b to index 2 + b, behind the sum of
+   squares and the factor). A second launch, of one block, adds these sums. The number of blocks
+   depends only on the sizes, not on the device. */
 
+/* Launched with one block. */
 CDDP__CU_KERNEL cddp__cu_finish_kernel(double *to, const double *partial, int n, double factor) {
   double sum = 0;
   for (int i = (int)threadIdx.x; i < n; i += CDDP__CU_THREADS) sum += partial[i];
@@ -1154,14 +1156,16 @@ CDDP__CU_KERNEL cddp__cu_finish_kernel(double *to, const double *partial, int n,
 /* *to += factor times the sum of the blocks' sums. */
 static cudaError_t cddp__cu_finish(double *to, const double *partial, unsigned blocks,
                                    double factor, cudaStream_t stream) {
-  return cddp__cu_launch(cddp__cu_finish_kernel, 1, stream, to, partial, (int)blocks, factor);
+  return cddp__cu_launch(cddp__cu_finish_kernel, 1 /* block */, stream, to, partial, (int)blocks,
+                         factor);
 }
 
-/* Squares of all elements; scratch[0] grows after each launch. */
+/* The sum of squares of all grad. Each launch of pieces is followed by one that adds its blocks'
+   sums to scratch[0]. */
 template <typename T> struct cddp__cu_squares_op : cddp__cu_no_copy {
   enum { READS = CDDP__CU_GRAD, WRITES = 0, BLOCKS = CDDP_CUDA_BLOCKS };
   double *scratch;
-  mutable double sum; /* of this thread */
+  mutable double sum; /* of this thread; mutable, as apply() is const */
   __device__ void begin() { sum = 0; }
   __device__ void apply(T &, T &grad, T &) const {
     double v = (double)cddp__cu_load(grad);
@@ -1180,9 +1184,10 @@ template <typename T>
 static cudaError_t cddp__cu_squares(const cddp_segment *s, int n, double *scratch, bool add,
                                  cudaStream_t stream) {
   cddp__cu_squares_op<T> op;
+  /* not add: scratch[0] = 0 */
   cudaError_t e = add ? cudaSuccess : cudaMemsetAsync(scratch, 0, sizeof *scratch, stream);
   op.scratch = scratch;
-  op.sum = 0;
+  op.sum = 0; /* begin() sets it in each thread; here only so that op has no undefined field */
   return e == cudaSuccess ? cddp__cu_segments<T>(s, NULL, n, op, stream) : e;
 }
 
@@ -1194,26 +1199,30 @@ extern "C" cudaError_t cddp_cuda_squares(const cddp_segment *s, int n, cddp_dtyp
 
 static __global__ void cddp__cu_factor_kernel(double *scratch, double max_norm) {
   double factor = max_norm / (sqrt(scratch[0]) + 1e-6);
-  scratch[1] = factor > 1 || isinf(max_norm) ? 1 : factor; /* NaN stays NaN */
+  /* A NaN stays NaN. With max_norm inf nothing is clipped, and inf / inf would be NaN. */
+  scratch[1] = factor > 1 || isinf(max_norm) ? 1 : factor;
 }
 
 extern "C" cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaStream_t stream) {
   if (scratch == NULL) return cudaErrorInvalidValue;
-  return cddp__cu_launch_threads(cddp__cu_factor_kernel, 1, 1, stream, scratch, max_norm);
+  return cddp__cu_launch_threads(cddp__cu_factor_kernel, 1 /* block */, 1 /* thread */, stream,
+                                 scratch, max_norm);
 }
 
 /* >>arrays ----------------------------------------------------------------------------------------
    Job: convert and fill arrays. Entry points: cddp_cuda_convert, _fill, _uniform. */
 
+/* Converts an element, and rounds once. From f32, f16 and bf16 only the store rounds. From f64
+   there is a cast to f32 before it, unless To is f32 or f64: the specializations below. */
 template <typename To, typename From> struct cddp__cu_conversion {
   static __device__ To of(From x) {
     return cddp__cu_store<To>((typename cddp__cu_type<To>::C)cddp__cu_load(x));
   }
 };
-template <typename To> struct cddp__cu_conversion<To, double> { /* to odd, then to the nearest */
+template <typename To> struct cddp__cu_conversion<To, double> { /* as in cddp__cu_scalar */
   static __device__ To of(double x) {
-    float y = __double2float_rz(x);
-    if ((double)y != x && x == x) y = __uint_as_float(__float_as_uint(y) | 1);
+    float y = __double2float_rz(x); /* toward zero; if inexact, then to an odd f32 */
+    if ((double)y != x && x == x /* no NaN */) y = __uint_as_float(__float_as_uint(y) | 1);
     return cddp__cu_store<To>(y);
   }
 };
@@ -1226,7 +1235,8 @@ template <> struct cddp__cu_conversion<double, double> {
 
 template <typename To, typename From>
 CDDP__CU_KERNEL cddp__cu_convert_kernel(To *to, const From *from, size_t n, bool packed) {
-  const size_t N = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
+  const size_t larger = sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From);
+  const size_t N = 16 / larger; /* elements of a pack: that of the larger type has 16 bytes */
   size_t packs = packed ? n / N : 0;
   for (size_t i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads()) {
     cddp__cu_pack<From, N> in = ((const cddp__cu_pack<From, N> *)from)[i];
@@ -1243,11 +1253,12 @@ CDDP__CU_KERNEL cddp__cu_convert_kernel(To *to, const From *from, size_t n, bool
 template <typename To, typename From>
 static cudaError_t cddp__cu_convert_from(void *to, const void *from, size_t n,
                                          cudaStream_t stream) {
-  bool packed = ((uintptr_t)to | (uintptr_t)from) % 16 == 0;
+  bool packed = ((uintptr_t)to | (uintptr_t)from) % 16 == 0; /* both are aligned */
   return cddp__cu_launch(cddp__cu_convert_kernel<To, From>, cddp__cu_grid(n), stream, (To *)to,
                          (const From *)from, n, packed);
 }
 
+/* dtype: that of `from`. */
 template <typename To>
 static cudaError_t cddp__cu_convert_to(void *to, const void *from, cddp_dtype dtype, size_t n,
                                     cudaStream_t stream) {
@@ -1288,10 +1299,12 @@ extern "C" cudaError_t cddp_cuda_fill(void *x, cddp_dtype dtype, size_t n, doubl
 
 CDDP__CU_KERNEL cddp__cu_uniform_kernel(float *x, size_t n, float bound, uint64_t seed) {
   for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) { /* splitmix64 */
-    uint64_t z = (seed << 32) + seed + ((uint64_t)i + 1) * 0x9e3779b97f4a7c15u;
+    uint64_t start = (seed << 32) + seed; /* a small seed, too, sets bits in both halves */
+    uint64_t z = start + ((uint64_t)i + 1) * 0x9e3779b97f4a7c15u;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     z = (z ^ (z >> 31)) >> 40;
+    /* z has 24 bits: divided by 2^23 it is in [0, 2), without rounding. */
     x[i] = cddp__cu_mul(cddp__cu_add((float)(uint32_t)z / 8388608.0f, -1.0f), bound);
   }
 }
@@ -1320,6 +1333,7 @@ extern "C" cudaError_t cddp_cuda_relu_backward(float *dy, const float *y, size_t
   return cddp__cu_launch(cddp__cu_relu_backward_kernel, cddp__cu_grid(n), stream, dy, y, n);
 }
 
+/* partial[b]: block b's sum of squared errors. factor: 2 / n, for the gradient of the mean. */
 CDDP__CU_KERNEL cddp__cu_mse_kernel(const float *y, const float *target, float *dy, double *partial,
                                     size_t n, float factor) {
   double sum = 0;
@@ -1346,38 +1360,43 @@ extern "C" cudaError_t cddp_cuda_mse(const float *y, const float *target, float 
 }
 
 /* A warp processes a row in three passes: the maximum and its index; the sum of exp(y - maximum);
-   the gradient. No exponent is positive, so no value overflows. */
+   the gradient. No exponent is positive, so no value overflows. Every lane returns the row's loss:
+   log(sum) + maximum - y[label].
+     dy      receives the gradient; NULL: not wanted
+     share   of the row in the mean: 1 / rows
+     right   whether the label is the index of the maximum */
 static __device__ double cddp__cu_row_loss(const float *y, float *dy, int label, int classes,
                                         float share, bool *right) {
-  int lane = (int)(threadIdx.x % 32), best = classes, k;
-  float top = -INFINITY, sum = 0, target;
+  int lane = (int)(threadIdx.x % 32), best = classes /* none yet */, k;
+  float maximum = -INFINITY, sum = 0, target;
   for (k = lane; k < classes; k += 32)
-    if (y[k] > top) top = y[k], best = k;
-  for (k = 16; k > 0; k /= 2) { /* of equal maxima the first one counts */
-    float other = __shfl_xor_sync(0xffffffffu, top, k);
+    if (y[k] > maximum) maximum = y[k], best = k;
+  for (k = 16; k > 0; k /= 2) { /* of all lanes; of equal maxima the first one counts */
+    float other = __shfl_xor_sync(0xffffffffu, maximum, k);
     int where = __shfl_xor_sync(0xffffffffu, best, k);
-    if (other > top || (!(top > other) && where < best)) top = other, best = where;
+    if (other > maximum || (!(maximum > other) && where < best)) maximum = other, best = where;
   }
-  for (k = lane; k < classes; k += 32) sum += expf(y[k] - top);
+  for (k = lane; k < classes; k += 32) sum += expf(y[k] - maximum);
   for (k = 16; k > 0; k /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, k);
-  target = (unsigned)label < (unsigned)classes ? y[label] : NAN;
+  target = (unsigned)label < (unsigned)classes ? y[label] : NAN; /* read before dy is written */
   __syncwarp(); /* all lanes have read y, which dy may overwrite */
   for (k = lane; dy != NULL && k < classes; k += 32)
-    dy[k] = (expf(y[k] - top) / sum - (k == label ? 1.0f : 0.0f)) * share;
+    dy[k] = (expf(y[k] - maximum) / sum - (k == label ? 1.0f : 0.0f)) * share;
   *right = best == label;
-  return (double)(top - target) + (double)logf(sum);
+  return (double)(maximum - target) + (double)logf(sum);
 }
 
+/* partial[b]: block b's sum of losses; partial[CDDP_CUDA_BLOCKS + b]: its number of right rows. */
 CDDP__CU_KERNEL cddp__cu_cross_entropy_kernel(const float *y, const int32_t *labels, float *dy,
                                               double *partial, int64_t rows, int classes,
                                               float share) {
   const int64_t warps = (int64_t)gridDim.x * (CDDP__CU_THREADS / 32);
   double loss = 0, hits = 0;
-  for (int64_t r = (int64_t)(cddp__cu_thread() / 32); r < rows; r += warps) {
+  for (int64_t row = (int64_t)(cddp__cu_thread() / 32); row < rows; row += warps) {
     bool right;
-    double mine = cddp__cu_row_loss(y + r * classes, dy != NULL ? dy + r * classes : NULL,
-                                    labels[r], classes, share, &right);
-    if (threadIdx.x % 32 == 0) loss += mine, hits += right;
+    double row_loss = cddp__cu_row_loss(y + row * classes, dy != NULL ? dy + row * classes : NULL,
+                                        labels[row], classes, share, &right);
+    if (threadIdx.x % 32 == 0) loss += row_loss, hits += right; /* one lane of the warp counts it */
   }
   loss = cddp__cu_block_sum(loss);
   hits = cddp__cu_block_sum(hits);
@@ -1392,19 +1411,20 @@ extern "C" cudaError_t cddp_cuda_cross_entropy(const float *y, const int32_t *la
   if (rows == 0) return cudaSuccess;
   if (rows < 0 || classes < 1 || y == NULL || labels == NULL || stats == NULL || scratch == NULL)
     return cudaErrorInvalidValue;
-  blocks = cddp__cu_blocks((size_t)rows, CDDP__CU_THREADS / 32, CDDP_CUDA_BLOCKS);
+  blocks = cddp__cu_blocks((size_t)rows, CDDP__CU_THREADS / 32 /* warps */, CDDP_CUDA_BLOCKS);
   e = cddp__cu_launch(cddp__cu_cross_entropy_kernel, blocks, stream, y, labels, dy, scratch + 2,
                       rows, classes, 1.0f / (float)rows);
   if (e == cudaSuccess) e = cddp__cu_finish(stats, scratch + 2, blocks, 1.0 / (double)rows, stream);
   if (e != cudaSuccess) return e;
-  return cddp__cu_finish(stats + 1, scratch + 2 + CDDP_CUDA_BLOCKS, blocks, 1, stream);
+  return cddp__cu_finish(stats + 1, scratch + 2 + CDDP_CUDA_BLOCKS, blocks, 1 /* factor */, stream);
 }
 
+/* A block copies a row at a time: that of id i to row i of out. */
 CDDP__CU_KERNEL cddp__cu_embedding_kernel(const float *table, const int32_t *ids, float *out,
                                           int64_t n, int vocabulary, int width) {
   for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
     bool known = (unsigned)ids[i] < (unsigned)vocabulary;
-    const float *row = table + (known ? (int64_t)ids[i] * width : 0);
+    const float *row = table + (known ? (int64_t)ids[i] * width : 0); /* 0: not read */
     for (int k = (int)threadIdx.x; k < width; k += CDDP__CU_THREADS)
       out[i * width + k] = known ? row[k] : NAN;
   }
@@ -1425,16 +1445,20 @@ extern "C" cudaError_t cddp_cuda_embedding(const float *table, const int32_t *id
      2. Each thread sorts a run of keys by insertion. Then pairs of runs are merged, repeatedly.
      3. In a merge each thread writes CDDP__CU_RUN keys. It finds its start by a bisection.
      4. One block adds up a row of dtable, in the order of its keys. */
-enum { CDDP__CU_RUN = 32, CDDP__CU_ROWS = 8 };
+enum {
+  CDDP__CU_RUN = 32, /* keys of a thread, in a sort and in a merge */
+  CDDP__CU_ROWS = 8  /* rows of dout that a thread loads before it adds them */
+};
 
+/* Writes the keys of ids to `keys`, in sorted runs of CDDP__CU_RUN keys. */
 CDDP__CU_KERNEL cddp__cu_runs_kernel(const int32_t *ids, uint64_t *keys, size_t n) {
-  const size_t each = cddp__cu_all_threads() * CDDP__CU_RUN;
-  for (size_t at = cddp__cu_thread() * CDDP__CU_RUN; at < n; at += each) {
-    size_t end = at + CDDP__CU_RUN < n ? at + CDDP__CU_RUN : n;
-    for (size_t i = at; i < end; i++) {
+  const size_t stride = cddp__cu_all_threads() * CDDP__CU_RUN;
+  for (size_t begin = cddp__cu_thread() * CDDP__CU_RUN; begin < n; begin += stride) {
+    size_t end = begin + CDDP__CU_RUN < n ? begin + CDDP__CU_RUN : n;
+    for (size_t i = begin; i < end; i++) {
       uint64_t key = (uint64_t)(uint32_t)ids[i] << 32 | i;
-      size_t k = i;
-      for (; k > at && keys[k - 1] > key; k--) keys[k] = keys[k - 1];
+      size_t k = i; /* insertion: larger keys move up by one */
+      for (; k > begin && keys[k - 1] > key; k--) keys[k] = keys[k - 1];
       keys[k] = key;
     }
   }
@@ -1443,41 +1467,44 @@ CDDP__CU_KERNEL cddp__cu_runs_kernel(const int32_t *ids, uint64_t *keys, size_t 
 /* Merges pairs of runs of `run` keys to runs of twice that. The first `before` keys of a merged
    pair consist of keys from both runs: the bisection finds how many are from the first run. */
 CDDP__CU_KERNEL cddp__cu_merge_kernel(const uint64_t *from, uint64_t *to, size_t n, size_t run) {
-  const size_t each = cddp__cu_all_threads() * CDDP__CU_RUN;
-  for (size_t at = cddp__cu_thread() * CDDP__CU_RUN; at < n; at += each) {
+  const size_t stride = cddp__cu_all_threads() * CDDP__CU_RUN;
+  for (size_t at = cddp__cu_thread() * CDDP__CU_RUN; at < n; at += stride) {
     size_t begin = at - at % (2 * run), before = at - begin;
     size_t middle = begin + run < n ? begin + run : n;
     size_t end = middle + run < n ? middle + run : n;
+    /* Bounds of the number from the first run: the second has only end - middle keys. */
     size_t low = before > end - middle ? before - (end - middle) : 0;
     size_t high = before < middle - begin ? before : middle - begin;
     while (low < high) {
-      size_t half = (low + high) / 2;
-      if (from[begin + half] < from[middle + before - half - 1]) low = half + 1;
-      else high = half;
+      size_t guess = (low + high) / 2;
+      if (from[begin + guess] < from[middle + before - guess - 1]) low = guess + 1;
+      else high = guess;
     }
-    size_t a = begin + low, b = middle + before - low;
+    size_t a = begin + low, b = middle + before - low; /* the next key of each run */
     for (size_t i = at; i < at + CDDP__CU_RUN && i < n; i++)
       to[i] = b == end || (a < middle && from[a] < from[b]) ? from[a++] : from[b++];
   }
 }
 
-/* The first of keys i .. n with another id than key i. */
+/* Returns the index of the first of keys i to n - 1 with another id than key i; n: none has. */
 static __device__ size_t cddp__cu_row_end(const uint64_t *keys, size_t i, size_t n) {
-  uint64_t next = ((keys[i] >> 32) + 1) << 32;
+  uint64_t next = ((keys[i] >> 32) + 1) << 32; /* the lowest key of the next id */
   while (i < n) {
-    size_t half = i + (n - i) / 2;
-    if (keys[half] < next) i = half + 1;
-    else n = half;
+    size_t middle = i + (n - i) / 2;
+    if (keys[middle] < next) i = middle + 1;
+    else n = middle;
   }
   return n;
 }
 
-/* The additions of one sum depend on each other, so CDDP__CU_ROWS loads are started before them. */
+/* Adds the rows of dout with one id to the id's row of dtable: the block of the id's first key does
+   it. The additions of one sum depend on each other, so CDDP__CU_ROWS loads precede them. */
 CDDP__CU_KERNEL cddp__cu_rows_kernel(const float *dout, const uint64_t *keys, float *dtable,
                                      size_t n, int vocabulary, int width) {
   for (size_t i = blockIdx.x; i < n; i += gridDim.x) {
     size_t id = (size_t)(keys[i] >> 32), end;
-    if (id >= (size_t)vocabulary || (i > 0 && keys[i - 1] >> 32 == id)) continue;
+    bool first = i == 0 || keys[i - 1] >> 32 != id; /* of the id's keys */
+    if (id >= (size_t)vocabulary || !first) continue;
     end = cddp__cu_row_end(keys, i, n);
     for (size_t k = threadIdx.x; k < (size_t)width; k += CDDP__CU_THREADS) {
       float sum = dtable[id * (size_t)width + k], part[CDDP__CU_ROWS];
@@ -1497,13 +1524,13 @@ extern "C" cudaError_t cddp_cuda_embedding_backward(const float *dout, const int
                                                     float *dtable, void *order, int64_t n,
                                                     int vocabulary, int width,
                                                     cudaStream_t stream) {
-  uint64_t *keys = (uint64_t *)order, *other;
-  size_t run, count = (size_t)n;
+  uint64_t *keys = (uint64_t *)order, *other; /* halves of order: sorted so far; merged next */
+  size_t run, count = (size_t)n; /* n is checked below */
   dim3 blocks(cddp__cu_blocks(count, (size_t)CDDP__CU_RUN * CDDP__CU_THREADS, 1u << 16));
   cudaError_t e;
   if (n == 0 || width == 0) return cudaSuccess;
-  if (n < 0 || n > (int64_t)1 << 32 || width < 0 || vocabulary < 0 || dout == NULL ||
-      ids == NULL || dtable == NULL || order == NULL)
+  if (n < 0 || n > (int64_t)1 << 32 /* a key has 32 bits for an index */ || width < 0 ||
+      vocabulary < 0 || dout == NULL || ids == NULL || dtable == NULL || order == NULL)
     return cudaErrorInvalidValue;
   other = keys + count;
   e = cddp__cu_launch(cddp__cu_runs_kernel, blocks, stream, ids, keys, count);
@@ -1520,11 +1547,12 @@ extern "C" cudaError_t cddp_cuda_embedding_backward(const float *dout, const int
 
 #ifndef CDDP_KERNELS_NO_CUBLAS
 
+/* y[rows][out] += b (NULL: none), then ReLU if relu is set. A thread has one column. */
 CDDP__CU_KERNEL cddp__cu_bias_kernel(float *y, const float *b, int rows, int out, bool relu) {
-  int64_t c = (int64_t)cddp__cu_thread();
-  if (c >= out) return;
-  for (int r = (int)blockIdx.y; r < rows; r += (int)gridDim.y) {
-    float *at = y + (int64_t)r * out + c, v = *at + (b != NULL ? b[c] : 0.0f);
+  int64_t column = (int64_t)cddp__cu_thread();
+  if (column >= out) return;
+  for (int row = (int)blockIdx.y; row < rows; row += (int)gridDim.y) {
+    float *at = y + (int64_t)row * out + column, v = *at + (b != NULL ? b[column] : 0.0f);
     *at = relu && !(v > 0) && v == v ? 0.0f : v; /* NaN stays NaN */
   }
 }
@@ -1542,6 +1570,7 @@ extern "C" cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, con
   const float one = 1, zero = 0;
   if (rows == 0 || out == 0) return cudaSuccess;
   if (rows < 0 || in < 1 || out < 0) return cudaErrorInvalidValue;
+  /* cuBLAS is column-major, so each matrix is transposed to it: y' = w x'. */
   if (!cddp__cu_blas_on(blas, stream) ||
       cublasSgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, out, rows, in, &one, w, in, x, in, &zero, y,
                   out) != CUBLAS_STATUS_SUCCESS)
@@ -1549,30 +1578,31 @@ extern "C" cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, con
   if (b == NULL && !relu) return cudaSuccess;
   return cddp__cu_launch(cddp__cu_bias_kernel,
                          dim3(cddp__cu_blocks((size_t)out, CDDP__CU_THREADS, 1u << 30),
-                              cddp__cu_blocks((size_t)rows, 4, 65535)),
+                              cddp__cu_blocks((size_t)rows, 4, 65535 /* limit of CUDA */)),
                          stream, y, b, rows, out, relu);
 }
 
-/* A block sums 32 columns. Each of its warps adds every 32nd row, with four loads in flight; then
-   warp 0 adds the warps' sums. */
+/* sums[columns] += the column sums of x. A block sums 32 columns. Each of its warps adds every 32nd
+   row, with four loads in flight; then warp 0 adds the warps' sums. */
 enum { CDDP__CU_COLUMN_WARPS = 32, CDDP__CU_COLUMN_ROWS = 4 };
 static __global__ void __launch_bounds__(32 * CDDP__CU_COLUMN_WARPS)
     cddp__cu_columns_kernel(const float *x, float *sums, int rows, int columns) {
-  __shared__ float part[CDDP__CU_COLUMN_WARPS][32];
+  __shared__ float warp_sums[CDDP__CU_COLUMN_WARPS][32];
   int lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32), k;
-  int64_t c = (int64_t)blockIdx.x * 32 + lane, r;
+  int64_t column = (int64_t)blockIdx.x * 32 + lane, row;
   float sum[CDDP__CU_COLUMN_ROWS] = {0, 0, 0, 0};
-  for (r = warp; c < columns && r < rows; r += CDDP__CU_COLUMN_WARPS * CDDP__CU_COLUMN_ROWS)
+  for (row = warp; column < columns && row < rows;
+       row += CDDP__CU_COLUMN_WARPS * CDDP__CU_COLUMN_ROWS)
     CDDP__CU_UNROLLED for (k = 0; k < CDDP__CU_COLUMN_ROWS; k++) {
-      int64_t at = r + k * CDDP__CU_COLUMN_WARPS;
-      sum[k] += at < rows ? x[at * columns + c] : 0;
+      int64_t at = row + k * CDDP__CU_COLUMN_WARPS;
+      sum[k] += at < rows ? x[at * columns + column] : 0;
     }
-  part[warp][lane] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  warp_sums[warp][lane] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
   __syncthreads();
-  if (warp > 0 || c >= columns) return;
-  sum[0] = sums[c];
-  for (k = 0; k < CDDP__CU_COLUMN_WARPS; k++) sum[0] += part[k][lane];
-  sums[c] = sum[0];
+  if (warp > 0 || column >= columns) return; /* after the barrier, which all threads must reach */
+  sum[0] = sums[column]; /* db is added to */
+  for (k = 0; k < CDDP__CU_COLUMN_WARPS; k++) sum[0] += warp_sums[k][lane];
+  sums[column] = sum[0];
 }
 
 extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x,
@@ -1582,6 +1612,7 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
   const float one = 1, zero = 0;
   if (rows == 0 || out == 0) return cudaSuccess;
   if (rows < 0 || in < 1 || out < 0) return cudaErrorInvalidValue;
+  /* Column-major, as in cddp_cuda_linear: dw' += x' dy, dx' = w' dy'. */
   if (!cddp__cu_blas_on(blas, stream) ||
       cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, in, out, rows, &one, x, in, dy, out, &one, dw,
                   in) != CUBLAS_STATUS_SUCCESS)
@@ -1599,7 +1630,7 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
 
 /* >>table ----------------------------------------------------------------------------------------
    Job: the table of functions that cddp.h calls. A constructor registers it before main, in any
-   link order. */
+   link order. cddp.h's C code has no CUDA types: the functions cast them. */
 
 static int cddp__cu_table_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, void *stream) {
@@ -1617,35 +1648,39 @@ static int cddp__cu_table_factor(double *scratch, double max_norm, void *stream)
   return (int)cddp_cuda_factor(scratch, max_norm, (cudaStream_t)stream);
 }
 /* Loads all kernels that cddp.h launches. Otherwise a kernel's first launch would wait for the
-   device and other threads' CUDA calls, and invalidate a stream capture. */
+   device and other threads' CUDA calls, and invalidate a stream capture. It calls each function as
+   for one element, of host memory: cddp__cu_loads keeps them from launching. */
 static int cddp__cu_table_load(void) {
-  double room[2] = {0, 0};
-  cddp_segment s = {room, room, room, 1, NULL}, m = {room, room, room, 1, room};
-  const void *node = room;
-  void *copy = room;
+  double element[2] = {0, 0};
+  cddp_segment plain = {element, element, element, 1 /* count */, NULL};
+  cddp_segment with_master = {element, element, element, 1, element};
+  const void *node = element;
+  void *copy = element;
   cddp_sgd_desc rule;
   cddp_adamw_step adamw;
-  int e = 0, width = 1;
+  int e = 0 /* 0: all were loaded */, width = 1;
   memset((void *)&rule, 0, sizeof rule);
   memset((void *)&adamw, 0, sizeof adamw);
   cddp__cu_loads = true;
   for (int t = CDDP_F32; t <= CDDP_BF16; t++) {
     cddp_dtype dtype = (cddp_dtype)t;
-    e |= cddp__cu_sgd(&s, 1, dtype, &rule, 1, NULL, 0, NULL);
-    if (dtype > CDDP_F64) e |= cddp__cu_sgd(&m, 1, dtype, &rule, 1, NULL, 0, NULL);
-    e |= cddp__cu_adamw(dtype > CDDP_F64 ? &m : &s, 1, dtype, &adamw, 1, NULL, 0, NULL);
+    e |= cddp__cu_sgd(&plain, 1, dtype, &rule, 1, NULL, 0, NULL);
+    if (dtype > CDDP_F64) e |= cddp__cu_sgd(&with_master, 1, dtype, &rule, 1, NULL, 0, NULL);
+    /* AdamW steps f16 and bf16 only with masters */
+    e |= cddp__cu_adamw(dtype > CDDP_F64 ? &with_master : &plain, 1, dtype, &adamw, 1, NULL, 0,
+                        NULL);
     for (int to = CDDP_F32; to <= CDDP_BF16; to++)
-      e |= cddp_cuda_convert(room, (cddp_dtype)to, room, dtype, 1, NULL);
-    e |= cddp__cu_scale(&s, 1, dtype, 1, NULL, NULL);
-    e |= cddp_cuda_squares(&s, 1, dtype, room, true, NULL);
-    for (int divisor = 0; divisor < 2; divisor++)
-      e |= cddp__cu_sum(room, dtype, &node, &width, 1, divisor, 1, NULL);
+      e |= cddp_cuda_convert(element, (cddp_dtype)to, element, dtype, 1, NULL);
+    e |= cddp__cu_scale(&plain, 1, dtype, 1, NULL, NULL);
+    e |= cddp_cuda_squares(&plain, 1, dtype, element, true, NULL);
+    for (int divisor = 0; divisor < 2; divisor++) /* 0 and others have different kernels */
+      e |= cddp__cu_sum(element, dtype, &node, &width, 1, divisor, 1, NULL);
   }
-  e |= cddp_cuda_copies(&s, &copy, 1, CDDP_F16, NULL);
-  e |= cddp_cuda_copies(&s, &copy, 1, CDDP_BF16, NULL);
-  e |= cddp_cuda_factor(room, 1, NULL);
+  e |= cddp_cuda_copies(&plain, &copy, 1, CDDP_F16, NULL);
+  e |= cddp_cuda_copies(&plain, &copy, 1, CDDP_BF16, NULL);
+  e |= cddp_cuda_factor(element, 1, NULL);
   cddp__cu_loads = false;
-  return e != 0 ? (int)cudaGetLastError() : 0;
+  return e != 0 ? (int)cudaGetLastError() : 0; /* e mixes the codes of several errors */
 }
 
 static const cddp_kernels cddp__cu_table = {
@@ -1654,6 +1689,7 @@ static const cddp_kernels cddp__cu_table = {
     cddp__cu_table_convert, cddp__cu_table_squares,  cddp__cu_table_factor,
     cddp__cu_scale,         cddp__cu_sum};
 
+/* Its constructor runs before main. */
 static struct cddp__cu_registers {
   cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }
 } cddp__cu_registered;
@@ -1699,42 +1735,45 @@ static struct cddp__cu_registers {
 static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: not registered */
 
 enum {
-  CDDP__MARKER_COUNT = 16,
-  CDDP__SPARE_EVENTS = 32,
+  CDDP__MARKER_COUNT = 16, /* most unfinished operations with an event of their own */
+  CDDP__SPARE_EVENTS = 32, /* most events kept for reuse */
   CDDP__CALL_HASHES = 4096, /* ranks can be that many calls apart; a power of two */
   CDDP__UNCOUNTED = 1 << 30, /* added for a send in a CUDA graph, which can be sent many times */
-  CDDP__SEVERAL_DEVICES = 1000000
+  CDDP__SEVERAL_DEVICES = 1000000 /* in cddp__device_groups; no device has this number */
 };
 
-/* State of a watched communicator: alive; then how it ends; then DETACHED and DONE are added. */
+/* State of a watched communicator: alive; then how it ends (the first call of cddp__device_end
+   decides); then DETACHED and DONE are added. */
 enum {
   CDDP__COMM_ALIVE,
   CDDP__COMM_DESTROYED, /* to be ended in good order */
   CDDP__COMM_ABORTED,   /* to be ended immediately */
   CDDP__COMM_HOW_MASK = 3,
   CDDP__COMM_DETACHED = 4, /* the watcher accesses the context only, no longer the group */
-  CDDP__COMM_DONE = 8      /* added by the watcher and by the group: the second frees the context */
+  CDDP__COMM_DONE = 8 /* added by the watcher, after NCCL's end, and by the group: the second of
+                         them frees the context */
 };
 
 /* The event behind an operation. */
 typedef struct cddp__marker {
   void *event;
-  double since; /* time of recording */
+  double since; /* when the operation was issued: the event was recorded */
 } cddp__marker;
 
 /* Device memory for temporary use. The last piece is the largest. Owner: a device context, or a
    cddp_ddp. */
 enum { CDDP__SCRATCH_PIECES = 64 };
 typedef struct cddp__scratch {
-  void *at[CDDP__SCRATCH_PIECES];
+  void *at[CDDP__SCRATCH_PIECES]; /* [count] pieces of device memory */
   int count;
-  size_t bytes; /* of the last piece */
+  size_t bytes; /* of the last piece; 0: there is none */
 } cddp__scratch;
 
-/* Memory for the gradients of a GPU; lock, or the thread that steps. */
+/* A cddp_ddp's further memory for gradients on a GPU. Guarded by ddp.lock, or used only by the
+   thread that steps. */
 typedef struct cddp__gpu_work {
-  cddp_segment *segments; /* [count] scratch */
-  double *clip;           /* device memory: squared norm, factor, scratch */
+  cddp_segment *segments; /* [parameters] arguments of a launch */
+  double *clip; /* device memory: [0] squared norm, [1] factor of clipping; then scratch */
   cddp__scratch scratch;  /* device memory: a bucket for a hook, or nodes of all ranks */
 } cddp__gpu_work;
 
@@ -1743,9 +1782,9 @@ typedef struct cddp__gpu_work {
 typedef struct cddp__device {
   cddp_group *group;
   int index;           /* of the GPU: cuda:index */
-  cudaStream_t side;   /* operations with a work handle, buckets; high priority */
+  cudaStream_t side;   /* for operations with a work handle, and buckets; high priority */
   pthread_mutex_t issue_lock, lock;
-  const cddp_kernels *kernels; /* if all ranks have kernels; else NULL */
+  const cddp_kernels *kernels; /* NULL: some rank has none, so that all ranks do without */
   ncclComm_t comm;        /* NULL: a single rank, or no NCCL; NCCL's thread writes it at creation */
   cddp__atomic_u32 state; /* CDDP__COMM_*; both threads sleep on it */
   pthread_t poller;
@@ -1758,16 +1797,16 @@ typedef struct cddp__device {
   int late_checks;       /* watcher; number of checks in a row at which an operation was late */
   uint64_t hashes[CDDP__CALL_HASHES]; /* of all calls up to each of the latest, a ring; lock */
   cddp_work *messages; /* sends and receives to be issued together, oldest first; issue_lock */
-  cddp__atomic_u32 received[CDDP__COUNTED_PEERS]; /* messages asked of these ranks; those in CUDA
-                                                     graphs do not count */
-  cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* events for reuse; lock */
-  int spares;
+  cddp__atomic_u32 received[CDDP__COUNTED_PEERS]; /* number of receives from each rank, without
+                                                     those in CUDA graphs */
+  cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* [spares] events for reuse; lock */
+  int spares;            /* lock */
   cddp__scratch scratch; /* used on `side`; owner: the thread that calls collectives */
 } cddp__device;
 
 /* Data about its device that every rank announces when a group is created. */
 typedef struct cddp__device_report {
-  int32_t device, kernels;
+  int32_t device, kernels; /* the GPU's number; 1: kernels are registered */
   char gpu[40];  /* uuid of a GPU or of a MIG partition; "": ranks can share it */
   uint64_t host; /* identity of the machine */
 } cddp__device_report;
@@ -1777,15 +1816,16 @@ typedef struct cddp__device_report {
 /* Time for the cause of an error of NCCL to show: the death of a rank, or another rank's failure.
    On a busy host the end of a process took more than half a second to show. */
 #define CDDP__CAUSE_S 2.0
-#define CDDP__CAUSE_ARGUMENTS_S 0.01 /* the same if NCCL refuses this rank's arguments */
+#define CDDP__CAUSE_ARGUMENTS_S 0.01 /* instead, if NCCL refuses this rank's arguments */
 #define CDDP__CALLS_S 0.5  /* time for other threads to return from NCCL before an abort */
 #ifndef CDDP__AWAIT_END_S
 #define CDDP__AWAIT_END_S 2.0 /* longest wait for NCCL's threads to end */
 #endif
-#define CDDP__AWAIT_GRAPH_S 0.1 /* the same if a CUDA graph may hold them up */
-#define CDDP__GRACE_ENDED_S 0.05 /* for operations with a peer that has ended; the poller polls */
+#define CDDP__AWAIT_GRAPH_S 0.1 /* instead, if a CUDA graph may delay them */
+#define CDDP__GRACE_ENDED_S 0.05 /* for operations that a peer had issued before it ended: the
+                                    poller may not have seen yet that they are complete */
 #define CDDP__LATE_CHECKS 20 /* a process that was stopped checks its device before it times out */
-#define CDDP__LATE_S 0.5 /* extra time of other threads: the watcher's text says more */
+#define CDDP__LATE_S 0.5 /* other threads time out later than the watcher, whose text says more */
 #ifndef CDDP__COMM_MIN_RANKS
 #define CDDP__COMM_MIN_RANKS 2 /* smallest group that gets a communicator; tests define 1 */
 #endif
@@ -1793,7 +1833,8 @@ typedef struct cddp__device_report {
 #define CDDP__WARM_UP ((size_t)8 << 20) /* bytes of the largest operation of a warm-up */
 #endif
 
-/* The result of a CUDA call or of a kernel launcher. */
+/* The result of a CUDA call or of a kernel launcher. code: a cudaError_t. what: names the call in
+   the error text. */
 static cddp_result cddp__cuda_result(int code, const char *what) {
   cudaError_t e = (cudaError_t)code;
   if (CDDP__LIKELY(e == cudaSuccess)) return CDDP_OK;
@@ -1814,14 +1855,16 @@ static cddp_result cddp__use_device(int device) {
   return CDDP__CUDA(cudaSetDevice, device);
 }
 
+/* A group's device context, and the stream of its operations (the caller's: cddp_set_stream). */
 static cddp__device *cddp__device_of(const cddp_group *g) { return (cddp__device *)g->device; }
 static cudaStream_t cddp__main_stream(const cddp_group *g) { return (cudaStream_t)g->stream; }
 
 static cddp__atomic_u32 cddp__device_groups; /* 1 + the device of all groups of this process so far,
                                                 or CDDP__SEVERAL_DEVICES; 0: no groups */
 
-/* Returns whether memory can be on a device. In a process that does not use CUDA a call of it would
-   initialize it, or fail. */
+/* Returns whether the program's memory can be on a device: false without kernels and groups on
+   devices, and without a driver. Callers then call no function of CUDA: a process that does not use
+   CUDA must not initialize it. */
 static bool cddp__cuda_in_use(void) {
   int version = 0;
   if (cddp__load32(&cddp__device_groups) != 0) return true;
@@ -1829,7 +1872,9 @@ static bool cddp__cuda_in_use(void) {
          version > 0; /* 0: no driver */
 }
 
-/* A call of CUDA between these two cannot invalidate the capture of another stream. */
+/* While any thread captures a stream, calls such as cudaMalloc and cudaEventQuery fail and
+   invalidate the capture, by default. Between these two functions they do not, on this thread. The
+   first returns the mode that the second restores. */
 static enum cudaStreamCaptureMode cddp__relax_capture(void) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
@@ -1839,6 +1884,7 @@ static void cddp__restore_capture(enum cudaStreamCaptureMode mode) {
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
+/* Returns whether the stream is being captured in a CUDA graph. */
 static bool cddp__capturing(cudaStream_t stream) {
   enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess)
@@ -1847,7 +1893,7 @@ static bool cddp__capturing(cudaStream_t stream) {
   return false;
 }
 
-/* Fails if the stream is being captured. what: the call, and why it cannot be in a graph. */
+/* Fails with r if the stream is being captured. what: the call, and why it cannot be in a graph. */
 static cddp_result cddp__refuse_capture(cudaStream_t stream, cddp_result r, const char *what) {
   if (!cddp__capturing(stream)) return CDDP_OK;
   return cddp__fail(r, "%s and cannot be captured in a CUDA graph", what);
@@ -1865,6 +1911,7 @@ static cddp_result cddp__device_enter(const cddp_group *g) {
       "call may use then: give the captured one to cddp_set_stream");
 }
 
+/* Takes the event of *from, which becomes NULL. Keeps it for reuse, or destroys it. */
 static void cddp__event_release(cddp__device *device, void **from) {
   cudaEvent_t event = (cudaEvent_t)*from;
   *from = NULL;
@@ -1877,7 +1924,7 @@ static void cddp__event_release(cddp__device *device, void **from) {
   if (event != NULL) cudaEventDestroy(event);
 }
 
-/* Records an event behind the work that is now on the stream. */
+/* Records an event behind the work that is now on the stream. cddp__event_release must follow. */
 static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream, void **out) {
   cudaEvent_t event = NULL;
   cddp_result r = CDDP_OK;
@@ -1891,17 +1938,19 @@ static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream
   return r;
 }
 
-/* Makes `to` wait for everything that is now on `from`. */
+/* Makes stream `to` wait for everything that is now on `from`. The host does not wait. */
 static cddp_result cddp__stream_after(cddp__device *device, cudaStream_t to, cudaStream_t from) {
   void *event;
   cddp_result r;
   if (to == from) return CDDP_OK;
   if ((r = cddp__event_acquire(device, from, &event)) != CDDP_OK) return r;
-  r = CDDP__CUDA(cudaStreamWaitEvent, to, (cudaEvent_t)event, 0);
-  cddp__event_release(device, &event);
+  r = CDDP__CUDA(cudaStreamWaitEvent, to, (cudaEvent_t)event, 0 /* flags */);
+  cddp__event_release(device, &event); /* a later recording does not change this wait */
   return r;
 }
 
+/* These enqueue a copy, or zeros, on the stream. The streams of this file's tables are void *, as
+   cddp.h has no CUDA types without CDDP_CUDA. */
 static cddp_result cddp__device_copy(void *to, const void *from, size_t bytes, void *stream) {
   if (bytes == 0 || to == from) return CDDP_OK;
   return CDDP__CUDA(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, (cudaStream_t)stream);
@@ -1912,6 +1961,7 @@ static cddp_result cddp__device_zero(void *p, size_t bytes, void *stream) {
   return CDDP__CUDA(cudaMemsetAsync, p, 0, bytes, (cudaStream_t)stream);
 }
 
+/* Fails if no kernels are registered. what: needs them, for the error text. */
 static cddp_result cddp__need_kernels(const char *what) {
   if (cddp__registered_kernels != NULL) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -1920,6 +1970,7 @@ static cddp_result cddp__need_kernels(const char *what) {
                     what);
 }
 
+/* Converts n elements, on the group's stream. */
 static cddp_result cddp__device_convert(const cddp_group *g, void *to, cddp_dtype to_dtype,
                                         const void *from, cddp_dtype from_dtype, size_t n) {
   cddp_result r = cddp__need_kernels("gradient compression");
@@ -1929,19 +1980,22 @@ static cddp_result cddp__device_convert(const cddp_group *g, void *to, cddp_dtyp
       "the kernel that compresses");
 }
 
+/* Multiplies n elements by factor. */
 static cddp_result cddp__device_scale(void *p, size_t n, cddp_dtype dtype, double factor,
                                       void *stream) {
   cddp_result r = cddp__need_kernels("a mean over fewer ranks, as some have joined,");
   cddp_segment s;
   if (r != CDDP_OK) return r;
   memset(&s, 0, sizeof s);
-  s.grad = p;
+  s.grad = p; /* the array that `scale` changes */
   s.count = n;
-  return cddp__cuda_result((cddp__registered_kernels->scale)(&s, 1, dtype, factor, NULL, stream),
+  return cddp__cuda_result((cddp__registered_kernels->scale)(&s, 1 /* segment */, dtype, factor,
+                                                             NULL /* scratch */, stream),
                            "the kernel that scales");
 }
 
-/* *here: p is on the rank's device, not in host memory. Fails if p is on another device. */
+/* *here: p is on the rank's device, not in host memory. Fails if p is on another device. Managed
+   memory counts as on every device, since each can access it. what: names p in the error text. */
 static cddp_result cddp__memory_of(int device, const void *p, const char *what, bool *here) {
   struct cudaPointerAttributes attributes;
   cddp_result r = CDDP__CUDA(cudaPointerGetAttributes, &attributes, p);
@@ -1952,20 +2006,23 @@ static cddp_result cddp__memory_of(int device, const void *p, const char *what, 
                       attributes.device, device);
 }
 
-/* *here: the call's buffers are on the device. Without a buffer: true. */
-static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *call, bool *here) {
-  const char *send = cddp__in_one_buffer(call) ? "buf" : "send";
-  const char *recv = cddp__in_one_buffer(call) ? "buf" : "recv";
+/* *here: the call's buffers are on the device; true if this rank uses no buffer. Fails if one is on
+   the device and the other is not. */
+static cddp_result cddp__memory_of_call(const cddp__device *device, const cddp__call *call,
+                                        bool *here) {
+  const char *send_name = cddp__in_one_buffer(call) ? "buf" : "send";
+  const char *recv_name = cddp__in_one_buffer(call) ? "buf" : "recv";
   size_t sent, received;
-  bool sends, receives, from = true, to = true;
+  bool sends, receives, send_here = true, recv_here = true;
   cddp_result r = CDDP_OK;
-  cddp__call_bytes(p->group, call, &sent, &received);
+  cddp__call_bytes(device->group, call, &sent, &received);
   sends = sent > 0 && call->send != NULL;
   receives = received > 0 && call->recv != NULL && !(sends && call->recv == call->send);
-  if (sends) r = cddp__memory_of(p->index, call->send, send, &from);
-  if (r == CDDP_OK && receives) r = cddp__memory_of(p->index, call->recv, recv, &to);
-  *here = from && to;
-  if (r != CDDP_OK || !sends || !receives || from == to) return r;
+  if (sends) r = cddp__memory_of(device->index, call->send, send_name, &send_here);
+  if (r == CDDP_OK && receives)
+    r = cddp__memory_of(device->index, call->recv, recv_name, &recv_here);
+  *here = send_here && recv_here; /* a buffer that is not used counts as here */
+  if (r != CDDP_OK || !sends || !receives || send_here == recv_here) return r;
   return CDDP__REFUSE("send and recv must both be on the device, or both in host memory");
 }
 
@@ -1975,10 +2032,11 @@ static void cddp__watch_hosts(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   if (hosts == NULL) return;
   cddp__poll_all_groups(g);
-  if (g->local_rank != 0) return;
+  if (g->local_rank != 0) return; /* not a leader */
   pthread_mutex_lock(&g->p2p.lock);
   cddp__hosts_read_messages(g);
-  (void)cddp__ensure_link(g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0));
+  (void)cddp__ensure_link( /* to the leader of the next host; index 0 on it */
+      g, cddp__rank_on(hosts, (hosts->mine + 1) % hosts->count, 0));
   pthread_mutex_unlock(&g->p2p.lock);
 }
 
@@ -1993,12 +2051,13 @@ static double cddp__device_busy(cddp__device *device) {
   return since;
 }
 
-/* One poll of the host's wait for `what`. Fails if the group is broken or the deadline has passed.
-   Yields for as long as most waits take before it sleeps. */
+/* The pause between two polls of the host, which waits for `what`. Fails if the group is broken;
+   breaks it if the deadline has passed. Yields for as long as most waits take before it sleeps. */
 static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const char *what) {
   cddp_group *g = device->group;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
+  /* One yield, or none. A message that arrived is a reason not to sleep: more may follow. */
   w->yields = w->now - w->since < CDDP__YIELD_S || cddp__serve_all_recvs(g);
   w->deadline = w->since + g->timeout_s + (cddp__device_busy(device) > 0 ? CDDP__LATE_S : 0);
   if (cddp__wait_pause(w)) return CDDP_OK;
@@ -2013,34 +2072,36 @@ static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const 
 
 /* --- the log of calls --- */
 
-/* Number of calls that this rank has logged. Read under lock, or by the thread that logs. */
+/* Number of calls that this rank has logged. The caller holds lock, or is the thread that logs. */
 static uint32_t cddp__logged_calls(const cddp__device *device) {
   return cddp__load32(&cddp__slot_of(device->group, device->group->rank)->calls);
 }
 
-/* Appends a call of this rank to the context's log. */
-static void cddp__log_call(cddp__device *p, const cddp__call *call, bool device) {
-  cddp__slot *slot = cddp__slot_of(p->group, p->group->rank);
-  cddp__logged_call *to;
+/* Appends a call of this rank to the context's log, for the watchers of the other ranks.
+   on_device: false for a call on host memory, which the other ranks must make there too. */
+static void cddp__log_call(cddp__device *device, const cddp__call *call, bool on_device) {
+  cddp__slot *slot = cddp__slot_of(device->group, device->group->rank);
+  cddp__logged_call *entry;
   uint64_t hash;
   uint32_t n;
   /* With backend "cpu" all calls go through the host, where their rounds compare them. */
-  if (p->group->size == 1 || !p->group->backend->enqueues) return;
-  pthread_mutex_lock(&p->lock);
-  n = cddp__logged_calls(p) + 1;
-  hash = p->hashes[(n - 1) & (CDDP__CALL_HASHES - 1)];
-  to = &slot->call_log[n & (CDDP__CALL_LOG - 1)];
-  cddp__exchange32(&to->number, 0); /* invalid, before `what` changes: see cddp__read_logged */
-  to->what.call = cddp__call_code(call, device ? 0 : CDDP__PHASE_HOST);
-  to->what.count = call->count;
-  to->what.root = (int32_t)call->root;
-  to->hash = hash = cddp__hash64(hash, &to->what, sizeof to->what);
-  p->hashes[n & (CDDP__CALL_HASHES - 1)] = hash;
-  cddp__copy_text(to->site, call->kind != CDDP__KIND_DDP_BUCKET ? cddp__describe_site().s : "",
-                  sizeof to->site);
-  cddp__store32(&to->number, n);
+  if (device->group->size == 1 /* no other rank reads it */ || !device->group->backend->enqueues) return;
+  pthread_mutex_lock(&device->lock);
+  n = cddp__logged_calls(device) + 1;
+  hash = device->hashes[(n - 1) & (CDDP__CALL_HASHES - 1)];
+  entry = &slot->call_log[n & (CDDP__CALL_LOG - 1)];
+  cddp__exchange32(&entry->number, 0); /* invalid, before `what` changes: see cddp__read_logged */
+  entry->what.call = cddp__call_code(call, on_device ? 0 : CDDP__PHASE_HOST);
+  entry->what.count = call->count;
+  entry->what.root = (int32_t)call->root;
+  entry->hash = hash = cddp__hash64(hash, &entry->what, sizeof entry->what);
+  device->hashes[n & (CDDP__CALL_HASHES - 1)] = hash;
+  /* cddp_ddp_ready, which starts buckets, has no call site. */
+  cddp__copy_text(entry->site, call->kind != CDDP__KIND_DDP_BUCKET ? cddp__describe_site().s : "",
+                  sizeof entry->site);
+  cddp__store32(&entry->number, n);
   cddp__store32(&slot->calls, n);
-  pthread_mutex_unlock(&p->lock);
+  pthread_mutex_unlock(&device->lock);
 }
 
 /* Copies the log entry of call n of a rank of this host. Returns false if it was overwritten: the
@@ -2053,10 +2114,11 @@ static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__l
   out->what = from->what;
   out->hash = from->hash;
   memcpy(out->site, from->site, sizeof out->site - 1);
-  out->site[sizeof out->site - 1] = 0;
-  return cddp__add32(&from->number, 0) == n;
+  out->site[sizeof out->site - 1] = 0; /* also if it was read while it changed */
+  return cddp__add32(&from->number, 0) == n; /* a read, as read-modify-write */
 }
 
+/* A logged call, with its operands and call site. */
 static cddp__text cddp__describe_logged(const cddp__logged_call *c) {
   return cddp__textf("%s%s", cddp__describe_call(c->what.call, c->what.count, c->what.root).s,
                      c->site);
@@ -2068,15 +2130,17 @@ static cddp_result cddp__break_mismatch(cddp__device *device, int rank, uint32_t
   int first = g->rank < rank ? g->rank : rank, second = g->rank + rank - first;
   cddp__logged_call a, b;
   uint32_t i;
+  /* The text if the logs no longer have the first different call. */
   cddp__fail(CDDP_MISMATCH, "ranks %d and %d disagree in call %" PRIu32 " of the group or before",
              first, second, n);
-  for (i = n < CDDP__CALL_LOG ? 1 : n - CDDP__CALL_LOG + 1; i <= n; i++) {
+  for (i = n < CDDP__CALL_LOG ? 1 : n - CDDP__CALL_LOG + 1 /* the oldest kept */; i <= n; i++) {
     if (!cddp__read_logged(g, first, i, &a) || !cddp__read_logged(g, second, i, &b)) continue;
     if (memcmp(&a.what, &b.what, sizeof a.what) == 0) continue;
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree in call %" PRIu32 " of the group: rank %d called %s, rank %d "
                "called %s%s",
                i, first, cddp__describe_logged(&a).s, second, cddp__describe_logged(&b).s,
+               /* the lowest byte is the kind; a step's count is a hash of its settings */
                a.what.call == b.what.call && (a.what.call & 255) == CDDP__KIND_DDP_STEP
                    ? " with other settings: learning rate, momentum or others"
                    : "");
@@ -2094,16 +2158,17 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
   int q;
   for (q = 0; q < g->size; q++) {
     uint32_t n, behind;
-    uint64_t mine;
-    if (q == g->rank || g->host_index[q] < 0) continue;
+    uint64_t my_hash;
+    if (q == g->rank || g->host_index[q] < 0 /* on another host */) continue;
     n = cddp__load32(&cddp__slot_of(g, q)->calls);
     pthread_mutex_lock(&device->lock);
     behind = cddp__logged_calls(device) - n;
-    if ((int32_t)behind < 0) n += behind, behind = 0; /* the other is ahead: compare at mine */
-    mine = device->hashes[n & (CDDP__CALL_HASHES - 1)];
+    if ((int32_t)behind < 0) n += behind, behind = 0; /* the other is ahead: compare at my_hash */
+    my_hash = device->hashes[n & (CDDP__CALL_HASHES - 1)];
     pthread_mutex_unlock(&device->lock);
+    /* No call of both yet; or the hash of call n is no longer known here, or in q's log. */
     if (n == 0 || behind >= CDDP__CALL_HASHES || !cddp__read_logged(g, q, n, &theirs)) continue;
-    if (theirs.hash != mine) return cddp__break_mismatch(device, q, n);
+    if (theirs.hash != my_hash) return cddp__break_mismatch(device, q, n);
   }
   return CDDP_OK;
 }
