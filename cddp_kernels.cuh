@@ -2085,7 +2085,7 @@ static void cddp__log_call(cddp__device *device, const cddp__call *call, bool on
   uint64_t hash;
   uint32_t n;
   /* With backend "cpu" all calls go through the host, where their rounds compare them. */
-  if (device->group->size == 1 /* no other rank reads it */ || !device->group->backend->enqueues) return;
+  if (device->group->size == 1 || !device->group->backend->enqueues) return;
   pthread_mutex_lock(&device->lock);
   n = cddp__logged_calls(device) + 1;
   hash = device->hashes[(n - 1) & (CDDP__CALL_HASHES - 1)];
@@ -2163,7 +2163,7 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
     n = cddp__load32(&cddp__slot_of(g, q)->calls);
     pthread_mutex_lock(&device->lock);
     behind = cddp__logged_calls(device) - n;
-    if ((int32_t)behind < 0) n += behind, behind = 0; /* the other is ahead: compare at my_hash */
+    if ((int32_t)behind < 0) n += behind, behind = 0; /* q is ahead: compare at my latest */
     my_hash = device->hashes[n & (CDDP__CALL_HASHES - 1)];
     pthread_mutex_unlock(&device->lock);
     /* No call of both yet; or the hash of call n is no longer known here, or in q's log. */
@@ -2175,7 +2175,8 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
 
 /* --- the end of a communicator --- */
 
-/* In this process: contexts with threads; watchers that have not ended. */
+/* Of this process: number of contexts with threads; number of watchers that have not ended. Those
+   can be more, because a watcher outlives its context's group until NCCL has ended. */
 static cddp__atomic_u32 cddp__watched, cddp__watchers;
 
 /* Returns whether NCCL may be called with the communicator. issue_lock held. */
@@ -2195,6 +2196,7 @@ static ncclResult_t cddp__comm_state(const cddp__device *device) {
 
 /* Called by the group, and by the watcher after NCCL's end. The second call frees the context. */
 static void cddp__device_release(cddp__device *device) {
+  /* The other of the two has not called yet. */
   if (cddp__add32(&device->state, CDDP__COMM_DONE) < 2 * CDDP__COMM_DONE) return;
   pthread_mutex_destroy(&device->issue_lock);
   pthread_mutex_destroy(&device->lock);
@@ -2204,26 +2206,29 @@ static void cddp__device_release(cddp__device *device) {
 /* Ends the communicator, on the watcher's thread, after a thread that is inside NCCL has left it.
    Later threads that take issue_lock find the communicator no longer alive. ncclCommAbort can block
    until streams and CUDA graphs end, ncclCommDestroy until the other ranks of the host call it. A
-   failed ncclCommDestroy leaves NCCL's group open, in which an abort has no effect. */
+   failed ncclCommDestroy leaves NCCL's group open, in which an abort has no effect.
+     aborts   false: ends in good order, if NCCL has no error */
 static void cddp__comm_end(cddp__device *device, bool aborts) {
   cddp__wait w;
   ncclComm_t comm;
   bool inside;
   cddp__wait_begin(&w, CDDP__CALLS_S);
+  /* After the wait a thread that is still inside is ignored: only the abort may free it. */
   while ((inside = pthread_mutex_trylock(&device->issue_lock) != 0) && cddp__wait_pause(&w))
     if (__atomic_load_n(&device->comm, __ATOMIC_RELAXED) == NULL)
       cddp__wait_begin(&w, CDDP__CALLS_S); /* the call that creates it is running */
   if (!inside) pthread_mutex_unlock(&device->issue_lock);
-  if ((comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED)) == NULL) return;
+  comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED);
+  if (comm == NULL) return; /* it was not created */
   if (!aborts && cddp__comm_state(device) == ncclSuccess) {
     if (ncclCommDestroy(comm) == ncclSuccess) return;
-    (void)ncclGroupEnd();
+    (void)ncclGroupEnd(); /* closes the group that the failure left open */
   }
   ncclCommAbort(comm);
 }
 
-/* Tells the watcher to end the communicator. how: CDDP__COMM_ABORTED also ends all operations on
-   this rank's streams; the group must be broken before. Never waits. */
+/* Tells the watcher to end the communicator, unless an earlier call has. how: CDDP__COMM_ABORTED
+   also ends all operations on this rank's streams; the group must be broken before. Never waits. */
 static void cddp__device_end(cddp__device *device, uint32_t how) {
   if (cddp__compare_swap32(&device->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&device->state);
 }
@@ -2235,10 +2240,12 @@ static void cddp__await_abort(cddp__device *device) {
   bool graph = cddp__load32(&device->captured) != 0;
   cddp__wait_begin(&w, graph ? CDDP__AWAIT_GRAPH_S : CDDP__AWAIT_END_S);
   if ((cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) != CDDP__COMM_ABORTED) return;
+  /* The watcher adds CDDP__COMM_DONE when NCCL has ended. */
   while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__wait_pause(&w)) {}
 }
 
-/* After an operation that failed with the group: waits until NCCL no longer uses its buffers. */
+/* After an operation with result r: if its group is broken, aborts the communicator and waits until
+   NCCL no longer uses the operation's buffers, which the caller may now free. Returns r. */
 static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
   if (r == CDDP_OK || !cddp__is_broken(device->group)) return r;
   cddp__device_end(device, CDDP__COMM_ABORTED);
@@ -2248,8 +2255,9 @@ static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
 
 /* --- the watcher --- */
 
-/* Breaks the group after a failure of NCCL. The death of a rank causes various errors, some of them
-   before the death shows. */
+/* Breaks the group after NCCL's error e in operation `what`. The death of a rank causes various
+   errors, some of them before the death shows: so it waits for the cause, and prefers it in the
+   error text. Only then it reports NCCL's error. */
 static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   bool arguments = e == ncclInvalidArgument || e == ncclInvalidUsage;
   cddp_group *g = device->group;
@@ -2261,42 +2269,46 @@ static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const 
   cddp__wait_begin(&w, arguments ? CDDP__CAUSE_ARGUMENTS_S : CDDP__CAUSE_S);
   do {
     cddp__watch_hosts(g);
-    if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
+    if ((r = cddp__check_failure(g)) != CDDP_OK) return r; /* another rank has broken the group */
     for (q = 0; q < g->size; q++)
       if (q != g->rank && cddp__rank_gone(g, q)) return cddp__break_lost(g, q, what);
   } while (cddp__wait_pause(&w));
   return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s));
 }
 
-/* By how many calls a rank of this host is behind. 0 for ranks of other hosts: unknown. */
+/* By how many calls a rank of this host is behind this rank; negative: it is ahead. 0 for ranks of
+   other hosts: unknown. */
 static int cddp__calls_behind(const cddp__device *device, int rank) {
   const cddp_group *g = device->group;
   if (g->host_index[rank] < 0) return 0;
   return (int)(cddp__logged_calls(device) - cddp__load32(&cddp__slot_of(g, rank)->calls));
 }
 
-/* Breaks the group if its oldest unfinished operation is late. */
+/* Breaks the group if its oldest unfinished operation is late: unfinished after timeout_s, at more
+   than CDDP__LATE_CHECKS checks in a row. */
 static cddp_result cddp__check_late_operations(cddp__device *device) {
   cddp_group *g = device->group;
   cddp__logged_call latest;
-  double since = cddp__device_busy(device);
-  bool known;
-  int q = 0;
-  device->late_checks =
-      since > 0 && cddp__now() - since > g->timeout_s ? device->late_checks + 1 : 0;
+  double oldest = cddp__device_busy(device);
+  bool known, late;
+  int behind = 0; /* the lowest rank that has made fewer calls; g->size: none */
+  late = oldest > 0 && cddp__now() - oldest > g->timeout_s;
+  device->late_checks = late ? device->late_checks + 1 : 0;
   if (device->late_checks <= CDDP__LATE_CHECKS) return CDDP_OK;
-  while (q < g->size && cddp__calls_behind(device, q) <= 0) q++;
+  while (behind < g->size && cddp__calls_behind(device, behind) <= 0) behind++;
   known = cddp__read_logged(g, g->rank, cddp__logged_calls(device), &latest);
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s; the "
              "rank's latest is %s",
-             g->timeout_s, g->rank, device->index, q < g->size ? "; behind it in calls: " : "",
-             q < g->size ? cddp__name_rank(g, q).s : "", q < g->size ? ", and perhaps others" : "",
+             g->timeout_s, g->rank, device->index, behind < g->size ? "; behind it in calls: " : "",
+             behind < g->size ? cddp__name_rank(g, behind).s : "",
+             behind < g->size ? ", and perhaps others" : "",
              known ? cddp__describe_logged(&latest).s : "none");
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
-/* Counts a message on device memory. The sender's count is shared, the receiver's is not. */
+/* Counts a message on device memory, for cddp__lacks_message. The sender's count is in shared
+   memory, since the receiver reads it; the receiver's is not. */
 static void cddp__count_message(cddp__device *device, const cddp__call *call) {
   bool captured = cddp__capturing(cddp__main_stream(device->group));
   if (call->root >= CDDP__COUNTED_PEERS || device->group->rank >= CDDP__COUNTED_PEERS) return;
@@ -2317,8 +2329,8 @@ static bool cddp__lacks_message(const cddp__device *device, int rank) {
                    cddp__load32(&cddp__slot_of(g, rank)->sent[g->rank])) > 0;
 }
 
-/* Breaks the group if operations need a rank that has ended, or left in good order. inside: a
-   thread waits for NCCL, and thus possibly for other ranks.
+/* Called by the watcher. Breaks the group if operations need a rank that has ended, or left in good
+   order (called cddp_destroy). inside: a thread waits for NCCL, and thus possibly for other ranks.
      That rank                                      this rank
      made fewer calls, or left without a send       breaks the group immediately
      made as many; operations are unfinished        waits GRACE_ENDED_S or, if the rank left,
@@ -2329,7 +2341,8 @@ static bool cddp__lacks_message(const cddp__device *device, int rank) {
      made as many; nothing is unfinished            continues */
 static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
   double oldest = cddp__device_busy(device);
-  bool waits = inside || oldest > 0, counts = false;
+  bool waits = inside || oldest > 0;
+  bool needed = false; /* some rank that has left or ended may be needed */
   cddp_group *g = device->group;
   int q;
   if (oldest != device->gone_oldest) device->gone_since = 0; /* there is progress */
@@ -2339,19 +2352,21 @@ static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
     left = cddp__rank_end(g, q) == CDDP__HAS_LEFT;
     behind = cddp__calls_behind(device, q) > 0 || (left && cddp__lacks_message(device, q));
-    if (!behind && !waits && (left || cddp__load32(&device->captured) == 0)) continue;
-    counts = true;
+    if (!behind && !waits && (left || cddp__load32(&device->captured) == 0))
+      continue; /* the last row: not needed */
+    needed = true;
     if (device->gone_since == 0) device->gone_since = cddp__now();
-    if (!behind && cddp__now() - device->gone_since < (left ? g->timeout_s : CDDP__GRACE_ENDED_S))
+    if (!behind && /* its part may be done, so the operations can still end */
+         cddp__now() - device->gone_since < (left ? g->timeout_s : CDDP__GRACE_ENDED_S))
       continue;
     return cddp__break_lost(g, q, cddp__textf("operations with it on cuda:%d", device->index).s);
   }
-  if (!counts) device->gone_since = 0;
+  if (!needed) device->gone_since = 0;
   return CDDP_OK;
 }
 
 /* Called first by both threads. Their CUDA calls then use this device (on another one they would
-   create a context), and become part of no other thread's graph. */
+   create a context), and do not invalidate another thread's capture. */
 static void cddp__bind_device(const cddp__device *device) {
   (void)cudaSetDevice(device->index);
   (void)cddp__relax_capture();
@@ -2363,12 +2378,13 @@ static void *cddp__watch_main(void *context) {
   cddp__device *device = (cddp__device *)context;
   cddp__bind_device(device);
   while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
-    bool inside = pthread_mutex_trylock(&device->issue_lock) != 0; /* its holder asks NCCL */
+    bool inside = pthread_mutex_trylock(&device->issue_lock) != 0; /* then the holder asks NCCL */
     ncclResult_t e = inside ? ncclSuccess : cddp__comm_state(device);
     cddp_result r;
     if (!inside) pthread_mutex_unlock(&device->issue_lock);
     cddp__watch_hosts(device->group);
     r = cddp__check_failure(device->group);
+    /* The order of these checks is that of their texts: the first tells the cause best. */
     if (r == CDDP_OK) r = cddp__compare_logs(device);
     if (r == CDDP_OK) r = cddp__check_lost_peers(device, inside);
     if (r == CDDP_OK && e != ncclSuccess && e != ncclInProgress)
@@ -2379,14 +2395,16 @@ static void *cddp__watch_main(void *context) {
     else
       cddp__futex_wait(&device->state, CDDP__COMM_ALIVE, CDDP__WATCH_INTERVAL_S);
   }
+  /* From here on the group can be freed: cddp__device_stop waits for this. */
   cddp__comm_end(device, cddp__add32(&device->state, CDDP__COMM_DETACHED) ==
                              CDDP__COMM_DETACHED + CDDP__COMM_ABORTED);
-  cddp__device_release(device);
+  cddp__device_release(device); /* frees the context if the group has released it */
   cddp__add32(&cddp__watchers, (uint32_t)-1);
   return NULL;
 }
 
-/* The poller: checks which operations have ended, oldest first. */
+/* The poller: checks which operations have ended, oldest first. An operation that failed breaks the
+   group, and counts as ended. */
 static void *cddp__poll_main(void *context) {
   cddp__device *device = (cddp__device *)context;
   cddp__bind_device(device);
@@ -2394,13 +2412,14 @@ static void *cddp__poll_main(void *context) {
     bool busy = cddp__device_busy(device) > 0;
     /* only this thread changes seen */
     void **oldest = &device->markers[device->seen % CDDP__MARKER_COUNT].event;
+    /* not busy: sleeps like after cudaErrorNotReady */
     cudaError_t e = busy ? cudaEventQuery((cudaEvent_t)*oldest) : cudaErrorNotReady;
     if (busy && e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
     if (e == cudaErrorNotReady) {
       cddp__futex_wait(&device->state, CDDP__COMM_ALIVE, CDDP__WATCH_INTERVAL_S);
       continue;
     }
-    if (e != cudaSuccess && e != cudaErrorCudartUnloading) {
+    if (e != cudaSuccess && e != cudaErrorCudartUnloading /* the process exits */) {
       cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
                  device->group->rank, device->index, cudaGetErrorString(e), cudaGetErrorName(e));
       (void)cddp__break(device->group, CDDP_CUDA);
@@ -2413,6 +2432,7 @@ static void *cddp__poll_main(void *context) {
   return NULL;
 }
 
+/* Starts the poller and the watcher of a context. If it fails, neither runs. */
 static cddp_result cddp__start_watching(cddp__device *device) {
   pthread_t watcher;
   cddp_result r;
@@ -2421,15 +2441,15 @@ static cddp_result cddp__start_watching(cddp__device *device) {
   if (r == CDDP_OK) {
     r = cddp__thread_start(&watcher, cddp__watch_main, device, CDDP__THREAD_OF_CDDP);
     if (r != CDDP_OK) {
-      cddp__device_end(device, CDDP__COMM_ABORTED);
+      cddp__device_end(device, CDDP__COMM_ABORTED); /* the poller ends */
       pthread_join(device->poller, NULL);
     }
   }
   if (r != CDDP_OK) {
-    cddp__store32(&device->state, CDDP__COMM_DONE);
+    cddp__store32(&device->state, CDDP__COMM_DONE); /* as if the watcher had ended */
     return r;
   }
-  pthread_detach(watcher);
+  pthread_detach(watcher); /* it ends after NCCL, perhaps after the group is freed */
   device->pid = getpid();
   cddp__add32(&cddp__watched, 1);
   cddp__add32(&cddp__watchers, 1);
@@ -2444,7 +2464,8 @@ static void cddp__await_nccl_threads(void) {
   while (cddp__load32(&cddp__watchers) != 0 && cddp__wait_pause(&w)) {}
 }
 
-/* Records a marker behind an operation. If all are in use, replaces the newest. */
+/* Records a marker behind an operation, for the poller. If all are in use, replaces the newest,
+   which then ends later. issue_lock held: markers are in the order of operations. */
 static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t stream) {
   void *event, *older;
   cddp__marker *marker;
@@ -2467,6 +2488,7 @@ static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t strea
 
 /* --- device contexts --- */
 
+/* Frees all pieces. No operation or CUDA graph uses them any more. */
 static void cddp__scratch_free(cddp__scratch *scratch) {
   while (scratch->count > 0) cudaFree(scratch->at[--scratch->count]);
   scratch->bytes = 0;
@@ -2479,6 +2501,7 @@ static void cddp__device_stop(cddp__device *device) {
   cddp__wait_begin(&w, INFINITY);
   if (device->pid == getpid()) { /* else: no threads, or this is a forked child */
     cddp__device_end(device, CDDP__COMM_ABORTED);
+    /* the watcher no longer accesses the group */
     while ((cddp__load32(&device->state) & CDDP__COMM_DETACHED) == 0) cddp__wait_pause(&w);
     pthread_join(device->poller, NULL);
     cddp__add32(&cddp__watched, (uint32_t)-1);
@@ -2488,6 +2511,7 @@ static void cddp__device_stop(cddp__device *device) {
   if (device->side != NULL) (void)cudaStreamSynchronize(device->side);
 }
 
+/* Stops the context and frees it; if the watcher still waits for NCCL, the watcher frees it. */
 static void cddp__device_delete(cddp__device *device) {
   int i;
   cddp__device_stop(device);
@@ -2498,15 +2522,16 @@ static void cddp__device_delete(cddp__device *device) {
   cddp__device_release(device);
 }
 
-/* Returns device memory for an operation. Each new piece is at least twice as large; old pieces are
-   kept, since operations and CUDA graphs may still use them. Also called in a capture. */
+/* *out: device memory for an operation, valid until the next call. Each new piece is at least twice
+   as large; old pieces are kept, since operations and CUDA graphs may still use them. Also called
+   in a capture. */
 static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, void **out) {
   enum cudaStreamCaptureMode mode;
   cddp_result r;
   if (scratch->bytes < bytes) {
     CDDP_ASSERT(scratch->count < CDDP__SCRATCH_PIECES);
     bytes = cddp__max(bytes, 2 * scratch->bytes);
-    mode = cddp__relax_capture();
+    mode = cddp__relax_capture(); /* cudaMalloc would end a capture */
     r = CDDP__CUDA(cudaMalloc, &scratch->at[scratch->count], bytes);
     cddp__restore_capture(mode);
     if (r != CDDP_OK) return r;
@@ -2517,14 +2542,16 @@ static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, vo
   return CDDP_OK;
 }
 
+/* cddp_alloc on a device. NULL: error set. */
 static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
   void *p = NULL;
   cddp_result r = cddp__use_device(cddp__device_of(g)->index);
-  if (r == CDDP_OK) r = CDDP__CUDA(cudaMalloc, &p, bytes > 0 ? bytes : 1);
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaMalloc, &p, bytes > 0 ? bytes : 1 /* 0: no address */);
   return r == CDDP_OK ? p : NULL;
 }
 
-/* cudaFree waits for the current device, and creates a context on a wrong one. */
+/* Frees memory of a device, which becomes the current one first: cudaFree waits for the current
+   device, and would create a context on another. An error is cleared and ignored. */
 static void cddp__free_on(int device, void *p) {
   if (p == NULL) return;
   (void)cddp__use_device(device);
@@ -2535,8 +2562,9 @@ static void cddp__device_free(const cddp_group *g, void *p) {
   cddp__free_on(cddp__device_of(g)->index, p);
 }
 
-/* Waits on the host for the event, or (NULL) for the stream, while the group is healthy. The
-   deadline is for operations in a CUDA graph: the watcher has no event behind them. */
+/* Waits on the host for the event, or (NULL) for the stream, while the group is healthy. For other
+   operations the watcher times out; the deadline here is for those in a CUDA graph, behind which
+   the watcher has no event. */
 static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
                                       cudaEvent_t event) {
   enum cudaStreamCaptureMode mode = cddp__relax_capture();
@@ -2554,7 +2582,8 @@ static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
   return cddp__cuda_result((int)e, "work on the group's stream");
 }
 
-/* Copies between host memory and device memory. Returns when the copy is complete. */
+/* Copies between host memory and device memory. Returns when the copy is complete. g: its device's
+   side stream copies; NULL, or a group without a device: the default stream. */
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   cudaStream_t side;
   cddp_result r;
@@ -2566,7 +2595,8 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
   return r == CDDP_OK ? CDDP__CUDA(cudaStreamSynchronize, side) : r;
 }
 
-/* Breaks the group, as its other ranks wait for this one. An error of CUDA does not name a rank. */
+/* Breaks the group with r, as its other ranks wait for this one. The text of a CUDA error names no
+   rank, so this rank's number is put before it. */
 static cddp_result cddp__break_waiting(cddp_group *g, cddp_result r) {
   if (r == CDDP_CUDA) r = cddp__fail_in(r, "rank %d: ", g->rank);
   return cddp__break(g, r);
@@ -2578,7 +2608,8 @@ static cddp_result cddp__break_waiting(cddp_group *g, cddp_result r) {
      2. The CPU's collective or message runs there.
      3. The result is copied back to the device; with a work handle, in cddp_wait. */
 
-/* After a call on work->stage with result r: copies the received data to the device. */
+/* After a call on the host memory work->stage, with result r: copies the received data to the
+   device, to work->context, and frees the host memory. */
 static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
   cddp_group *g = work->group;
   size_t sent, received;
@@ -2586,44 +2617,48 @@ static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
   if (r == CDDP_OK && work->call.kind != CDDP__KIND_SEND &&
       cddp__is_written(&work->call, g->rank)) {
     r = cddp__transfer(g, work->context, work->call.recv, received);
-    if (r != CDDP_OK && cddp__load32(&g->left) == 0) r = cddp__break_waiting(g, r);
+    if (r != CDDP_OK && cddp__load32(&g->left) == 0 /* this rank has not left */)
+      r = cddp__break_waiting(g, r);
   }
   cddp__arena_free(g->host, work->stage);
   work->context = work->stage = NULL;
   return r;
 }
 
-/* Runs a collective or message through host memory. */
+/* Runs a collective or message through host memory. work NULL: to its end; else *work receives the
+   handle, and cddp__unstage follows in its wait. */
 static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call,
                                     cudaStream_t stream, cddp_work **work) {
   bool message = cddp__is_message(call);
   cddp_group *g = device->group;
-  size_t sends, recvs, second;
-  cddp_work now, *w = NULL;
+  size_t sends, recvs, recv_offset;
+  cddp_work immediate, *staged = NULL;
   cddp__call inner = *call;
   char *stage;
   cddp_result r = cddp__refuse_capture(stream, CDDP_UNSUPPORTED,
                                        "with backend \"cpu\" a call waits on the host");
   if (r != CDDP_OK || call->count == 0) return r;
   cddp__call_bytes(g, call, &sends, &recvs);
-  second = cddp__in_one_buffer(call) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
-  stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__EXTENT_OPEN);
-  if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
+  /* In `stage` the received data is behind the sent data, or replaces it. */
+  recv_offset = cddp__in_one_buffer(call) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
+  stage = (char *)cddp__arena_alloc(g->host, recv_offset + recvs, CDDP__EXTENT_OPEN);
+  if (stage == NULL) /* of a message no rank knows yet; in a collective the others wait */
+    return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__stream_after(device, device->side, stream);
   if (r == CDDP_OK && call->kind != CDDP__KIND_RECV && cddp__sends(call, g->rank))
     r = cddp__transfer(g, stage, call->send, sends);
   if (r != CDDP_OK && !message) r = cddp__break_waiting(g, r);
-  inner.send = stage;
-  inner.recv = stage + second;
-  if (r == CDDP_OK) r = cddp__cpu_start(g, &inner, work != NULL ? &w : NULL);
-  if (w != NULL) *work = w;
-  else w = &now;
-  w->context = call->recv;
-  w->stage = stage;
-  if (w != &now) return CDDP_OK;
-  now.group = g;
-  now.call = inner;
-  return cddp__unstage(&now, r);
+  inner.send = stage; /* `inner` is the call on host memory */
+  inner.recv = stage + recv_offset;
+  if (r == CDDP_OK) r = cddp__cpu_start(g, &inner, work != NULL ? &staged : NULL);
+  if (staged != NULL) *work = staged;
+  else staged = &immediate;
+  staged->context = call->recv;
+  staged->stage = stage;
+  if (staged != &immediate) return CDDP_OK;
+  immediate.group = g;
+  immediate.call = inner;
+  return cddp__unstage(&immediate, r);
 }
 
 /* --- operations by NCCL --- */
@@ -2635,13 +2670,13 @@ static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cdd
   int me = device->group->rank, q;
   ncclResult_t e = ncclSuccess;
   for (q = 0; q < device->group->size && e == ncclSuccess; q++) {
-    bool goes = cddp__sends(call, me) && cddp__receives(call, q);
-    bool comes = cddp__sends(call, q) && cddp__receives(call, me);
-    size_t out = goes ? cddp__out_bytes(call, q, 0, call->count) : 0;
-    size_t in = comes ? cddp__in_bytes(call, q, 0, call->count) : 0;
+    bool sends = cddp__sends(call, me) && cddp__receives(call, q);
+    bool receives = cddp__sends(call, q) && cddp__receives(call, me);
+    size_t out = sends ? cddp__out_bytes(call, q, 0, call->count) : 0;
+    size_t in = receives ? cddp__in_bytes(call, q, 0, call->count) : 0;
     const char *from = out > 0 ? cddp__share_for(call, q) : NULL;
     char *to = in > 0 ? cddp__share_from(call, q) : NULL;
-    if (q == me) continue;
+    if (q == me) continue; /* cddp__copy_own_share has copied it */
     if (out > 0) e = ncclSend(from, out / call->esize, type, q, device->comm, stream);
     if (in > 0 && e == ncclSuccess)
       e = ncclRecv(to, in / call->esize, type, q, device->comm, stream);
@@ -2649,6 +2684,7 @@ static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cdd
   return e;
 }
 
+/* Copies the share that this rank has for itself, in the calls of cddp__nccl_post_shares. */
 static cddp_result cddp__copy_own_share(const cddp__device *device, const cddp__call *call,
                                         cudaStream_t stream) {
   int me = device->group->rank;
@@ -2671,9 +2707,11 @@ static bool cddp__averages_by_sum(const cddp__device *device, const cddp__call *
          call->dtype != CDDP_F16;
 }
 
+/* Calls NCCL's function of the call. Inside an NCCL group, so that it does not wait. */
 static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call *call,
                                     cudaStream_t stream) {
-  static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* ncclDataType_t; some lack bf16's name */
+  /* By cddp_dtype: ncclDataType_t as numbers, since some versions lack a name for bf16. */
+  static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4};
   static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
   CDDP__STATIC_ASSERT(sizeof types / sizeof *types == CDDP__DTYPE_COUNT, "a type of NCCL for each");
   CDDP__STATIC_ASSERT(sizeof ops / sizeof *ops == CDDP_MAX + 1, "an operation for each, up to MAX");
@@ -2700,10 +2738,10 @@ static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call
   }
 }
 
-/* Polls until NCCL has done the operation that returned e; the watcher checks the other ranks.
-   ncclSuccess in e means nothing: up to NCCL 2.23 single operations return it too early. Up to 2.25
-   ncclCommGetAsyncError leaves work of NCCL to this thread, which would delay another communicator;
-   ncclCommCount does it. */
+/* Polls until NCCL has enqueued the operation that returned e; the watcher checks the other ranks.
+   what: names it in error texts. issue_lock held. ncclSuccess in e means nothing: up to NCCL 2.23
+   single operations return it too early. Up to 2.25 ncclCommGetAsyncError leaves work of NCCL to
+   this thread, which would delay another communicator; ncclCommCount does it. */
 static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
@@ -2715,11 +2753,13 @@ static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const 
     if (e == ncclSuccess) e = ncclCommCount(device->comm, &ranks);
     if (e == ncclInProgress) r = cddp__device_poll(device, &w, what);
   }
-  if (r == CDDP_OK && !cddp__comm_alive(device)) return cddp__check_failure(device->group);
+  if (r == CDDP_OK && !cddp__comm_alive(device)) /* the watcher has broken the group */
+    return cddp__check_failure(device->group);
   return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(device, e, what);
 }
 
-/* Enqueues n operations on the stream as one NCCL group. issue_lock held. */
+/* Enqueues n operations on the stream as one NCCL group, so that sends and receives between the
+   ranks can be in any order. issue_lock held. */
 static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call, int n,
                                     cudaStream_t stream) {
   ncclResult_t e, end;
@@ -2737,9 +2777,10 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   e = ncclGroupStart();
   for (i = 0; i < n && (e == ncclSuccess || e == ncclInProgress); i++)
     e = cddp__nccl_post(device, &call[i], stream);
-  end = ncclGroupEnd();
+  end = ncclGroupEnd(); /* also after an error: the group would stay open */
   if (e == ncclSuccess || e == ncclInProgress) e = end;
   r = cddp__await_nccl(device, e, cddp__shapes[call->kind].name);
+  /* After the sums, on the same stream: makes them means. */
   for (i = 0; r == CDDP_OK && i < n; i++)
     if (cddp__averages_by_sum(device, &call[i]) && cddp__receives(&call[i], device->group->rank))
       r = cddp__device_scale(call[i].recv, call[i].count, (cddp_dtype)call[i].dtype,
@@ -2747,7 +2788,8 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   return r == CDDP_OK ? cddp__mark_operation(device, stream) : r;
 }
 
-/* Issues operations on device memory, in order, behind the work on the stream. */
+/* Issues n operations on device memory, in order, behind the work on the stream: by NCCL; without a
+   communicator (one rank) as copies; with backend "cpu" through host memory, where each waits. */
 static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int n,
                                cudaStream_t stream) {
   bool enqueues = device->group->backend->enqueues, by_nccl = enqueues && device->comm != NULL;
