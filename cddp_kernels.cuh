@@ -517,7 +517,7 @@ CDDP__CU_KERNEL cddp__cu_segments_kernel(const cddp__cu_pieces s, const Op given
   op.begin();
   for (size_t c = blockIdx.x; c < s.chunks; c += gridDim.x) {
     int low = 0, high = s.count - 1;
-    while (low < high) { /* the last piece that starts begin or before chunk c */
+    while (low < high) { /* the last piece that starts at chunk c or before */
       int middle = (low + high + 1) / 2;
       if (s.piece[middle].first_chunk <= c) low = middle;
       else high = middle - 1;
@@ -564,31 +564,32 @@ static int cddp__cu_offset(const cddp_segment *s, const void *copy, size_t size)
 /* The address `bytes` behind p; NULL stays NULL. */
 static char *cddp__cu_at(void *p, size_t bytes) { return p != NULL ? (char *)p + bytes : NULL; }
 
-/* Adds the segment's elements from `at` on to the list. size: bytes of an element. */
-static void cddp__cu_add_piece(cddp__cu_pieces *t, const cddp_segment *s, void *copy, size_t at,
-                            size_t count, size_t size, bool packed) {
+/* Adds `count` elements of the segment, from `first` on, to the list. size: bytes of an element. */
+static void cddp__cu_add_piece(cddp__cu_pieces *list, const cddp_segment *s, void *copy,
+                               size_t first, size_t count, size_t size, bool packed) {
   const size_t chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * (16 / size);
-  cddp__cu_piece *p = &t->piece[t->count++];
-  p->data = cddp__cu_at(s->data, at * size);
-  p->grad = cddp__cu_at(s->grad, at * size);
-  p->momentum = cddp__cu_at(s->momentum, at * (s->master != NULL ? sizeof(float) : size));
-  p->copy = s->master != NULL ? cddp__cu_at(s->master, at * sizeof(float))
-                              : cddp__cu_at(copy, at * 2);
-  p->count = count;
-  p->first_chunk = t->chunks;
-  p->packed = packed;
-  t->chunks += count / chunk + (count % chunk != 0);
+  cddp__cu_piece *piece = &list->piece[list->count++];
+  piece->data = cddp__cu_at(s->data, first * size);
+  piece->grad = cddp__cu_at(s->grad, first * size);
+  piece->momentum = cddp__cu_at(s->momentum, first * (s->master != NULL ? sizeof(float) : size));
+  piece->copy = s->master != NULL ? cddp__cu_at(s->master, first * sizeof(float))
+                              : cddp__cu_at(copy, first * 2);
+  piece->count = count;
+  piece->first_chunk = list->chunks;
+  piece->packed = packed;
+  list->chunks += count / chunk + (count % chunk != 0);
 }
 
 /* Launches the pieces of the list, if any, and empties it. */
 template <typename T, typename Op>
-static cudaError_t cddp__cu_flush(cddp__cu_pieces *t, const Op &op, cudaStream_t stream) {
-  unsigned blocks = cddp__cu_blocks(t->chunks, 1, Op::BLOCKS);
+static cudaError_t cddp__cu_flush(cddp__cu_pieces *list, const Op &op, cudaStream_t stream) {
+  unsigned blocks = cddp__cu_blocks(list->chunks, 1, Op::BLOCKS);
   cudaError_t e = cudaSuccess;
-  if (t->count > 0) e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>, blocks, stream, *t, op);
-  if (t->count > 0 && e == cudaSuccess) e = op.launched(blocks, stream);
-  t->count = 0;
-  t->chunks = 0;
+  if (list->count > 0)
+    e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>, blocks, stream, *list, op);
+  if (list->count > 0 && e == cudaSuccess) e = op.launched(blocks, stream);
+  list->count = 0;
+  list->chunks = 0;
   return e;
 }
 
@@ -597,23 +598,23 @@ static cudaError_t cddp__cu_flush(cddp__cu_pieces *t, const Op &op, cudaStream_t
 template <typename T, typename Op>
 static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies, int n,
                                      const Op &op, cudaStream_t stream) {
-  cddp__cu_pieces t;
+  cddp__cu_pieces list;
   cudaError_t e = cudaSuccess;
-  memset((void *)&t, 0, sizeof t);
+  memset((void *)&list, 0, sizeof list);
   for (int i = 0; i < n && e == cudaSuccess; i++) {
     void *copy = copies != NULL ? copies[i] : NULL;
     int offset = cddp__cu_offset(&s[i], copy, sizeof(T));
     size_t head = offset > 0 ? (16 - (size_t)offset) / sizeof(T) : 0; /* up to an aligned pack */
     if (s[i].count == 0) continue;
     if (head > s[i].count) head = s[i].count;
-    if (t.count + 2 > CDDP__CU_PIECES) /* a segment has up to two pieces */
-      e = cddp__cu_flush<T>(&t, op, stream);
+    if (list.count + 2 > CDDP__CU_PIECES) /* a segment has up to two pieces */
+      e = cddp__cu_flush<T>(&list, op, stream);
     if (e != cudaSuccess) break;
-    if (head > 0) cddp__cu_add_piece(&t, &s[i], copy, 0, head, sizeof(T), false);
+    if (head > 0) cddp__cu_add_piece(&list, &s[i], copy, 0, head, sizeof(T), false);
     if (s[i].count > head)
-      cddp__cu_add_piece(&t, &s[i], copy, head, s[i].count - head, sizeof(T), offset >= 0);
+      cddp__cu_add_piece(&list, &s[i], copy, head, s[i].count - head, sizeof(T), offset >= 0);
   }
-  return e == cudaSuccess ? cddp__cu_flush<T>(&t, op, stream) : e;
+  return e == cudaSuccess ? cddp__cu_flush<T>(&list, op, stream) : e;
 }
 
 /* Calls fn<T>(...) for dtype's type. */
@@ -645,33 +646,33 @@ template <typename C> struct cddp__cu_rule {
 template <typename T, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
   typedef typename cddp__cu_type<T>::C C;
   enum { READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM, WRITES = READS };
-  cddp__cu_rule<C> r;
+  cddp__cu_rule<C> rule;
   Copy copies;
-  __device__ bool reads_momentum() const { return r.has_momentum && !r.first; }
-  __device__ bool writes_momentum() const { return r.has_momentum; }
-  __device__ bool writes_grad() const { return r.zeroes; }
+  __device__ bool reads_momentum() const { return rule.has_momentum && !rule.first; }
+  __device__ bool writes_momentum() const { return rule.has_momentum; }
+  __device__ bool writes_grad() const { return rule.zeroes; }
   __device__ void begin() {
-    if (r.scratch != NULL) r.clip = (C)r.scratch[1];
+    if (rule.scratch != NULL) rule.clip = (C)rule.scratch[1];
   }
   __device__ C add(C a, C b, C f) const { /* a + f * b */
     return cddp__cu_rounded<T>(cddp__cu_fma(f, b, a));
   }
   __device__ void apply(T &data, T &grad, T &moment) const {
     C p = cddp__cu_load(data), d = cddp__cu_load(grad), m;
-    if (r.has_factor) d = cddp__cu_rounded<T>(cddp__cu_mul(d, r.factor));
-    if (r.scratch != NULL) d = cddp__cu_rounded<T>(cddp__cu_mul(d, r.clip));
-    if (r.maximize) d = -d;
-    if (r.has_decay) d = add(d, p, r.decay);
-    if (r.has_momentum) {
+    if (rule.has_factor) d = cddp__cu_rounded<T>(cddp__cu_mul(d, rule.factor));
+    if (rule.scratch != NULL) d = cddp__cu_rounded<T>(cddp__cu_mul(d, rule.clip));
+    if (rule.maximize) d = -d;
+    if (rule.has_decay) d = add(d, p, rule.decay);
+    if (rule.has_momentum) {
       m = d; /* the first step's; PyTorch does not dampen it */
-      if (!r.first) {
-        m = cddp__cu_rounded<T>(cddp__cu_mul(r.keep, cddp__cu_load(moment)));
-        m = add(m, d, r.intake);
+      if (!rule.first) {
+        m = cddp__cu_rounded<T>(cddp__cu_mul(rule.keep, cddp__cu_load(moment)));
+        m = add(m, d, rule.intake);
       }
-      d = r.nesterov ? add(d, m, r.momentum) : m;
+      d = rule.nesterov ? add(d, m, rule.momentum) : m;
       moment = cddp__cu_store<T>(m);
     }
-    data = cddp__cu_store<T>(add(p, d, r.step));
+    data = cddp__cu_store<T>(add(p, d, rule.step));
     grad = cddp__cu_store<T>((C)0); /* stored only if writes_grad() */
   }
   template <size_t N> __device__ void copy(const cddp__cu_piece &p, size_t i, const T *d) const {
@@ -694,8 +695,9 @@ template <typename H> struct cddp__cu_half_copy : cddp__cu_each {
   }
 };
 
-/* Rounds x to T only once, although f32 is between them: x is rounded to an odd f32 (the lowest bit
-   tells that bits were lost), then to the nearest T. f32 and f64: the caller's cast rounds. */
+/* Rounds x to T only once, although f32 is between them. x is rounded to an odd f32: its lowest bit
+   tells that bits were lost. Then that is rounded to the nearest T. f32, f64: the caller's cast
+   rounds. */
 template <typename T> static double cddp__cu_scalar(double x) { return x; }
 static uint32_t cddp__cu_float_bits_odd(double x) {
   float y = (float)x;
@@ -731,29 +733,29 @@ template <> double cddp__cu_scalar<__half>(double x) {
      clip     device memory: clip[1] is the factor of clipping, read by the kernel; NULL: none */
 template <typename T>
 static cddp__cu_rule<typename cddp__cu_type<T>::C>
-cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip, unsigned flags) {
+cddp__cu_make_rule(const cddp_sgd_desc *desc, double factor, const double *clip, unsigned flags) {
   typedef typename cddp__cu_type<T>::C C;
-  cddp__cu_rule<C> r;
-  r.factor = (C)factor;
-  r.clip = (C)1; /* begin() replaces it if clip is not NULL */
-  r.scratch = clip;
-  r.step = (C)cddp__cu_scalar<T>(-d->lr);
-  r.keep = (C)d->momentum;
-  r.momentum = (C)cddp__cu_scalar<T>(d->momentum);
-  r.intake = (C)cddp__cu_scalar<T>(1.0 - d->dampening);
-  r.decay = (C)cddp__cu_scalar<T>(d->weight_decay);
-  r.has_factor = factor != 1; /* a factor of 1 changes nothing */
-  r.has_decay = d->weight_decay != 0;
-  r.has_momentum = d->momentum != 0;
-  r.first = (flags & CDDP_SGD_FIRST) != 0;
-  r.zeroes = (flags & CDDP_SGD_ZERO) != 0;
-  r.nesterov = d->nesterov;
-  r.maximize = d->maximize;
-  return r;
+  cddp__cu_rule<C> rule;
+  rule.factor = (C)factor;
+  rule.clip = (C)1; /* begin() replaces it if clip is not NULL */
+  rule.scratch = clip;
+  rule.step = (C)cddp__cu_scalar<T>(-desc->lr);
+  rule.keep = (C)desc->momentum;
+  rule.momentum = (C)cddp__cu_scalar<T>(desc->momentum);
+  rule.intake = (C)cddp__cu_scalar<T>(1.0 - desc->dampening);
+  rule.decay = (C)cddp__cu_scalar<T>(desc->weight_decay);
+  rule.has_factor = factor != 1; /* a factor of 1 changes nothing */
+  rule.has_decay = desc->weight_decay != 0;
+  rule.has_momentum = desc->momentum != 0;
+  rule.first = (flags & CDDP_SGD_FIRST) != 0;
+  rule.zeroes = (flags & CDDP_SGD_ZERO) != 0;
+  rule.nesterov = desc->nesterov;
+  rule.maximize = desc->maximize;
+  return rule;
 }
 
 /* Runs op, an operation on f32, on the masters of weights of type H. The weights become the rounded
-   masters. factor and clip are applied here, to gradients of type H; op has none of its own. */
+   masters. factor and clip are applied here, to gradients of type H; op applies neither. */
 template <typename H, typename Op> struct cddp__cu_master_op : cddp__cu_no_copy {
   enum {
     READS = CDDP__CU_GRAD, /* masters and states: in the overload of cddp__cu_apply below */
@@ -811,10 +813,10 @@ static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, i
                                    unsigned flags, cudaStream_t stream) {
   cddp__cu_sgd_op<T, Copy> op = {};
   if constexpr (sizeof(H) < sizeof(T)) {
-    op.r = cddp__cu_make_rule<T>(rule, 1 /* factor */, NULL /* clip */, flags);
+    op.rule = cddp__cu_make_rule<T>(rule, 1 /* factor */, NULL /* clip */, flags);
     return cddp__cu_on_masters<H>(s, n, op, factor, clip, stream);
   }
-  op.r = cddp__cu_make_rule<T>(rule, factor, clip, flags);
+  op.rule = cddp__cu_make_rule<T>(rule, factor, clip, flags);
   return cddp__cu_segments<T>(s, copies, n, op, stream);
 }
 
@@ -1039,7 +1041,7 @@ extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype 
 
 enum {
   CDDP__CU_DEPTH = 16,  /* most sums on the stack */
-  CDDP__CU_SHALLOW = 4 /* most with packs, whose stack must fit into registers */
+  CDDP__CU_SHALLOW = 4 /* most with packs: the stack must fit into registers */
 };
 
 typedef struct cddp__cu_nodes {
@@ -1440,7 +1442,7 @@ extern "C" cudaError_t cddp_cuda_embedding(const float *table, const int32_t *id
                          table, ids, out, n, vocabulary, width);
 }
 
-/* How the backward pass of an embedding works:
+/* How the backward pass of an embedding works (no atomic additions: the order of sums is fixed):
      1. A key is id << 32 | index, so that sorted keys are ordered by id, then by index.
      2. Each thread sorts a run of keys by insertion. Then pairs of runs are merged, repeatedly.
      3. In a merge each thread writes CDDP__CU_RUN keys. It finds its start by a bisection.
@@ -1737,7 +1739,7 @@ static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: n
 enum {
   CDDP__MARKER_COUNT = 16, /* most unfinished operations with an event of their own */
   CDDP__SPARE_EVENTS = 32, /* most events kept for reuse */
-  CDDP__CALL_HASHES = 4096, /* ranks can be that many calls apart; a power of two */
+  CDDP__CALL_HASHES = 4096, /* no comparison if ranks are more calls apart; a power of two */
   CDDP__UNCOUNTED = 1 << 30, /* added for a send in a CUDA graph, which can be sent many times */
   CDDP__SEVERAL_DEVICES = 1000000 /* in cddp__device_groups; no device has this number */
 };
@@ -1787,11 +1789,12 @@ typedef struct cddp__device {
   const cddp_kernels *kernels; /* NULL: some rank has none, so that all ranks do without */
   ncclComm_t comm;        /* NULL: a single rank, or no NCCL; NCCL's thread writes it at creation */
   cddp__atomic_u32 state; /* CDDP__COMM_*; both threads sleep on it */
-  pthread_t poller;
+  pthread_t poller;      /* valid if pid is not 0. The watcher is detached */
   pid_t pid;                 /* the process that has the threads; 0: no threads */
   cddp__atomic_u32 captured; /* 1: a CUDA graph may have captured its operations and replay them */
-  cddp__marker markers[CDDP__MARKER_COUNT]; /* a ring: n is at n % CDDP__MARKER_COUNT; lock */
-  uint32_t issued, seen; /* number of markers; number of those seen completed, oldest first; lock */
+  cddp__marker markers[CDDP__MARKER_COUNT]; /* a ring: marker n is at n % COUNT; lock */
+  /* Number of markers, and of those that the poller has seen completed, oldest first; lock */
+  uint32_t issued, completed;
   double gone_since;     /* watcher; when it first saw that a peer had left or ended; 0: none has */
   double gone_oldest;    /* watcher; start of the oldest operation at its last check */
   int late_checks;       /* watcher; number of checks in a row at which an operation was late */
@@ -1825,7 +1828,7 @@ typedef struct cddp__device_report {
 #define CDDP__GRACE_ENDED_S 0.05 /* for operations that a peer had issued before it ended: the
                                     poller may not have seen yet that they are complete */
 #define CDDP__LATE_CHECKS 20 /* a process that was stopped checks its device before it times out */
-#define CDDP__LATE_S 0.5 /* other threads time out later than the watcher, whose text says more */
+#define CDDP__LATE_S 0.5 /* other threads time out later than the watcher: its text says more */
 #ifndef CDDP__COMM_MIN_RANKS
 #define CDDP__COMM_MIN_RANKS 2 /* smallest group that gets a communicator; tests define 1 */
 #endif
@@ -2045,8 +2048,8 @@ static void cddp__watch_hosts(cddp_group *g) {
 static double cddp__device_busy(cddp__device *device) {
   double since = 0;
   pthread_mutex_lock(&device->lock);
-  if (device->issued != device->seen)
-    since = device->markers[device->seen % CDDP__MARKER_COUNT].since;
+  if (device->issued != device->completed)
+    since = device->markers[device->completed % CDDP__MARKER_COUNT].since;
   pthread_mutex_unlock(&device->lock);
   return since;
 }
@@ -2084,7 +2087,7 @@ static void cddp__log_call(cddp__device *device, const cddp__call *call, bool on
   cddp__logged_call *entry;
   uint64_t hash;
   uint32_t n;
-  /* With backend "cpu" all calls go through the host, where their rounds compare them. */
+  /* No other rank; or backend "cpu": all calls go through the host, where rounds compare them. */
   if (device->group->size == 1 || !device->group->backend->enqueues) return;
   pthread_mutex_lock(&device->lock);
   n = cddp__logged_calls(device) + 1;
@@ -2244,8 +2247,8 @@ static void cddp__await_abort(cddp__device *device) {
   while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__wait_pause(&w)) {}
 }
 
-/* After an operation with result r: if its group is broken, aborts the communicator and waits until
-   NCCL no longer uses the operation's buffers, which the caller may now free. Returns r. */
+/* Called after an operation with result r, so that the caller can free its buffers. If the group is
+   broken, aborts the communicator and waits until NCCL no longer uses them. Returns r. */
 static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
   if (r == CDDP_OK || !cddp__is_broken(device->group)) return r;
   cddp__device_end(device, CDDP__COMM_ABORTED);
@@ -2411,7 +2414,7 @@ static void *cddp__poll_main(void *context) {
   while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
     bool busy = cddp__device_busy(device) > 0;
     /* only this thread changes seen */
-    void **oldest = &device->markers[device->seen % CDDP__MARKER_COUNT].event;
+    void **oldest = &device->markers[device->completed % CDDP__MARKER_COUNT].event;
     /* not busy: sleeps like after cudaErrorNotReady */
     cudaError_t e = busy ? cudaEventQuery((cudaEvent_t)*oldest) : cudaErrorNotReady;
     if (busy && e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
@@ -2426,7 +2429,7 @@ static void *cddp__poll_main(void *context) {
     }
     cddp__event_release(device, oldest);
     pthread_mutex_lock(&device->lock);
-    device->seen++;
+    device->completed++;
     pthread_mutex_unlock(&device->lock);
   }
   return NULL;
@@ -2476,7 +2479,7 @@ static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t strea
   }
   if ((r = cddp__event_acquire(device, stream, &event)) != CDDP_OK) return r;
   pthread_mutex_lock(&device->lock);
-  if (device->issued - device->seen < CDDP__MARKER_COUNT) device->issued++;
+  if (device->issued - device->completed < CDDP__MARKER_COUNT) device->issued++;
   marker = &device->markers[(device->issued - 1) % CDDP__MARKER_COUNT];
   older = marker->event;
   marker->event = event;
@@ -2498,7 +2501,7 @@ static void cddp__scratch_free(cddp__scratch *scratch) {
    has no more work. An abort ends the poller's wait for CUDA. */
 static void cddp__device_stop(cddp__device *device) {
   cddp__wait w;
-  cddp__wait_begin(&w, INFINITY);
+  cddp__wait_begin(&w, INFINITY); /* no limit: the watcher leaves its loop soon */
   if (device->pid == getpid()) { /* else: no threads, or this is a forked child */
     cddp__device_end(device, CDDP__COMM_ABORTED);
     /* the watcher no longer accesses the group */
@@ -2571,7 +2574,7 @@ static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
   cudaError_t e;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  cddp__wait_begin(&w, INFINITY);
+  cddp__wait_begin(&w, INFINITY); /* cddp__device_poll sets the deadline */
   while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(stream)) ==
          cudaErrorNotReady) {
     (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
@@ -2746,11 +2749,11 @@ static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const 
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int ranks;
-  cddp__wait_begin(&w, INFINITY);
+  cddp__wait_begin(&w, INFINITY); /* cddp__device_poll sets the deadline */
   if (e == ncclSuccess) e = ncclInProgress;
   while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(device)) {
     e = cddp__comm_state(device);
-    if (e == ncclSuccess) e = ncclCommCount(device->comm, &ranks);
+    if (e == ncclSuccess) e = ncclCommCount(device->comm, &ranks); /* for its effect, see above */
     if (e == ncclInProgress) r = cddp__device_poll(device, &w, what);
   }
   if (r == CDDP_OK && !cddp__comm_alive(device)) /* the watcher has broken the group */
@@ -2788,8 +2791,9 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   return r == CDDP_OK ? cddp__mark_operation(device, stream) : r;
 }
 
-/* Issues n operations on device memory, in order, behind the work on the stream: by NCCL; without a
-   communicator (one rank) as copies; with backend "cpu" through host memory, where each waits. */
+/* Issues n operations on device memory, in order, behind the work on the stream. NCCL runs them.
+   Without a communicator (one rank) they are copies. With backend "cpu" they go through host
+   memory, and each one waits. */
 static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int n,
                                cudaStream_t stream) {
   bool enqueues = device->group->backend->enqueues, by_nccl = enqueues && device->comm != NULL;
@@ -2808,7 +2812,8 @@ static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int
 
 /* --- handles and messages --- */
 
-/* Creates a handle for an operation that is on *stream, or (NULL) not yet on a stream. */
+/* Creates a handle for an operation that is on *stream, or (NULL) not yet on a stream. The handle's
+   event is recorded behind it. */
 static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
                                      const cudaStream_t *stream, cddp_work **out) {
   cddp_work *work = cddp__work_new(g, 0);
@@ -2822,8 +2827,8 @@ static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
   return r;
 }
 
-/* Issues the posted sends and receives together. A failure breaks the group, and their waits return
-   it. only: do nothing if another thread has issued this one; NULL: any. */
+/* Issues all posted sends and receives together. A failure breaks the group, and their waits return
+   it. only: a message; if it was issued already, nothing is done. NULL: issues in any case. */
 static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *only) {
   const cddp_allocator *allocator = &device->group->host->allocator;
   cddp__call *calls = NULL;
@@ -2831,16 +2836,17 @@ static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *o
   cddp_work *work;
   int n = 0;
   pthread_mutex_lock(&device->issue_lock);
-  if (only == NULL || !only->done)
+  if (only == NULL || !only->done /* issued */)
     for (work = device->messages; work != NULL; work = work->next) n++;
   if (n > 0) {
     calls = (cddp__call *)cddp__malloc(allocator, (size_t)n * sizeof *calls);
+    /* the buffers are ready when the group's stream is here */
     r = calls == NULL ? CDDP_OUT_OF_MEMORY
                       : cddp__stream_after(device, device->side, cddp__main_stream(device->group));
     for (n = 0, work = device->messages; r == CDDP_OK && work != NULL; work = work->next)
       calls[n++] = work->call;
     if (r == CDDP_OK) r = cddp__issue_held(device, calls, n, device->side);
-    while ((work = device->messages) != NULL) {
+    while ((work = device->messages) != NULL) { /* also after a failure, so that waits end */
       device->messages = work->next;
       if (r == CDDP_OK) r = cddp__event_acquire(device, device->side, &work->event);
       work->done = true;
@@ -2852,15 +2858,17 @@ static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *o
   return cddp__release_buffers(device, r);
 }
 
+/* cddp__backend.done: whether an operation has ended, or its wait would return a failure. */
 static bool cddp__device_done(cddp_work *work) {
   cddp__device *device = cddp__device_of(work->group);
   enum cudaStreamCaptureMode mode;
   cudaError_t e;
   if (!work->on_stream) return cddp__cpu_done(work);
-  if (cddp__use_device(device->index) != CDDP_OK) return true;
+  if (cddp__use_device(device->index) != CDDP_OK) return true; /* the wait returns this error */
   if (cddp__capturing(cddp__main_stream(work->group))) return false; /* a query would end that */
   if (cddp__is_message(&work->call)) (void)cddp__issue_messages(device, work);
-  if (work->event == NULL || cddp__load32(&work->group->left) != 0 || /* replaced: no block */
+  /* No event: the issue failed. A group that has been left has no block that could be broken. */
+  if (work->event == NULL || cddp__load32(&work->group->left) != 0 ||
       cddp__is_broken(work->group))
     return true;
   mode = cddp__relax_capture();
@@ -2870,8 +2878,8 @@ static bool cddp__device_done(cddp_work *work) {
   return e != cudaErrorNotReady;
 }
 
-/* Without a limit only the group's stream waits for the operation. CUDA cannot wait with a limit:
-   the host asks repeatedly. */
+/* cddp__backend.wait. Without a limit the host does not wait: the group's stream does. CUDA cannot
+   wait with a limit, so then the host polls until the operation has ended. */
 static cddp_result cddp__device_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__device *device = cddp__device_of(g);
@@ -2879,16 +2887,16 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
   cddp_result r;
   if (!work->on_stream) {
     r = cddp__cpu_wait(work, limit);
-    if (work->stage == NULL || r == CDDP__CONTINUES) return r;
+    if (work->stage == NULL /* on host memory */ || r == CDDP__CONTINUES) return r;
     return cddp__unstage(work, r);
   }
   cddp__wait_begin(&w, limit);
   while (limit >= 0 && !cddp__device_done(work))
     if (!cddp__wait_pause(&w)) return cddp__fail_unfinished(work, limit);
-  r = cddp__use_device(device->index); /* the default stream is the current device's */
+  r = cddp__use_device(device->index); /* the stream can be the default one: the current device's */
   if (cddp__is_message(&work->call)) (void)cddp__issue_messages(device, work);
   if (r == CDDP_OK && cddp__load32(&g->left) == 0) r = cddp__check_group(g);
-  else if (r == CDDP_OK && /* outlived: the group has no block */
+  else if (r == CDDP_OK && /* the group has been left and has no block: asks the context */
            (cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) == CDDP__COMM_ABORTED)
     r = cddp__fail(CDDP_PEER_LOST,
                    "the group of this operation has been replaced, as ranks changed");
@@ -2900,7 +2908,8 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
 
 /* --- the calls of a group --- */
 
-/* Runs on the group's engine thread. */
+/* A barrier, on the group's engine thread: waits for the group's stream, then for the other ranks,
+   and compares the calls of the ranks on this host. */
 static cddp_result cddp__run_barrier(cddp_work *work) {
   cddp__device *device = cddp__device_of(work->group);
   cddp_result r = cddp__use_device(device->index);
@@ -2910,8 +2919,8 @@ static cddp_result cddp__run_barrier(cddp_work *work) {
   return r == CDDP_OK ? cddp__compare_logs(device) : r;
 }
 
-/* Waits on the host for the group's stream, then for the other ranks. Ranks of several hosts
-   compare the hashes of their calls as the barrier's count. */
+/* cddp_barrier: starts cddp__run_barrier in the engine, and (work NULL) waits for it. Ranks of
+   several hosts compare the hashes of their calls as the barrier's count, which must be equal. */
 static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   cudaStream_t stream = cddp__main_stream(g);
@@ -2936,15 +2945,16 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, c
   return r;
 }
 
-/* Exchanges the counts before NCCL transfers the data. To a rank without data no buffer shows where
-   the others' are: they may be in host memory. */
+/* A call with counts: exchanges them before NCCL transfers the data. A rank without data has no
+   buffer, and learns here whether the others' are in host memory. Then the call runs here, through
+   host memory, and call->count becomes 0: nothing is left for NCCL. */
 static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
-  bool host = false;
+  bool host_memory = false;
   size_t sent, received;
   cddp_result r;
-  cddp__engine_drain(g);
-  r = cddp__exchange_counts(g, call, &host);
-  if (r != CDDP_OK || !host) return r;
+  cddp__engine_drain(g); /* the exchange is in the order of calls */
+  r = cddp__exchange_counts(g, call, &host_memory);
+  if (r != CDDP_OK || !host_memory) return r;
   cddp__call_bytes(g, call, &sent, &received);
   if (sent + received > 0)
     return cddp__fail(CDDP_MISMATCH,
@@ -2957,31 +2967,34 @@ static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
 }
 
 /* Runs a collective with NCCL on the group's stream. With a handle, or if it needs a copy in the
-   context's scratch memory, it runs on the side stream. */
+   context's scratch memory (only `side` uses that), it runs on the side stream. NCCL cannot
+   exchange shares in place: the sent ones are copied. */
 static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   bool copied = g->size > 1 && cddp__is_in_place_all_to_all(given);
-  cudaStream_t home = cddp__main_stream(g), s = work != NULL || copied ? device->side : home;
+  cudaStream_t home = cddp__main_stream(g), stream = work != NULL || copied ? device->side : home;
   uint64_t record = cddp__record_call(g, given);
   cddp__call call = *given;
   size_t bytes = call.count * call.esize * (size_t)g->size;
   void *copy;
   cddp_result r = call.shares != NULL ? cddp__counts_on_device(g, &call) : CDDP_OK;
-  if (r == CDDP_OK) r = cddp__stream_after(device, s, home);
+  if (r == CDDP_OK) r = cddp__stream_after(device, stream, home);
   if (r == CDDP_OK && copied &&
       (r = cddp__device_scratch(&device->scratch, bytes, &copy)) == CDDP_OK) {
-    r = cddp__device_copy(copy, call.send, bytes, s);
+    r = cddp__device_copy(copy, call.send, bytes, stream);
     call.send = copy;
   }
-  if (r == CDDP_OK && call.count > 0) r = cddp__issue(device, &call, 1, s);
+  if (r == CDDP_OK && call.count > 0) r = cddp__issue(device, &call, 1, stream);
   if (r == CDDP_OK)
-    r = work != NULL ? cddp__device_work(g, &call, &s, work) : cddp__stream_after(device, home, s);
+    r = work != NULL ? cddp__device_work(g, &call, &stream, work)
+                     : cddp__stream_after(device, home, stream);
   if (r != CDDP_OK && g->size > 1) r = cddp__break_waiting(g, r);
-  cddp__record_finish(g, record, r); /* the device may still be working */
+  cddp__record_finish(g, record, r); /* of the issue: the device may still be working */
   return r;
 }
 
-/* Posts a message for NCCL. Without a handle it is issued now, together with all posted ones. */
+/* Posts a message for NCCL, behind those posted before. Without a handle it is issued now (in
+   cddp__work_wait), together with them. */
 static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   cddp_work **link, *w;
@@ -2989,12 +3002,13 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cdd
   if (call->root == CDDP_ANY)
     return cddp__fail(CDDP_UNSUPPORTED, "CDDP_ANY is not supported for device memory: name the "
                                         "sending rank, or receive in host memory");
+  /* One rank has no communicator. Send and recv to itself must be issued together. */
   if (device->comm == NULL || (work == NULL && call->root == g->rank))
     return cddp__fail(device->comm == NULL ? CDDP_UNSUPPORTED : CDDP_INVALID_ARGUMENT,
                       "rank %d sends device memory to itself: with NCCL that needs a group of two "
                       "ranks, and a work handle for both send and recv",
                       g->rank);
-  if ((r = cddp__device_work(g, call, NULL, &w)) != CDDP_OK) return r;
+  if ((r = cddp__device_work(g, call, NULL /* on no stream yet */, &w)) != CDDP_OK) return r;
   cddp__count_message(device, call);
   pthread_mutex_lock(&device->issue_lock);
   for (link = &device->messages; *link != NULL; link = &(*link)->next) {}
@@ -3005,9 +3019,12 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cdd
   return CDDP_OK;
 }
 
+/* cddp__backend.start. Chooses where the call runs. If its buffers are in host memory: on the host.
+   If they are on the device: by NCCL or, with backend "cpu", through host memory. */
 static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
-  bool message = cddp__is_message(call), enqueues = g->backend->enqueues, here;
+  bool message = cddp__is_message(call), enqueues = g->backend->enqueues;
+  bool here; /* the buffers are on the device */
   size_t sent, received;
   cddp_result r;
   if (work != NULL) *work = NULL;
@@ -3018,18 +3035,21 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cdd
   /* A call without data has no buffers that show where it runs. Messages, and all calls with
      backend "cpu", then run on the host, which compares them; NCCL's collectives are logged. */
   here = here && (sent + received > 0 || (enqueues && !message));
+  /* Posted messages are issued first: in the order of calls. */
   if (!message && (r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
   if (call->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g, call, work);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (here && enqueues && call->op > CDDP_MAX)
+  if (here && enqueues && call->op > CDDP_MAX /* bitwise */)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
                                         "memory, or in a group with backend \"cpu\"");
+  /* A call with counts is logged like one on the device: a rank without data cannot tell. */
   if (!message) cddp__log_call(device, call, here || call->shares != NULL);
   if (!here) return cddp__cpu_start(g, call, work);
   if (!enqueues) return cddp__stage_call(device, call, cddp__main_stream(g), work);
   return message ? cddp__nccl_message(g, call, work) : cddp__nccl_call(g, call, work);
 }
 
+/* cddp_synchronize: issues the posted messages, and waits on the host for the group's stream. */
 static cddp_result cddp__device_synchronize(cddp_group *g) {
   cddp__device *device = cddp__device_of(g);
   cddp_result r;
@@ -3053,21 +3073,24 @@ static cddp_result cddp__warm_up(cddp__device *device) {
   int mean;
   cddp_result r = CDDP__CUDA(cudaMalloc, &buffer, CDDP__WARM_UP);
   if (r == CDDP_OK) r = cddp__device_zero(buffer, CDDP__WARM_UP, device->side);
-  for (bytes = 8; bytes <= CDDP__WARM_UP; bytes *= 32) {
+  for (bytes = 8; bytes <= CDDP__WARM_UP; bytes *= 32) { /* NCCL's algorithm depends on the size */
     for (mean = 0; r == CDDP_OK && mean < 2; mean++) {
-      call = cddp__make_call(CDDP__KIND_ALL_REDUCE, buffer, buffer, bytes / (mean ? 2 : 4),
-                             mean ? CDDP_F16 : CDDP_F32, mean ? CDDP_AVG : CDDP_SUM, -1);
+      size_t count = bytes / (mean ? 2 : 4); /* elements of f16, f32 */
+      call = cddp__make_call(CDDP__KIND_ALL_REDUCE, buffer, buffer, count,
+                             mean ? CDDP_F16 : CDDP_F32, mean ? CDDP_AVG : CDDP_SUM,
+                             -1 /* no root */);
       r = cddp__issue(device, &call, 1, device->side);
     }
   }
   if (r == CDDP_OK) r = cddp__await_stream(device, device->side, NULL);
-  if (r != CDDP_OK) r = cddp__break(device->group, r);
+  if (r != CDDP_OK) r = cddp__break(device->group, r); /* the others wait; operations are aborted */
   if (buffer != NULL) cudaFree(buffer);
   if (r != CDDP_OK) return r;
   /* A rank that ends after this call must not end the warm-up of the others. */
   return cddp__round(device->group, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
 }
 
+/* Fails if the environment makes NCCL's calls block: no deadline could end them. */
 static cddp_result cddp__check_blocking(void) {
   const char *blocking = getenv("NCCL_COMM_BLOCKING");
   if (blocking == NULL || strcmp(blocking, "1") != 0) return CDDP_OK;
@@ -3075,7 +3098,8 @@ static cddp_result cddp__check_blocking(void) {
                       "from the environment, and from NCCL's configuration files");
 }
 
-/* Collective: creates a communicator over all ranks of the context's group. */
+/* Collective: creates a communicator over all ranks of the context's group, starts the context's
+   threads, and warms up. */
 static cddp_result cddp__nccl_connect(cddp__device *device) {
   cddp_group *g = device->group;
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -3089,65 +3113,71 @@ static cddp_result cddp__nccl_connect(cddp__device *device) {
                    ncclGetLastError(NULL));
   if (r == CDDP_OK) r = cddp__check_blocking(); /* NCCL has now read its configuration files */
   if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
-  r = cddp__broadcast(g, &id, sizeof id, 0);
+  r = cddp__broadcast(g, &id, sizeof id, 0 /* root */);
   if (r != CDDP_OK) return r;
-  config.blocking = 0;
+  config.blocking = 0; /* NCCL's calls return ncclInProgress: see cddp__await_nccl */
   pthread_mutex_lock(&device->issue_lock);
   if (cddp__comm_alive(device)) {
     e = ncclCommInitRankConfig(&device->comm, g->size, id, g->rank, &config);
     r = cddp__await_nccl(device, e, "ncclCommInitRankConfig");
-  } else {
+  } else { /* the watcher has broken the group meanwhile */
     r = cddp__check_failure(g);
   }
   pthread_mutex_unlock(&device->issue_lock);
   return r == CDDP_OK ? cddp__warm_up(device) : r;
 }
 
-/* Collective over g: creates its device context. connects: with a communicator, unless g is too
-   small or the backend needs none. */
-static cddp_result cddp__device_open(cddp_group *g, int device, const cddp__backend *backend,
+/* Collective over g: creates its device context. If it fails, g is on the CPU.
+     index      number of the GPU
+     kernels    NULL: some rank has none
+     connects   with a communicator, unless g is too small or the backend needs none */
+static cddp_result cddp__device_open(cddp_group *g, int index, const cddp__backend *backend,
                                      const cddp_kernels *kernels, bool connects) {
-  cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* can outlive g */
+  /* It can outlive g, and g's allocator: so NULL, malloc. */
+  cddp__device *device = (cddp__device *)cddp__calloc(NULL, 1, sizeof *device);
   int least = 0, greatest = 0;
   cddp_result r;
-  if (p == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  /* notes whether all groups of the process are on one device */
-  if (!cddp__compare_swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
-      cddp__load32(&cddp__device_groups) != (uint32_t)device + 1)
+  if (device == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  /* Notes whether all groups of the process are on one device: for cddp__on_device. */
+  if (!cddp__compare_swap32(&cddp__device_groups, 0, (uint32_t)index + 1) &&
+      cddp__load32(&cddp__device_groups) != (uint32_t)index + 1)
     cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
-  p->state.v = CDDP__COMM_DONE; /* no communicator */
-  p->group = g;
-  p->index = device;
+  device->state.v = CDDP__COMM_DONE; /* no communicator */
+  device->group = g;
+  device->index = index;
   g->backend = backend;
-  p->kernels = kernels;
-  pthread_mutex_init(&p->issue_lock, NULL);
-  pthread_mutex_init(&p->lock, NULL);
-  r = cddp__use_device(device);
+  device->kernels = kernels;
+  pthread_mutex_init(&device->issue_lock, NULL);
+  pthread_mutex_init(&device->lock, NULL);
+  r = cddp__use_device(index);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaDeviceGetStreamPriorityRange, &least, &greatest);
   if (r == CDDP_OK)
-    r = CDDP__CUDA(cudaStreamCreateWithPriority, &p->side, cudaStreamNonBlocking, greatest);
-  for (; r == CDDP_OK && p->spares < CDDP__SPARE_EVENTS; p->spares += r == CDDP_OK)
-    r = CDDP__CUDA(cudaEventCreateWithFlags, &p->spare[p->spares], cudaEventDisableTiming);
+    r = CDDP__CUDA(cudaStreamCreateWithPriority, &device->side, cudaStreamNonBlocking, greatest);
+  for (; r == CDDP_OK && device->spares < CDDP__SPARE_EVENTS; device->spares += r == CDDP_OK)
+    r = CDDP__CUDA(cudaEventCreateWithFlags, &device->spare[device->spares],
+                   cudaEventDisableTiming);
   if (r != CDDP_OK) r = cddp__break(g, r);
   else if (connects && backend->enqueues && g->size >= CDDP__COMM_MIN_RANKS)
-    r = cddp__nccl_connect(p);
+    r = cddp__nccl_connect(device);
   if (r == CDDP_OK) {
-    g->device = p;
+    g->device = device;
   } else {
     g->backend = &cddp__cpu_backend;
-    cddp__device_delete(p);
+    cddp__device_delete(device);
   }
   return r;
 }
 
-/* Collective over g, which has no context yet: creates one like that of group `from`. */
+/* cddp__backend.open. Collective over g, which has no context yet: creates one like that of group
+   `from`, of which g has some or all ranks. */
 static cddp_result cddp__device_open_like(const cddp_group *from, cddp_group *g) {
   const cddp__device *like = cddp__device_of(from);
   g->stream = from->stream;
-  return cddp__device_open(g, like->index, from->backend, like->kernels, true);
+  return cddp__device_open(g, like->index, from->backend, like->kernels, true /* connects */);
 }
 
-/* Before a split: waits for the device, and checks that all ranks have made the same calls. */
+/* cddp__backend.prepare, before a split: waits for the device, and checks that all ranks have made
+   the same calls. So no operation of g is in flight while NCCL connects the new group. */
 static cddp_result cddp__device_before_split(cddp_group *g) {
   cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
   cddp__device *device = cddp__device_of(g);
@@ -3159,10 +3189,11 @@ static cddp_result cddp__device_before_split(cddp_group *g) {
   r = cddp__device_synchronize(g);
   if (r == CDDP_OK && device->comm != NULL) r = cddp__await_stream(device, device->side, NULL);
   if (r == CDDP_OK) r = cddp__device_barrier(g, &call, NULL);
-  return r == CDDP_OK ? r : cddp__break(g, r); /* the other ranks wait in the split */
+  return r == CDDP_OK ? r : cddp__break(g, r); /* else the other ranks would wait in the split */
 }
 
-/* Ends the communicator in good order: first this rank finishes operations that peers still need.
+/* cddp__backend.leave. Ends the communicator in good order: first this rank finishes operations
+   that peers still need. They end, or the watcher breaks the group: so no deadline is needed.
    Nothing here breaks the group, since the remaining ranks must not see a failure. */
 static void cddp__device_leave(cddp_group *g) {
   cddp__device *device = cddp__device_of(g);
@@ -3171,15 +3202,15 @@ static void cddp__device_leave(cddp_group *g) {
   (void)cddp__use_device(device->index);
   (void)cddp__issue_messages(device, NULL);
   while (!cddp__is_broken(g) && cddp__device_busy(device) > 0) {
-    cddp__futex_wake(&device->state); /* the poller polls immediately */
+    cddp__futex_wake(&device->state); /* the poller looks for ended operations immediately */
     cddp__wait_pause(&w);
   }
   if (!cddp__is_broken(g)) cddp__device_end(device, CDDP__COMM_DESTROYED);
   cddp__device_stop(device);
 }
 
-/* Called when the last model of a left group is destroyed: a model frees its memory by the group's
-   context. */
+/* cddp__backend.close: called when a group that was left has no models any more, since a model
+   frees its memory by the group's context. */
 static void cddp__device_close(cddp_group *g) {
   (void)cddp__use_device(cddp__device_of(g)->index);
   cddp__device_delete(cddp__device_of(g));
@@ -3196,32 +3227,37 @@ static void cddp__device_close(cddp_group *g) {
      2. The states are one piece of memory. It never moves, because a CUDA graph may have recorded
         its address. */
 
-/* The address of parameter i's gradient on the device. d is NULL in cddp_optim_step. */
+/* The address of parameter i's gradient on the device: in the arena of its model or, in
+   cddp_optim_step (d is NULL), the caller's if it is dense. */
 static void *cddp__device_gradient(const cddp_optim *optim, const cddp_ddp *d, int i) {
   if (d == NULL && cddp__optim_sparse(optim, i) == NULL) return optim->params[i].grad;
-  if (d == NULL) d = optim->desc.ddp;
+  if (d == NULL) d = optim->desc.ddp; /* sparse: its model has the mean as a dense gradient */
   return d->arena +
          (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense_offset : d->tensors[i].offset);
 }
 
-/* Returns whether one launch can update parameters i and j. d is NULL in cddp_optim_step. */
+/* Returns whether one launch can update parameters i and j. A launch has one dtype, one list of
+   scalars, and one factor, which differs for sparse gradients. d is NULL in cddp_optim_step. */
 static bool cddp__same_launch(const cddp_optim *optim, const cddp_ddp *d, int i, int j) {
-  bool steps = optim->algorithm->counts ? optim->steps[i] == optim->steps[j]
+  /* AdamW's scalars depend on the number of steps, SGD's on whether it is the first. */
+  bool same_steps = optim->algorithm->counts ? optim->steps[i] == optim->steps[j]
                                         : (optim->steps[i] == 0) == (optim->steps[j] == 0);
-  return steps && optim->params[i].dtype == optim->params[j].dtype &&
+  return same_steps && optim->params[i].dtype == optim->params[j].dtype &&
          optim->desc.lr_scales[i] == optim->desc.lr_scales[j] &&
          optim->desc.weight_decays[i] == optim->desc.weight_decays[j] &&
          (d == NULL || (cddp__sparse_of(d, i) == NULL) == (cddp__sparse_of(d, j) == NULL));
 }
 
-/* The stream of the cddp_ddp's group, or of the desc. Makes the optimizer's device current. */
+/* The stream of the group of d, or (NULL) of desc.ddp, or of the desc. Makes the optimizer's device
+   current. */
 static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *d) {
   (void)cddp__use_device(optim->device);
   if (d == NULL) d = optim->desc.ddp;
   return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)optim->desc.stream;
 }
 
-/* Steps n segments. Their parameters have the same scalars as parameter i. */
+/* Launches the step of n segments. Their parameters have the same scalars as parameter i. factor,
+   clip, flags: as in cddp_kernels.sgd. Returns a cudaError_t. */
 typedef int cddp__launch(const cddp_optim *optim, int i, const cddp_segment *segments, int n,
                          double factor, const double *clip, unsigned flags, void *stream);
 
@@ -3231,6 +3267,7 @@ static int cddp__launch_adamw(const cddp_optim *optim, int i, const cddp_segment
   memset(&update, 0, sizeof update);
   update.loops = cddp__pick_loops();
   cddp__adamw_begin(optim, i, &update);
+  /* State k of all parameters is adjacent, and behind it state k + 1: one stride for all. */
   update.scalars.adamw.stride =
       (size_t)((char *)optim->state[optim->count + i] - (char *)optim->state[i]);
   return cddp__registered_kernels->adamw(segments, n, optim->params[i].dtype,
@@ -3252,41 +3289,46 @@ static int cddp__launch_sgd(const cddp_optim *optim, int i, const cddp_segment *
                                        flags, stream);
 }
 
-/* The function that launches the algorithm's kernels; NULL: it has none. */
+/* The function that launches the algorithm's kernels; NULL: it has no kernels, only CPU code. */
 static cddp__launch *cddp__launch_of(const cddp__algorithm *algorithm) {
   if (algorithm == &cddp__sgd) return cddp__launch_sgd;
   return algorithm == &cddp__adamw ? cddp__launch_adamw : NULL;
 }
 
-/* Updates the weights that this rank keeps states for. d: in cddp_ddp_step, with the gradients in
-   its arena. factors: by dtype, to make them means. Sparse gradients, and all if they are clipped,
-   are means already. */
+/* Updates the weights that this rank keeps states for.
+     d         the model in cddp_ddp_step: the gradients are in its arena, and are zeroed; NULL:
+               cddp_optim_step
+     factors   by dtype: they make the gradients means. Sparse gradients, and all if they are
+               clipped, are means already. NULL if d is. */
 static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const double *factors) {
   cudaStream_t stream = cddp__optim_stream(optim, d);
   cddp_segment *segments = optim->segments;
-  bool *launched = (bool *)(segments + optim->count);
+  bool *launched = (bool *)(segments + optim->count); /* [count] behind them; also the skipped */
   bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
   const cddp_kernels *kernels = cddp__registered_kernels;
   cddp_result r = CDDP_OK;
   int i, j, n;
   for (i = 0; i < optim->count; i++) launched[i] = cddp__optim_skips(optim, i);
-  for (i = optim->count - 1; r == CDDP_OK && i >= 0; i--) { /* ascending in a cddp_ddp's arena */
-    bool sum = d != NULL && cddp__sparse_of(d, i) == NULL && !clips; /* the kernel divides it */
+  /* From the last parameter: its gradient is first in a cddp_ddp's arena, so addresses ascend. */
+  for (i = optim->count - 1; r == CDDP_OK && i >= 0; i--) {
+    /* the kernel applies factors[dtype] */
+    bool sum = d != NULL && cddp__sparse_of(d, i) == NULL && !clips;
     if (launched[i]) continue;
     if (capturing && optim->algorithm->counts)
       return cddp__fail(CDDP_UNSUPPORTED,
                         "%s cannot be captured in a CUDA graph, which would repeat one step number",
                         optim->algorithm->name);
-    if (capturing && optim->state_count > 0 && optim->steps[i] == 0)
+    if (capturing && optim->state_count > 0 && optim->steps[i] == 0) /* replays would start again */
       return CDDP__REFUSE(
           "take two steps before you capture one in a CUDA graph: the first starts momentum");
-    for (n = 0, j = i; j >= 0; j--) {
-      size_t from = optim->parts[j].first * cddp__dtype_size(optim->params[j].dtype);
+    for (n = 0, j = i; j >= 0; j--) { /* all parameters that fit into i's launch */
+      size_t part_offset = optim->parts[j].first * cddp__dtype_size(optim->params[j].dtype);
       if (launched[j] || !cddp__same_launch(optim, d, i, j)) continue;
       launched[j] = true;
-      if (optim->parts[j].count == 0) continue;
-      segments[n].data = (char *)optim->params[j].data + from;
-      segments[n].grad = (char *)cddp__device_gradient(optim, d, j) + from;
+      if (optim->parts[j].count == 0) continue; /* another rank's */
+      segments[n].data = (char *)optim->params[j].data + part_offset;
+      segments[n].grad = (char *)cddp__device_gradient(optim, d, j) + part_offset;
+      /* The first state, unless the only one is the master. */
       segments[n].momentum =
           optim->state_count > (optim->desc.master_weights != 0) ? optim->state[j] : NULL;
       segments[n].master = NULL;
@@ -3310,6 +3352,7 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
   return r;
 }
 
+/* Writes desc.copies from the weights, on the stream; nothing if there are none. */
 static cddp_result cddp__device_copies(const cddp_optim *optim, const cddp_ddp *d) {
   cudaStream_t stream = cddp__optim_stream(optim, d);
   int i;
@@ -3317,6 +3360,7 @@ static cddp_result cddp__device_copies(const cddp_optim *optim, const cddp_ddp *
   memset(optim->segments, 0, (size_t)optim->count * sizeof *optim->segments);
   for (i = 0; i < optim->count; i++) {
     optim->segments[i].data = optim->params[i].data;
+    /* a parameter can be without a copy */
     optim->segments[i].count = optim->desc.copies[i] != NULL ? optim->params[i].count : 0;
   }
   return cddp__cuda_result(cddp__registered_kernels->copies(optim->segments, optim->desc.copies,
@@ -3325,49 +3369,53 @@ static cddp_result cddp__device_copies(const cddp_optim *optim, const cddp_ddp *
                            "the kernel that copies weights");
 }
 
+/* cddp__optim_backend.step. */
 static cddp_result cddp__device_step_copies(cddp_optim *optim) {
   cddp_result r = cddp__device_step(optim, NULL, NULL);
   return r == CDDP_OK ? cddp__device_copies(optim, NULL) : r;
 }
 
-/* Masters that wait for the next step begin now: a CUDA graph of a step would begin them again. */
+/* cddp__optim_backend.copy. With init_master set (a checkpoint had no masters) the next step would
+   begin the masters. They get the weights now: a CUDA graph of that step would begin them in each
+   replay. */
 static cddp_result cddp__device_write_copies(const cddp_optim *optim) {
   int master = optim->state_count - 1, i;
   cddp_result r = CDDP_OK;
   for (i = 0; r == CDDP_OK && i < optim->count && optim->desc.master_weights != 0; i++) {
     const cddp_partition *part = &optim->parts[i];
-    const cddp_param *p = &optim->params[i];
+    const cddp_param *param = &optim->params[i];
     if (!optim->init_master[i] || optim->steps[i] == 0 || part->count == 0 ||
         !cddp__has_state(optim, master, i))
       continue;
     r = cddp__cuda_result(
         cddp__registered_kernels->convert(
             optim->state[master * optim->count + i], CDDP_F32,
-            (char *)p->data + part->first * cddp__dtype_size(p->dtype), p->dtype, part->count,
-            (void *)cddp__optim_stream(optim, NULL)),
+            (char *)param->data + part->first * cddp__dtype_size(param->dtype), param->dtype,
+            part->count, (void *)cddp__optim_stream(optim, NULL)),
         "the kernel that begins masters");
     if (r == CDDP_OK) optim->init_master[i] = false;
   }
   return r == CDDP_OK ? cddp__device_copies(optim, NULL) : r;
 }
 
+/* cddp__optim_backend.zero. */
 static cddp_result cddp__device_clear(const cddp_optim *optim, void *p, size_t bytes, bool waits) {
   cudaStream_t stream = cddp__optim_stream(optim, NULL);
   cddp_result r = cddp__device_zero(p, bytes, stream);
   return r == CDDP_OK && waits ? CDDP__CUDA(cudaStreamSynchronize, stream) : r;
 }
 
-/* Allocates zeroed states of this rank's parts. */
+/* Allocates zeroed states of this rank's parts, in one piece, each aligned to 256 bytes. */
 static cddp_result cddp__states_alloc(cddp_optim *optim) {
   size_t bytes = 0;
   cddp_result r;
-  int i, k;
-  for (k = 0; k < optim->count * optim->state_count; k++) {
-    i = k % optim->count;
-    optim->state[k] = (void *)(uintptr_t)bytes;
-    if (cddp__has_state(optim, k / optim->count, i))
+  int param, k;
+  for (k = 0; k < optim->count * optim->state_count; k++) { /* by state, then by parameter */
+    param = k % optim->count;
+    optim->state[k] = (void *)(uintptr_t)bytes; /* the offset, until the memory is allocated */
+    if (cddp__has_state(optim, k / optim->count, param))
       bytes += cddp__round_up(
-          optim->parts[i].count * cddp__dtype_size(cddp__state_type(optim, i)), 256);
+          optim->parts[param].count * cddp__dtype_size(cddp__state_type(optim, param)), 256);
   }
   (void)cddp__use_device(optim->device);
   r = cddp__cuda_result((int)cudaMalloc(&optim->flat, bytes > 0 ? bytes : 1),
@@ -3378,6 +3426,7 @@ static cddp_result cddp__states_alloc(cddp_optim *optim) {
   return cddp__device_clear(optim, optim->flat, bytes, true);
 }
 
+/* cddp__optim_backend.leave. */
 static void cddp__states_free(cddp_optim *optim) {
   cddp__free(NULL, optim->segments);
   cddp__free_on(optim->device, optim->flat);
@@ -3400,17 +3449,22 @@ static const cddp__optim_backend cddp__device_optim = {
         parts of the mean, NCCL reduces a bucket to the ranks whose parts are in it
         (d->step.scatters). A step that needs the whole mean gathers it. */
 
+/* The functions below are those of cddp__ddp_memory, where their results are described, and their
+   helpers. d->comm is the caller's group with NCCL, else a private group. */
+
+/* select_device: fails after cddp_destroy of the group: its context no longer runs calls. */
 static cddp_result cddp__gpu_use(const cddp_ddp *d) {
   if (cddp__load32(&d->group->left) == 0) return cddp__device_enter(d->group);
   return CDDP__REFUSE(
       "the group of the cddp_ddp was destroyed: call cddp_ddp_destroy before cddp_destroy");
 }
 
+/* enter: refuses a capture if the step waits on the host. */
 static cddp_result cddp__gpu_enter(const cddp_ddp *d) {
+  bool waits = d->desc.elastic || d->desc.uneven_inputs || d->rows.sparse != NULL ||
+               !d->group->backend->enqueues;
   cddp_result r = cddp__gpu_use(d);
-  if (r != CDDP_OK || !(d->desc.elastic || d->desc.uneven_inputs || d->rows.sparse != NULL ||
-                        !d->group->backend->enqueues))
-    return r;
+  if (r != CDDP_OK || !waits) return r;
   return cddp__refuse_capture(cddp__main_stream(d->group), CDDP_UNSUPPORTED,
                               "a step of an elastic model, with sparse_rows, uneven_inputs or "
                               "backend \"cpu\", waits on the host");
@@ -3420,8 +3474,10 @@ static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
   return cddp__device_scratch(&d->gpu->scratch, bytes, out);
 }
 
-/* *met: the ranks need not meet on the host. With NCCL the watchers compare the ranks' calls.
-   During a capture of a graph ranks are not compared. */
+/* meet. *met: the ranks need not meet in a round on the host. With NCCL the watchers compare the
+   calls that are logged here. During a capture of a graph ranks are not compared. All
+   gradients must then be ready: only a round finds those that no rank has used.
+     kind, check   the kind of the call, and a hash of its settings: in the log, the count */
 static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *met) {
   bool capturing = cddp__capturing(cddp__main_stream(d->group));
   cddp__call note;
@@ -3443,87 +3499,93 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   if (capturing) return CDDP_OK;
   note = cddp__make_call(kind, NULL, NULL, check, CDDP_F32, CDDP_SUM, -1);
   cddp__log_call(cddp__device_of(d->comm), &note, true);
-  d->control->calls++;
+  d->control->calls++; /* a round would count the call */
   return CDDP_OK;
 }
 
-/* The bucket's all-reduce on the side stream, or (d->step.scatters) a reduce to each rank that has
-   a part of the bucket. It is a sum if cddp_ddp_step's kernel follows, which divides with the same
-   result, bit for bit. f16: see cddp__averages_by_sum. */
+/* Issues the bucket's all-reduce on the side stream, or (d->step.scatters) a reduce to each rank
+   that has a part of the bucket. If the kernel of cddp_ddp_step will divide (d->step.sums), it is
+   a sum: the result is the same, bit for bit. f16 is never a sum, see cddp__averages_by_sum. */
 static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
-  cddp__device *p = cddp__device_of(d->comm);
+  cddp__device *device = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
-  cddp__call note = cddp__make_call(CDDP__KIND_DDP_BUCKET, NULL, NULL,
-                                    (size_t)(b - d->plan.buckets), dtype, CDDP_SUM, -1);
+  cddp__call logged = cddp__make_call(CDDP__KIND_DDP_BUCKET, NULL, NULL,
+                                      (size_t)(b - d->plan.buckets) /* its index, as count */,
+                                      dtype, CDDP_SUM, -1 /* no root */);
   cddp__call *calls = d->scratch.calls;
   size_t begin, end;
   cddp__range range;
   int i = 0, n = 0, k, parts = d->step.scatters ? d->group->size : 1;
-  cddp__log_call(p, &note, true);
+  cddp__log_call(device, &logged, true);
   while (cddp__next_range(d, b->sorted, b->count, &i, &range))
     for (k = 0; k < parts; k++) {
       cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, parts, k, &begin, &end);
-      begin = cddp__max(begin, range.begin);
+      begin = cddp__max(begin, range.begin); /* the intersection of range and part k */
       end = cddp__min(end, range.end);
       if (begin >= end) continue;
-      calls[n] = cddp__average_call(d->arena + begin, (end - begin) / note.esize, dtype);
+      calls[n] = cddp__average_call(d->arena + begin, (end - begin) / logged.esize, dtype);
       if (d->step.scatters) calls[n].kind = CDDP__KIND_REDUCE, calls[n].root = k;
       if (d->step.sums && dtype != CDDP_F16) calls[n].op = CDDP_SUM;
       n++;
     }
-  return cddp__issue(p, calls, n, p->side);
+  return cddp__issue(device, calls, n, device->side);
 }
 
+/* sum. The last node has dtype if it is one shard: the gradients that were just computed. Otherwise
+   it is a sum in a slot, in the compute type. */
 static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const *nodes,
                                  const int *widths, int count, int divisor, size_t n,
                                  void *stream) {
-  if (divisor == 0 && widths[count - 1] != 1 && dtype != CDDP_F64) dtype = CDDP_F32; /* in slots */
+  if (divisor == 0 && widths[count - 1] != 1 && dtype != CDDP_F64)
+    dtype = CDDP_F32; /* like the other nodes */
   return cddp__cuda_result(
       (cddp__registered_kernels->sum)(out, dtype, nodes, widths, count, divisor, n, stream),
       "the kernel that adds shards");
 }
 
-/* Reduces a bucket after the work that is on the caller's stream now and after the messages that it
-   has posted. Through host memory the engine does it and waits. */
+/* begin_bucket: reduces a bucket after the work that is on the caller's stream now, which computes
+   its gradients, and after the messages that the caller has posted. Through host memory the engine
+   does it and waits for the copies. d->lock held. */
 static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
-  cddp__device *p = cddp__device_of(d->comm);
+  cddp__device *device = cddp__device_of(d->comm);
   void *caller_stream = d->group->stream;
-  cddp_result r = d->group->backend->enqueues ? cddp__issue_messages(p, NULL) : CDDP_OK;
-  if (r == CDDP_OK) r = cddp__stream_after(p, p->side, cddp__main_stream(d->group));
+  cddp_result r = d->group->backend->enqueues ? cddp__issue_messages(device, NULL) : CDDP_OK;
+  if (r == CDDP_OK) r = cddp__stream_after(device, device->side, cddp__main_stream(d->group));
   if (r != CDDP_OK) return r;
   if (!d->group->backend->enqueues) return cddp__push_bucket(d, b);
   if (d->desc.comm_hook == NULL) return cddp__gpu_reduce(d, b);
-  d->hook_group->stream = (void *)p->side; /* for the hook */
+  d->hook_group->stream = (void *)device->side; /* the hook's operations are on it */
   r = cddp__hook_bucket(d, b);
   d->hook_group->stream = caller_stream;
   return r;
 }
 
-/* Broadcasts d->scratch.calls in one NCCL group. */
+/* broadcast: the n broadcasts in d->scratch.calls, in one NCCL group. */
 static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
-  cddp__device *p = cddp__device_of(d->comm);
+  cddp__device *device = cddp__device_of(d->comm);
   cddp_result r = cddp__check_group(d->comm);
   bool here;
   int i;
-  if (r == CDDP_OK) r = cddp__issue_messages(p, NULL);
+  if (r == CDDP_OK) r = cddp__issue_messages(device, NULL);
   for (i = 0; r == CDDP_OK && i < n; i++) {
-    r = cddp__memory_of_call(p, &d->scratch.calls[i], &here);
-    if (r == CDDP_OK) cddp__log_call(p, &d->scratch.calls[i], true);
+    r = cddp__memory_of_call(device, &d->scratch.calls[i], &here);
+    if (r == CDDP_OK) cddp__log_call(device, &d->scratch.calls[i], true);
   }
-  if (r == CDDP_OK) r = cddp__issue(p, d->scratch.calls, n, cddp__main_stream(d->group));
+  if (r == CDDP_OK) r = cddp__issue(device, d->scratch.calls, n, cddp__main_stream(d->group));
   return r == CDDP_CUDA ? cddp__break_waiting(d->comm, r) : r;
 }
 
-/* Makes the caller's stream wait until all buckets are reduced. If only parts of the mean were
-   reduced but it needs all, all ranks gather them. */
+/* fence: makes the caller's stream wait until all buckets are reduced. If each rank has only its
+   part of the mean (step.scatters) but all of it is needed, the ranks broadcast their parts. */
 static cddp_result cddp__gpu_fence(cddp_ddp *d, bool part) {
-  cddp__device *p = cddp__device_of(d->comm);
+  cddp__device *device = cddp__device_of(d->comm);
   size_t begin, end;
   cddp_result r = cddp__await_buckets(d, part);
   int k, n = 0;
+  /* One rank without a hook has put nothing on the side stream. */
   if (r != CDDP_OK || (d->group->size == 1 && d->desc.comm_hook == NULL)) return r;
   if ((r = cddp__check_group(d->comm)) != CDDP_OK) return r;
-  r = cddp__stream_after(p, cddp__main_stream(d->group), p->side);
+  r = cddp__stream_after(device, cddp__main_stream(d->group), device->side);
   if (r != CDDP_OK || part || !d->step.scatters) return r;
   for (k = 0; k < d->group->size; k++) {
     cddp__part_of(d, k, &begin, &end);
@@ -3533,51 +3595,63 @@ static cddp_result cddp__gpu_fence(cddp_ddp *d, bool part) {
   return cddp__gpu_broadcast(d, n);
 }
 
-/* Waits on the host for the caller's stream. */
+/* await: waits on the host for the caller's stream. */
 static cddp_result cddp__gpu_await(cddp_ddp *d) {
   return cddp__await_stream(cddp__device_of(d->comm), cddp__main_stream(d->group), NULL);
 }
 
-/* Lists the gradients of a dtype: all, as buckets have left them; this rank's part of those; or the
-   caller's, as of the last step. Returns their number. */
-enum { CDDP__LIST_NONE, CDDP__LIST_ALL, CDDP__LIST_PART, CDDP__LIST_CALLERS };
+/* Which gradients cddp__gpu_list lists. */
+enum {
+  CDDP__LIST_NONE,
+  CDDP__LIST_ALL,    /* in the arena, as buckets have left them */
+  CDDP__LIST_PART,   /* this rank's part of those */
+  CDDP__LIST_CALLERS /* where the caller has them: the copies in the arena are not changed */
+};
+
+/* Lists gradients of a dtype in d->gpu->segments, without those that no rank used in the last step.
+   Returns their number. */
 static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
   bool part = which == CDDP__LIST_PART;
   int i, n = 0;
-  for (i = d->count - 1; i >= 0; i--) {
-    const cddp_param *p = &d->params[i];
-    const cddp__tensor *t = &d->tensors[i];
-    cddp_segment *s = &d->gpu->segments[n];
-    if ((int)p->dtype != dtype || p->count == 0 || !d->step.used[i] || (part && t->begin >= t->end))
+  for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
+    const cddp_param *param = &d->params[i];
+    const cddp__tensor *tensor = &d->tensors[i];
+    cddp_segment *segment = &d->gpu->segments[n];
+    if ((int)param->dtype != dtype || param->count == 0 || !d->step.used[i] ||
+        (part && tensor->begin >= tensor->end /* another rank's */))
       continue;
-    memset(s, 0, sizeof *s);
-    s->grad = part ? d->arena + t->begin : cddp__device_gradient(NULL, d, i);
-    if (which == CDDP__LIST_CALLERS && t->storage == CDDP__STORAGE_COPIED) s->grad = p->grad;
-    s->count = part ? (t->end - t->begin) / cddp__dtype_size(p->dtype) : p->count;
+    memset(segment, 0, sizeof *segment);
+    segment->grad = part ? d->arena + tensor->begin : cddp__device_gradient(NULL, d, i);
+    if (which == CDDP__LIST_CALLERS && tensor->storage == CDDP__STORAGE_COPIED)
+      segment->grad = param->grad;
+    segment->count =
+        part ? (tensor->end - tensor->begin) / cddp__dtype_size(param->dtype) : param->count;
     n++;
   }
   return n;
 }
 
-/* clip[0] = the sum of squares of the gradients that `which` lists, clip[1] = the factor;
-   multiplies the gradients that `multiplied` lists. */
-static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int which, int multiplied) {
-  const cddp_kernels *k = cddp__registered_kernels;
+/* Sets clip[0] to the sum of squares of the gradients that `normed` lists, and clip[1] to the
+   factor of clipping. Multiplies the gradients that `multiplied` lists; CDDP__LIST_NONE: the
+   optimizer's kernel will multiply. */
+static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int normed, int multiplied) {
+  const cddp_kernels *kernels = cddp__registered_kernels;
   void *stream = d->group->stream;
   int dtype, n, e = 0;
   cddp_result r = cddp__device_zero(d->gpu->clip, sizeof *d->gpu->clip, stream);
   if (r != CDDP_OK) return r;
   for (dtype = 0; e == 0 && dtype < CDDP__DTYPE_COUNT; dtype++)
-    if ((n = cddp__gpu_list(d, dtype, which)) > 0)
-      e = k->squares(d->gpu->segments, n, (cddp_dtype)dtype, d->gpu->clip, true, stream);
-  if (e == 0) e = k->factor(d->gpu->clip, max_norm, stream);
+    if ((n = cddp__gpu_list(d, dtype, normed)) > 0)
+      e = kernels->squares(d->gpu->segments, n, (cddp_dtype)dtype, d->gpu->clip, true, stream);
+  if (e == 0) e = kernels->factor(d->gpu->clip, max_norm, stream);
   d->step.has_norm = e == 0;
   for (dtype = 0; e == 0 && multiplied != CDDP__LIST_NONE && dtype < CDDP__DTYPE_COUNT; dtype++)
     if ((n = cddp__gpu_list(d, dtype, multiplied)) > 0)
-      e = (k->scale)(d->gpu->segments, n, (cddp_dtype)dtype, 1, d->gpu->clip, stream);
+      e = (kernels->scale)(d->gpu->segments, n, (cddp_dtype)dtype, 1, d->gpu->clip, stream);
   return cddp__cuda_result(e, "the kernels that clip");
 }
 
+/* norm: of the last clip, read from the device. Waits on the host. */
 static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   double sum = 0;
   cddp_result r =
@@ -3586,57 +3660,63 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   if (r == CDDP_OK)
     r = cddp__await_device(d->group, d->desc.elastic ? CDDP__AWAIT_STREAM : CDDP__AWAIT_GROUP);
   if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->gpu->clip, sizeof sum);
-  *norm = (sqrt)(sum);
+  *norm = (sqrt)(sum); /* 0 after a failure */
   return r;
 }
 
+/* clip: norm receives the norm, for which the host waits; NULL: not wanted. */
 static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
-  if (norm != NULL && cddp__capturing(cddp__main_stream(d->group))) return cddp__gpu_norm(d, norm);
+  if (norm != NULL && cddp__capturing(cddp__main_stream(d->group)))
+    return cddp__gpu_norm(d, norm); /* which refuses, before anything is captured */
   if ((r = cddp__need_kernels("cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
   r = cddp__gpu_clip_by(d, max_norm, CDDP__LIST_CALLERS, CDDP__LIST_CALLERS);
   return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
 }
 
-/* Ignores averaged and wrote: the stream has reduced the buckets before this call, and peers do not
-   read the arena. */
-static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
-  double most = d->desc.max_grad_norm, factors[CDDP__DTYPE_COUNT];
+/* step: clips, updates the weights of this rank's parts, and sends them if states are sharded.
+   optim NULL: only clips, for the caller's optimizer. Ignores averaged and wrote: the stream has
+   reduced the buckets before this call, and peers do not read the arena. */
+static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *optim, bool averaged, bool wrote) {
+  double max_norm = d->desc.max_grad_norm, factors[CDDP__DTYPE_COUNT];
   int dtype;
   cddp_result r = CDDP_OK;
   (void)averaged, (void)wrote;
-  if (most > 0)
-    r = cddp__gpu_clip_by(d, most, CDDP__LIST_ALL, s == NULL ? CDDP__LIST_PART : CDDP__LIST_NONE);
-  if (r != CDDP_OK || s == NULL || !s->backend->on_device /* no elements */) return r;
+  if (max_norm > 0)
+    r = cddp__gpu_clip_by(d, max_norm, CDDP__LIST_ALL,
+                          optim == NULL ? CDDP__LIST_PART : CDDP__LIST_NONE);
+  /* Without elements on the device the optimizer has the backend of CPUs, and nothing to step. */
+  if (r != CDDP_OK || optim == NULL || !optim->backend->on_device) return r;
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++)
     factors[dtype] = cddp__mean_factor(d, (cddp_dtype)dtype);
-  r = cddp__device_step(s, d, factors);
-  if (r == CDDP_OK && s->partitioned)
+  r = cddp__device_step(optim, d, factors);
+  if (r == CDDP_OK && optim->partitioned)
     r = cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_ALL_OWNERS);
-  return r == CDDP_OK ? cddp__device_copies(s, d) : r;
+  return r == CDDP_OK ? cddp__device_copies(optim, d) : r;
 }
 
 /* Fails unless all parameters are in the memory of the group's device, and the kernels can run the
    model. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   int device = cddp__device_of(d->group)->index, k;
-  int sums = d->desc.elastic ? d->shards.count : d->shards.node_count;
+  /* of a sum; elastic: up to one for each shard */
+  int most_nodes = d->desc.elastic ? d->shards.count : d->shards.node_count;
   bool here;
-  const char *needs = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
+  const char *feature = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
                       : d->shards.uses_slots || d->desc.elastic ? "shards in cddp_ddp_desc"
                                                             : NULL;
-  cddp_result r = needs != NULL ? cddp__need_kernels(needs) : CDDP_OK;
-  if (r == CDDP_OK && (d->desc.elastic || d->shards.uses_slots) && sums > CDDP_NODES)
+  cddp_result r = feature != NULL ? cddp__need_kernels(feature) : CDDP_OK;
+  if (r == CDDP_OK && (d->desc.elastic || d->shards.uses_slots) && most_nodes > CDDP_NODES)
     r = cddp__fail(CDDP_UNSUPPORTED,
                    "%d shards on %d ranks leave %d sums of shards to add; GPUs add at most %d",
-                   d->shards.count, d->group->size, sums, CDDP_NODES);
-  for (k = 0; r == CDDP_OK && k < 2 * d->count; k++) {
-    const cddp_param *p = &d->params[k / 2];
-    const void *at = k % 2 == 0 ? p->data : p->grad;
+                   d->shards.count, d->group->size, most_nodes, CDDP_NODES);
+  for (k = 0; r == CDDP_OK && k < 2 * d->count; k++) { /* data, then grad, of each parameter */
+    const cddp_param *param = &d->params[k / 2];
+    const void *at = k % 2 == 0 ? param->data : param->grad;
     cddp__text what = cddp__textf("%s of parameter \"%.60s\"", k % 2 == 0 ? "data" : "grad",
                                   cddp__param_name(d->params, k / 2).s);
-    if (at == NULL || p->count == 0) continue;
+    if (at == NULL || param->count == 0) continue;
     r = cddp__memory_of(device, at, what.s, &here);
     if (r == CDDP_OK && !here)
       r = CDDP__REFUSE("%s is in host memory, but the group's device is cuda:%d; allocate it with "
@@ -3646,11 +3726,14 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   return r;
 }
 
-/* Allocates d->gpu, the arena and, behind it, the memory of a clip. */
+/* alloc: checks the parameters, then allocates d->gpu, the zeroed arena and, behind it, the scratch
+   memory of kernels (d->gpu->clip). */
 static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
-  const cddp_kernels *k = cddp__registered_kernels;
-  void *p = NULL;
+  const cddp_kernels *kernels = cddp__registered_kernels;
+  void *memory = NULL;
   cddp_result r = cddp__check_on_device(d);
+  /* Buckets can be sums if NCCL reduces them and the step's kernel is next to read them. Hooks,
+     clipping and sums of shards work on means. */
   d->step.divides = d->group->backend->enqueues && cddp__device_of(d->group)->kernels != NULL &&
                     d->desc.comm_hook == NULL && d->group->size > 1 &&
                     !(d->desc.max_grad_norm > 0) && !d->shards.uses_slots && !d->desc.elastic;
@@ -3660,26 +3743,28 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   d->gpu->segments = (cddp_segment *)(void *)(d->gpu + 1);
   if (r == CDDP_OK)
     r = cddp__cuda_result(
-        (int)cudaMalloc(&p, d->layout.arena_bytes + (k != NULL ? k->scratch_bytes : 1)),
-        "cudaMalloc of gradients");
+        (int)cudaMalloc(&memory,
+                        d->layout.arena_bytes + (kernels != NULL ? kernels->scratch_bytes : 1)),
+        "cudaMalloc of gradients"); /* without kernels nothing is clipped */
   if (r != CDDP_OK) return r;
-  d->arena = (char *)p;
+  d->arena = (char *)memory;
   d->gpu->clip = (double *)(void *)(d->arena + d->layout.arena_bytes);
-  if (d->hook_group != NULL && d->hook_group != d->group)
+  if (d->hook_group != NULL && d->hook_group != d->group) /* a private group: always on `side` */
     d->hook_group->stream = (void *)cddp__device_of(d->comm)->side;
-  return cddp__device_zero(p, d->layout.bytes, d->group->stream);
+  return cddp__device_zero(memory, d->layout.bytes, d->group->stream);
 }
 
+/* free: waits until no operation uses the memory, and frees it. After a failure it aborts them. */
 static void cddp__gpu_free(cddp_ddp *d) {
-  cddp__device *p = d->comm != NULL ? cddp__device_of(d->comm) : NULL;
+  cddp__device *device = d->comm != NULL ? cddp__device_of(d->comm) : NULL;
   (void)cddp__use_device(cddp__device_of(d->group)->index);
-  if (p != NULL) {
+  if (device != NULL) {
     cddp__drain_buckets(d);
     if (cddp__load32(&d->group->left) == 0)
       (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
     if (cddp__load32(&d->comm->left) == 0)
-      (void)cddp__release_buffers(p, cddp__await_stream(p, p->side, NULL));
-    (void)cudaStreamSynchronize(p->side); /* with the work queued at a failure */
+      (void)cddp__release_buffers(device, cddp__await_stream(device, device->side, NULL));
+    (void)cudaStreamSynchronize(device->side); /* with the work queued at a failure */
   }
   (void)cudaStreamSynchronize(cddp__main_stream(d->group));
   if (d->gpu != NULL) cddp__scratch_free(&d->gpu->scratch);
@@ -3688,22 +3773,24 @@ static void cddp__gpu_free(cddp_ddp *d) {
   d->arena = NULL;
 }
 
-/* Writes the mean rows into gradients that are zero elsewhere, for the kernels. */
+/* place_rows: writes the mean rows into dense gradients that are zero elsewhere, for the kernels.
+   Adjacent rows are copied together. */
 static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
   void *stream = d->group->stream;
   cddp_result r = CDDP_OK;
-  size_t k, end;
+  size_t first, end;
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__sparse *s = cddp__sparse_of(d, i);
-    char *at = d->arena + d->tensors[i].dense_offset;
-    if (s == NULL) continue;
-    r = cddp__device_zero(at, s->rows * s->row_bytes, stream);
-    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
-      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
-        end++;
-      r = cddp__device_copy(at + (size_t)s->mean.number[k] * s->row_bytes,
-                            s->mean.values + k * s->row_bytes, (end - k) * s->row_bytes, stream);
+    const cddp__sparse *sparse = cddp__sparse_of(d, i);
+    char *dense = d->arena + d->tensors[i].dense_offset;
+    if (sparse == NULL) continue;
+    r = cddp__device_zero(dense, sparse->rows * sparse->row_bytes, stream);
+    for (first = 0; r == CDDP_OK && first < sparse->mean.n; first = end) {
+      const int64_t *number = sparse->mean.number; /* of each row; [first, end): adjacent rows */
+      for (end = first + 1; end < sparse->mean.n && number[end] == number[end - 1] + 1;) end++;
+      r = cddp__device_copy(dense + (size_t)number[first] * sparse->row_bytes,
+                            sparse->mean.values + first * sparse->row_bytes,
+                            (end - first) * sparse->row_bytes, stream);
     }
   }
   return r;
@@ -3719,6 +3806,7 @@ static const cddp__ddp_memory cddp__gpu_memory = {
    Job: the functions of cddp.h's >>hooks (cddp__transfer and cddp__await_nccl_threads: >>device).
    Owns: the backends of groups on devices. */
 
+/* cddp__backend.scratch. */
 static cddp_result cddp__group_scratch(const cddp_group *g, size_t bytes, void **out) {
   return cddp__device_scratch(&cddp__device_of(g)->scratch, bytes, out);
 }
@@ -3732,21 +3820,25 @@ static cddp_result cddp__group_scratch(const cddp_group *g, size_t bytes, void *
 static const cddp__backend cddp__nccl_backend = {true, true, CDDP__DEVICE_FUNCTIONS};
 static const cddp__backend cddp__staged_backend = {true, false, CDDP__DEVICE_FUNCTIONS};
 
-/* Chooses this rank's device, and describes it for the other ranks. */
+/* Chooses this rank's device, makes it current, and describes it for the other ranks.
+     desc   device is "cuda" or "cuda:N"
+     nccl   the backend is NCCL, which needs a GPU for each rank; with backend "cpu" ranks share:
+            the number is taken modulo the number of GPUs */
 static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                        cddp__device_report *out) {
   const char *nccl_host = getenv("NCCL_HOSTID");
-  const char *several = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  bool certain = desc->device[4] == ':', may_share;
-  int device, count = 0, version = 0, local = -1, i;
-  struct cudaDeviceProp about;
+  const char *multi_rank = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  bool numbered = desc->device[4] == ':'; /* "cuda:N" */
+  bool may_share; /* NCCL lets several ranks use one GPU */
+  int device, count = 0, version = 0, env_local_rank = -1 /* not set */, i;
+  struct cudaDeviceProp properties;
   cddp_result r = CDDP_OK;
   cudaError_t e = cudaGetDeviceCount(&count);
   memset(out, 0, sizeof *out);
-  memset(&about, 0, sizeof about);
+  memset(&properties, 0, sizeof properties);
   if (e != cudaSuccess || count == 0) {
-    (void)cudaGetLastError();
-    (void)cudaRuntimeGetVersion(&version);
+    (void)cudaGetLastError(); /* clears it */
+    (void)cudaRuntimeGetVersion(&version); /* for the text: 12040 is 12.4 */
     return cddp__fail(CDDP_CUDA,
                       "CUDA finds no GPU here (%s): the NVIDIA driver is missing or too old for "
                       "CUDA %d.%d, CUDA_VISIBLE_DEVICES hides all, or the process used CUDA before "
@@ -3754,81 +3846,87 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
                       cudaGetErrorString(e), version / 1000, version % 1000 / 10);
   }
   if (!g->host->one_process || g->host->size == 1) /* else LOCAL_RANK is of all threads */
-    r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &local);
+    r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &env_local_rank);
   if (r != CDDP_OK) return r;
-  device = certain ? atoi(desc->device + 5) : local >= 0 ? local
-           : g->host->one_process ? g->host->index : g->local_rank;
-  if (!certain && (!nccl || count == 1)) device %= count; /* count 1: only its own is visible */
+  device = numbered ? atoi(desc->device + 5)
+           : env_local_rank >= 0 ? env_local_rank
+           : g->host->one_process ? g->host->index : g->local_rank; /* the rank's index here */
+  if (!numbered && (!nccl || count == 1)) device %= count; /* count 1: only its own is visible */
   if (device >= count)
     return CDDP__REFUSE("rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
                         "start at most %d ranks here, or let them share with backend \"cpu\"",
                         g->rank, device, count, count);
   if (nccl) r = cddp__check_blocking();
   if (r == CDDP_OK) r = CDDP__CUDA(cudaSetDevice, device);
-  if (r == CDDP_OK) r = CDDP__CUDA(cudaGetDeviceProperties, &about, device);
-  may_share = ncclGetVersion(&version) == ncclSuccess && version >= 23000 && several != NULL &&
-              strcmp(several, "1") == 0;
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaGetDeviceProperties, &properties, device);
+  may_share = ncclGetVersion(&version) == ncclSuccess && version >= 23000 /* 2.30 */ &&
+              multi_rank != NULL && strcmp(multi_rank, "1") == 0;
   for (i = 0; i < 16 && !may_share; i++) /* the uuid of a GPU, or of a part of one */
-    snprintf(out->gpu + 2 * i, 3, "%02x", (unsigned char)about.uuid.bytes[i]);
+    snprintf(out->gpu + 2 * i, 3, "%02x", (unsigned char)properties.uuid.bytes[i]);
   out->device = device;
   out->kernels = cddp__registered_kernels != NULL;
-  out->host = cddp__host_identity();
+  out->host = cddp__host_identity(); /* a GPU is the same only on the same machine */
   if (nccl_host != NULL) /* NCCL's name of the host: with different names, tests share a GPU */
-    out->host = cddp__hash64(1, nccl_host, strlen(nccl_host));
+    out->host = cddp__hash64(1 /* seed */, nccl_host, strlen(nccl_host));
   return r;
 }
 
-/* Collective: creates the device context of a group that has none. */
+/* Collective: creates the device context of a group that has none. Fails on all ranks if one cannot
+   have its device or, with NCCL, if two have the same GPU. A process that joins an elastic job is
+   alone in its first group, and connects in the model's groups later. */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
   const cddp_allocator *allocator = &g->host->allocator;
   const char *backend = cddp__backend_name(desc);
-  bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
-  cddp__device_report mine, *all;
-  bool kernels = true, joins = g->host->joined && g->id == 0; /* it is alone: no exchange */
-  int n = joins ? 1 : g->size, i, k;
+  bool nccl = backend == NULL /* the default */ || strcmp(backend, "nccl") == 0;
+  cddp__device_report mine, *reports;
+  bool kernels = true; /* all ranks have kernels */
+  bool joins = g->host->joined && g->id == 0; /* a joining process's first group: no exchange */
+  int report_count = joins ? 1 : g->size, i, k;
   cddp_result r;
-  all = (cddp__device_report *)cddp__malloc(allocator, (size_t)g->size * sizeof *all);
-  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  reports = (cddp__device_report *)cddp__malloc(allocator, (size_t)g->size * sizeof *reports);
+  if (reports == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__choose_device(g, desc, nccl, &mine);
-  if (joins) all[0] = mine;
-  else r = cddp__consensus(g, r, &mine, sizeof mine, all);
-  for (i = 0; r == CDDP_OK && i < n; i++) {
-    kernels = kernels && all[i].kernels != 0;
+  if (joins) reports[0] = mine;
+  else r = cddp__consensus(g, r, &mine, sizeof mine, reports);
+  for (i = 0; r == CDDP_OK && i < report_count; i++) {
+    kernels = kernels && reports[i].kernels != 0;
     for (k = 0; r == CDDP_OK && nccl && k < i; k++) { /* the same result on every rank */
-      if (all[i].gpu[0] == 0 || strcmp(all[i].gpu, all[k].gpu) != 0 ||
-          all[i].host != all[k].host)
+      if (reports[i].gpu[0] == 0 /* may share */ || strcmp(reports[i].gpu, reports[k].gpu) != 0 ||
+          reports[i].host != reports[k].host)
         continue;
       r = CDDP__REFUSE(
           "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set device to "
           "\"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let them share with backend \"cpu\" "
           "or, from NCCL 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1",
-          cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, all[i].device, all[i].gpu);
+          cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, reports[i].device, reports[i].gpu);
     }
   }
-  cddp__free(allocator, all);
+  cddp__free(allocator, reports);
   if (r != CDDP_OK) return r;
   if (mine.kernels != 0)
     r = cddp__cuda_result((cddp__registered_kernels->load)(), "loading kernels");
   if (r != CDDP_OK) return cddp__break(g, r);
   r = cddp__device_open(g, mine.device, nccl ? &cddp__nccl_backend : &cddp__staged_backend,
                         kernels ? cddp__registered_kernels : NULL, !joins);
-  if (r == CDDP_OK && nccl && mine.gpu[0] != 0)
-    g->gpu = cddp__hash64(1, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
+  if (r == CDDP_OK && nccl && mine.gpu[0] != 0) /* for cddp__member.gpu; 0: ranks can share it */
+    g->gpu = cddp__hash64( /* of gpu and host */
+        1 /* seed */, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
   return r;
 }
 
-/* Returns whether p is device memory. CUDA's answer creates a context on the current device, so the
-   group's device becomes current first. Without a group, in a thread that has chosen no device, it
-   is the device of all groups of the process. */
+/* Returns whether p is device memory, or managed. g: a group, or NULL. CUDA's answer creates a
+   context on the current device, so the group's device becomes current first. Without a group, if
+   all groups of the process have one device, that becomes current in a thread that has chosen none
+   (its current one is 0). */
 static bool cddp__on_device(const cddp_group *g, const void *p) {
   struct cudaPointerAttributes attributes;
-  uint32_t only = cddp__load32(&cddp__device_groups);
-  int now = -1;
+  uint32_t only = cddp__load32(&cddp__device_groups); /* 1 + the device; 0: none; or several */
+  int current = -1;
   if (p == NULL || !cddp__cuda_in_use()) return false;
   if (g != NULL && g->backend->on_device)
     (void)cddp__use_device(cddp__device_of(g)->index);
-  else if (only > 1 && only != CDDP__SEVERAL_DEVICES && cudaGetDevice(&now) == cudaSuccess &&
-           now == 0)
+  else if (only > 1 && only != CDDP__SEVERAL_DEVICES && cudaGetDevice(&current) == cudaSuccess &&
+           current == 0)
     (void)cddp__use_device((int)only - 1);
   if (cudaPointerGetAttributes(&attributes, p) == cudaSuccess)
     return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
@@ -3836,8 +3934,9 @@ static bool cddp__on_device(const cddp_group *g, const void *p) {
   return false;
 }
 
-/* Waits for the work on the group's stream. Without a group on a device: for all work on the
-   current device. */
+/* Waits on the host for the work on the group's stream; refuses a capture. Without a group on a
+   device: for all work on the current device.
+     what   CDDP__AWAIT_STREAM: also if the group is broken; CDDP__AWAIT_GROUP: fails then */
 static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what) {
   cddp_result r;
   if (g == NULL || !g->backend->on_device)
@@ -3849,13 +3948,15 @@ static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what) {
   return r == CDDP_OK ? cddp__device_synchronize(g) : r;
 }
 
-/* Selects the backend of a cddp_optim: the device's if its parameters are on a device. */
+/* Selects the backend of a cddp_optim: the device's if its parameters are on a device, and
+   allocates its states there. Otherwise the optimizer keeps the CPU's. */
 static cddp_result cddp__select_optim_backend(cddp_optim *optim) {
   const cddp_ddp *d = optim->desc.ddp;
-  struct cudaPointerAttributes about;
-  const void *on_device = NULL, *on_host = NULL;
+  struct cudaPointerAttributes attributes;
+  const void *on_device = NULL, *on_host = NULL; /* the last parameter in each; NULL: none */
   cddp_result r;
   int i;
+  /* Parameters of a model are where its group is, others where their addresses say. */
   if (d != NULL ? !d->group->backend->on_device : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < optim->count; i++) {
     const void *at = optim->params[i].count > 0 ? optim->params[i].data : NULL;
@@ -3866,24 +3967,25 @@ static cddp_result cddp__select_optim_backend(cddp_optim *optim) {
     return CDDP__REFUSE("some parameters are on a GPU and others in host memory: a cddp_optim "
                         "needs all in one place");
   if (on_device == NULL) return CDDP_OK;
-  if ((r = CDDP__CUDA(cudaPointerGetAttributes, &about, on_device)) != CDDP_OK) return r;
-  optim->device = d != NULL ? cddp__device_of(d->group)->index : about.device;
+  if ((r = CDDP__CUDA(cudaPointerGetAttributes, &attributes, on_device)) != CDDP_OK) return r;
+  optim->device = d != NULL ? cddp__device_of(d->group)->index : attributes.device;
   if (cddp__launch_of(optim->algorithm) == NULL)
     return cddp__fail(CDDP_UNSUPPORTED, "%s has no kernel for GPUs: its parameters must be in host "
                       "memory", optim->algorithm->name);
   if ((r = cddp__need_kernels(optim->algorithm->name)) != CDDP_OK) return r;
-  optim->segments = (cddp_segment *)cddp__malloc( /* and launched: cddp__device_step */
+  optim->segments = (cddp_segment *)cddp__malloc( /* and `launched` of cddp__device_step */
       NULL, (size_t)optim->count * (sizeof *optim->segments + sizeof(bool)));
   if (optim->segments == NULL) return CDDP_OUT_OF_MEMORY;
   optim->backend = &cddp__device_optim;
-  if (optim->state_count == 0) return CDDP_OK;
-  return cddp__states_alloc(optim); /* zeroed before a step on any stream */
+  if (optim->state_count == 0) return CDDP_OK; /* SGD without momentum */
+  return cddp__states_alloc(optim); /* waits: zeroed before a step on any stream */
 }
 
-/* cddp_set_stream: the new stream waits for the work on the old one. A stream that is captured can
-   neither wait for others nor be waited for. */
+/* cddp_set_stream: the new stream waits for the work on the old one. If one is captured, neither
+   can wait for the other: then nothing is done. The next call of the group returns an error, as
+   cddp_set_stream has no result. */
 static void cddp__follow_stream(cddp_group *g, void *stream) {
-  cudaStream_t streams[2] = {cddp__main_stream(g), (cudaStream_t)stream};
+  cudaStream_t streams[2] = {cddp__main_stream(g), (cudaStream_t)stream}; /* old, new */
   enum cudaStreamCaptureStatus status;
   int i;
   if (cddp__use_device(cddp__device_of(g)->index) != CDDP_OK) return; /* the next call returns it */
@@ -3891,11 +3993,13 @@ static void cddp__follow_stream(cddp_group *g, void *stream) {
     if (cudaStreamIsCapturing(streams[i], &status) != cudaSuccess ||
         status != cudaStreamCaptureStatusNone)
       break;
-  if (i == 2) (void)cddp__stream_after(cddp__device_of(g), streams[1], streams[0]);
-  (void)cudaGetLastError();
+  if (i == 2) /* neither is captured */
+    (void)cddp__stream_after(cddp__device_of(g), streams[1], streams[0]);
+  (void)cudaGetLastError(); /* of the queries above */
 }
 
 CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
+  /* Kernels of another version could have other structs: the table is ignored. */
   cddp__registered_kernels =
       kernels != NULL && kernels->version == CDDP_VERSION ? kernels : NULL;
 }
