@@ -2178,8 +2178,8 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
 
 /* --- the end of a communicator --- */
 
-/* Of this process: number of contexts with threads; number of watchers that have not ended. Those
-   can be more, because a watcher outlives its context's group until NCCL has ended. */
+/* Of this process: number of contexts with threads; number of watchers that have not ended. There
+   can be more watchers: each one outlives its context's group until NCCL has ended. */
 static cddp__atomic_u32 cddp__watched, cddp__watchers;
 
 /* Returns whether NCCL may be called with the communicator. issue_lock held. */
@@ -2242,7 +2242,8 @@ static void cddp__await_abort(cddp__device *device) {
   cddp__wait w;
   bool graph = cddp__load32(&device->captured) != 0;
   cddp__wait_begin(&w, graph ? CDDP__AWAIT_GRAPH_S : CDDP__AWAIT_END_S);
-  if ((cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) != CDDP__COMM_ABORTED) return;
+  if ((cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) != CDDP__COMM_ABORTED)
+    return; /* no abort: the operations have ended */
   /* The watcher adds CDDP__COMM_DONE when NCCL has ended. */
   while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__wait_pause(&w)) {}
 }
@@ -2262,8 +2263,9 @@ static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
    errors, some of them before the death shows: so it waits for the cause, and prefers it in the
    error text. Only then it reports NCCL's error. */
 static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const char *what) {
-  bool arguments = e == ncclInvalidArgument || e == ncclInvalidUsage;
+  bool arguments = e == ncclInvalidArgument || e == ncclInvalidUsage; /* this rank's own fault */
   cddp_group *g = device->group;
+  /* now, before a later call of NCCL changes its last error */
   cddp__text text = cddp__textf("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
                                 ncclGetLastError(NULL));
   cddp__wait w;
@@ -2276,7 +2278,7 @@ static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const 
     for (q = 0; q < g->size; q++)
       if (q != g->rank && cddp__rank_gone(g, q)) return cddp__break_lost(g, q, what);
   } while (cddp__wait_pause(&w));
-  return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s));
+  return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s)); /* no other cause has shown */
 }
 
 /* By how many calls a rank of this host is behind this rank; negative: it is ahead. 0 for ranks of
@@ -2298,6 +2300,7 @@ static cddp_result cddp__check_late_operations(cddp__device *device) {
   late = oldest > 0 && cddp__now() - oldest > g->timeout_s;
   device->late_checks = late ? device->late_checks + 1 : 0;
   if (device->late_checks <= CDDP__LATE_CHECKS) return CDDP_OK;
+  /* A rank that made fewer calls is the likely cause. */
   while (behind < g->size && cddp__calls_behind(device, behind) <= 0) behind++;
   known = cddp__read_logged(g, g->rank, cddp__logged_calls(device), &latest);
   cddp__fail(CDDP_TIMEOUT,
@@ -2314,6 +2317,7 @@ static cddp_result cddp__check_late_operations(cddp__device *device) {
    memory, since the receiver reads it; the receiver's is not. */
 static void cddp__count_message(cddp__device *device, const cddp__call *call) {
   bool captured = cddp__capturing(cddp__main_stream(device->group));
+  /* call->root is the peer. Of ranks beyond the arrays no messages are counted. */
   if (call->root >= CDDP__COUNTED_PEERS || device->group->rank >= CDDP__COUNTED_PEERS) return;
   if (call->kind == CDDP__KIND_SEND)
     cddp__add32(&cddp__slot_of(device->group, device->group->rank)->sent[call->root],
@@ -2360,7 +2364,7 @@ static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
     needed = true;
     if (device->gone_since == 0) device->gone_since = cddp__now();
     if (!behind && /* its part may be done, so the operations can still end */
-         cddp__now() - device->gone_since < (left ? g->timeout_s : CDDP__GRACE_ENDED_S))
+        cddp__now() - device->gone_since < (left ? g->timeout_s : CDDP__GRACE_ENDED_S))
       continue;
     return cddp__break_lost(g, q, cddp__textf("operations with it on cuda:%d", device->index).s);
   }
@@ -2372,7 +2376,7 @@ static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
    create a context), and do not invalidate another thread's capture. */
 static void cddp__bind_device(const cddp__device *device) {
   (void)cudaSetDevice(device->index);
-  (void)cddp__relax_capture();
+  (void)cddp__relax_capture(); /* for the thread's whole life */
 }
 
 /* The watcher. It breaks the group before the abort, because results on streams are undefined
@@ -2413,7 +2417,7 @@ static void *cddp__poll_main(void *context) {
   cddp__bind_device(device);
   while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
     bool busy = cddp__device_busy(device) > 0;
-    /* only this thread changes seen */
+    /* Without lock: only this thread changes `completed`, and no thread replaces the oldest. */
     void **oldest = &device->markers[device->completed % CDDP__MARKER_COUNT].event;
     /* not busy: sleeps like after cudaErrorNotReady */
     cudaError_t e = busy ? cudaEventQuery((cudaEvent_t)*oldest) : cudaErrorNotReady;
@@ -2463,7 +2467,7 @@ static cddp_result cddp__start_watching(cddp__device *device) {
 static void cddp__await_nccl_threads(void) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__AWAIT_END_S);
-  if (cddp__load32(&cddp__watched) != 0) return;
+  if (cddp__load32(&cddp__watched) != 0) return; /* a group still uses NCCL */
   while (cddp__load32(&cddp__watchers) != 0 && cddp__wait_pause(&w)) {}
 }
 
@@ -2517,7 +2521,7 @@ static void cddp__device_stop(cddp__device *device) {
 /* Stops the context and frees it; if the watcher still waits for NCCL, the watcher frees it. */
 static void cddp__device_delete(cddp__device *device) {
   int i;
-  cddp__device_stop(device);
+  cddp__device_stop(device); /* from here on only the watcher can use the context, for NCCL */
   cddp__scratch_free(&device->scratch);
   for (i = 0; i < CDDP__MARKER_COUNT; i++) cddp__event_release(device, &device->markers[i].event);
   while (device->spares > 0) cudaEventDestroy(device->spare[--device->spares]);
@@ -2777,6 +2781,7 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   }
   for (i = 0; i < n; i++)
     if ((r = cddp__copy_own_share(device, &call[i], stream)) != CDDP_OK) return r;
+  /* The communicator is non-blocking: ncclInProgress is no error. */
   e = ncclGroupStart();
   for (i = 0; i < n && (e == ncclSuccess || e == ncclInProgress); i++)
     e = cddp__nccl_post(device, &call[i], stream);
@@ -3185,7 +3190,7 @@ static cddp_result cddp__device_before_split(cddp_group *g) {
   if (r == CDDP_OK)
     r = cddp__refuse_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
                              "the creation of a group waits on the host");
-  if (r != CDDP_OK) return r; /* on all ranks, which must capture alike */
+  if (r != CDDP_OK) return r; /* not broken: all ranks fail alike, as they must capture alike */
   r = cddp__device_synchronize(g);
   if (r == CDDP_OK && device->comm != NULL) r = cddp__await_stream(device, device->side, NULL);
   if (r == CDDP_OK) r = cddp__device_barrier(g, &call, NULL);
