@@ -121,8 +121,8 @@ bool inside_age_operation(cddp_group *g) {
   cddp__device *device = cddp__device_of(g);
   bool found;
   pthread_mutex_lock(&device->lock);
-  found = device->issued != device->seen;
-  if (found) device->markers[device->seen % CDDP__MARKER_COUNT].since -= 10 * g->timeout_s;
+  found = device->issued != device->completed;
+  if (found) device->markers[device->completed % CDDP__MARKER_COUNT].since -= 10 * g->timeout_s;
   pthread_mutex_unlock(&device->lock);
   return found;
 }
