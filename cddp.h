@@ -21126,44 +21126,53 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
   return r;
 }
 
+/* Leader: continues the wait for a member's report, without blocking. *waits: it is still awaited;
+   false: it is here, or the member is lost. Fails without memory or a socket, or if the others
+   continue without this rank. */
+static cddp_result cddp__continue_report(cddp__meeting *m, int member, bool *waits) {
+  cddp__connection **link = &m->links[member];
+  const cddp__link_cuts *cuts = &m->cuts[member];
+  bool too_early = *link == NULL && cuts->life != 0 && cddp__now() < cuts->retry_at;
+  bool cut;
+  cddp_result r = CDDP_OK;
+  *waits = true;
+  if (too_early) return CDDP_OK; /* its link was cut: a later call connects again */
+  if (*link == NULL) /* the member can have counted this rank as lost: so this calls it */
+    r = cddp__meeting_connect(m, member, &m->members[m->me], sizeof *m->members);
+  if (r == CDDP_OK && cddp__link_progress(m->net, *link))
+    r = cddp__check_answer(*link); /* it reads, so it also detects the link's end */
+  if (r != CDDP_OK) return r;
+  if (!cddp__member_link_ended(m, member, *link)) {
+    *waits = m->reports[member] == NULL;
+    return CDDP_OK;
+  }
+  cut = cddp__link_is_cut(*link) && !(*link)->ended_early; /* it was UP */
+  cddp__drop_link_and_report(m, member); /* a living member reports again */
+  *waits = cut && cddp__retries_member(m, member); /* a dead process refuses the next link */
+  if (!*waits) cddp__remove_member(m, member);
+  return CDDP_OK;
+}
+
 /* Leader: waits until each member has reported or is lost, or m->lost_leader_called. */
 static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
-  cddp__connection **links = m->links;
+  cddp_result r;
+  bool waits;
   int missing, late = -1, p; /* missing: number of reports; late: first member without, for texts */
   for (;;) {
     cddp__answer_joins(m);
     cddp__accept_reports(m, CDDP__ACCEPT_MEMBERS);
     if (m->lost_leader_called) return CDDP_OK;
     for (p = missing = 0; p < m->capacity; p++) {
-      cddp_result r = CDDP_OK;
       if (p == m->me || m->members[p].life == 0) continue;
-      if (links[p] == NULL && m->cuts[p].life != 0 && cddp__now() < m->cuts[p].retry_at) {
-        if (missing++ == 0) late = p;
-        continue; /* its link was cut, and it is too early to connect again */
-      }
-      /* No link: the member can have counted this rank as lost. So this calls it. */
-      if (links[p] == NULL)
-        r = cddp__meeting_connect(m, p, &m->members[m->me], sizeof *m->members);
-      if (r == CDDP_OK && cddp__link_progress(m->net, links[p]))
-        r = cddp__check_answer(links[p]); /* it reads, so it also detects the link's end */
-      if (r != CDDP_OK) return r; /* no memory or socket, or the others continue without it */
-      if (cddp__member_link_ended(m, p, links[p])) {
-        bool cut = cddp__link_is_cut(links[p]) && !links[p]->ended_early; /* it was UP */
-        cddp__drop_link_and_report(m, p); /* a living member reports again */
-        if (!cut || !cddp__retries_member(m, p))
-          cddp__remove_member(m, p);
-        else if (missing++ == 0) /* the next attempt tells: a dead process refuses it */
-          late = p;
-      } else if (m->reports[p] == NULL && missing++ == 0) {
-        late = p;
-      }
+      if ((r = cddp__continue_report(m, p, &waits)) != CDDP_OK) return r;
+      if (waits && missing++ == 0) late = p;
     }
     if (missing == 0) return CDDP_OK;
     if (cddp__now() > deadline)
       return cddp__fail(
           CDDP_TIMEOUT, "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
           "cddp_ddp_next_shard", m->group->timeout_s, m->steps, cddp__member_name(m, late).s);
-    cddp__meeting_poll(m, links, m->capacity);
+    cddp__meeting_poll(m, m->links, m->capacity);
   }
 }
 
