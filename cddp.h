@@ -21161,9 +21161,9 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   for (;;) {
     cddp__answer_joins(m);
     cddp__accept_reports(m, CDDP__ACCEPT_MEMBERS);
-    if (m->lost_leader_called) return CDDP_OK;
+    if (m->lost_leader_called) return CDDP_OK; /* another member leads */
     for (p = missing = 0; p < m->capacity; p++) {
-      if (p == m->me || m->members[p].life == 0) continue;
+      if (p == m->me || m->members[p].life == 0 /* lost, or no member */) continue;
       if ((r = cddp__continue_report(m, p, &waits)) != CDDP_OK) return r;
       if (waits && missing++ == 0) late = p;
     }
@@ -21489,7 +21489,7 @@ static void cddp__meeting_forget_members(cddp__meeting *m) {
   }
   for (p = 0; p < m->capacity; p++) m->members[p].life = 0; /* not [capacity]: this process */
   m->table_count = 0;
-  m->me = m->net->rank = m->capacity;
+  m->me = m->net->rank = m->capacity; /* no number */
   cddp__drop_all_links(m);
 }
 
@@ -24789,7 +24789,8 @@ static void cddp__read_notices(cddp__spawn_job *job) {
 static bool cddp__spawn_continues(cddp__spawn_job *job) {
   int i, members = 0; /* alive, with weights */
   cddp__read_notices(job);
-  if (!job->has_model && job->alive > 0 && cddp__poll(&job->fds[job->n], 1, 200 /* ms */) > 0)
+  if (!job->has_model && job->alive > 0 &&
+      cddp__poll(&job->fds[job->n] /* the notices' socket */, 1, 200 /* ms */) > 0)
     cddp__read_notices(job);
   for (i = 0; i < job->n; i++) {
     const cddp__child *child = &job->children[i];
@@ -24862,7 +24863,7 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   while ((code = (int)read(job->start[0], &byte, 1)) < 0 && errno == EINTR) {}
   if (code != 1) _exit(1); /* closed: a child could not be started */
   close(job->start[0]);
-  if (job->elastic) close(job->fds[job->n].fd); /* the supervisor's */
+  if (job->elastic) close(job->fds[job->n].fd); /* the parent's socket for notices */
   cddp__setenv_int("RANK", rank);
   cddp__setenv_int("WORLD_SIZE", job->n);
   cddp__setenv_int("LOCAL_RANK", rank);
@@ -24914,7 +24915,8 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     if (pid <= 0) continue;
     got = waitpid(pid, &status, WNOHANG);
     if (got == 0) continue; /* it lives */
-    /* While another thread reaps it, it exists; then the pidfd has its status. */
+    /* got < 0: another thread reaps it. Until then the pid exists; after that the pidfd has the
+       status. */
     while (got < 0 && kill(pid, 0) == 0 && cddp__wait_pause(&w)) {}
     /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
        6.15 and later still have the status. */
