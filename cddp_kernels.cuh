@@ -489,7 +489,7 @@ static __device__ void cddp__cu_apply(const Op &op, const cddp__cu_piece &, size
 template <size_t N, size_t K, typename T, typename Op>
 static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, const Op &op) {
   typedef cddp__cu_pack<T, N> pack;
-  pack d[K] = {}, g[K] = {}, m[K] = {};
+  pack d[K] = {}, g[K] = {}, m[K] = {}; /* zeros where op reads nothing */
   CDDP__CU_UNROLLED for (size_t u = 0; u < K; u++) {
     size_t i = first + u * CDDP__CU_THREADS;
     if (Op::READS & CDDP__CU_DATA) d[u] = ((const pack *)p.data)[i];
@@ -504,7 +504,7 @@ static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, 
     if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d[u];
     if ((Op::WRITES & CDDP__CU_GRAD) && op.writes_grad()) ((pack *)p.grad)[i] = g[u];
     if ((Op::WRITES & CDDP__CU_MOMENTUM) && op.writes_momentum()) ((pack *)p.momentum)[i] = m[u];
-    op.template copy<N>(p, i * N, d[u].v);
+    op.template copy<N>(p, i * N, d[u].v); /* the new weights */
   }
 }
 
@@ -606,7 +606,7 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
     int offset = cddp__cu_offset(&s[i], copy, sizeof(T));
     size_t head = offset > 0 ? (16 - (size_t)offset) / sizeof(T) : 0; /* up to an aligned pack */
     if (s[i].count == 0) continue;
-    if (head > s[i].count) head = s[i].count;
+    if (head > s[i].count) head = s[i].count; /* it ends before an aligned pack */
     if (list.count + 2 > CDDP__CU_PIECES) /* a segment has up to two pieces */
       e = cddp__cu_flush<T>(&list, op, stream);
     if (e != cudaSuccess) break;
@@ -779,7 +779,7 @@ static __device__ void cddp__cu_apply(const cddp__cu_master_op<H, Op> &op, const
   pack *master = (pack *)(void *)(p.copy + i * sizeof(float));
   pack *moment = (pack *)(void *)(p.momentum + i * sizeof(float));
   pack weights = *master, moments = {}, gradients; /* f32 */
-  if (op.op.reads_momentum()) moments = *moment;
+  if (op.op.reads_momentum()) moments = *moment; /* f32, so not among op's READS */
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
     gradients.v[k] = cddp__cu_rounded<H>(cddp__cu_mul(cddp__cu_load(g[k]), op.factor));
     if (op.scratch != NULL)
@@ -812,7 +812,7 @@ static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, i
                                    const cddp_sgd_desc *rule, double factor, const double *clip,
                                    unsigned flags, cudaStream_t stream) {
   cddp__cu_sgd_op<T, Copy> op = {};
-  if constexpr (sizeof(H) < sizeof(T)) {
+  if constexpr (sizeof(H) < sizeof(T)) { /* masters */
     op.rule = cddp__cu_make_rule<T>(rule, 1 /* factor */, NULL /* clip */, flags);
     return cddp__cu_on_masters<H>(s, n, op, factor, clip, stream);
   }
@@ -963,6 +963,7 @@ static int cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
                           unsigned flags, void *on) {
   cudaStream_t stream = (cudaStream_t)on;
   if (rule == NULL || !cddp__cu_segments_ok(s, n, true, true)) return cudaErrorInvalidValue;
+  /* halves need masters, others cannot have any */
   if (cddp__cu_masters(s, n) != (dtype == CDDP_F16 || dtype == CDDP_BF16) ||
       rule->stride % (cddp__cu_masters(s, n) ? 32 : 16) != 0) /* bytes of a state's pack */
     return cudaErrorInvalidValue;
@@ -1853,8 +1854,8 @@ static cddp_result cddp__cuda_result(int code, const char *what) {
 
 /* Makes the device the thread's current device, unless it already is. */
 static cddp_result cddp__use_device(int device) {
-  int now = -1;
-  if (cudaGetDevice(&now) == cudaSuccess && now == device) return CDDP_OK;
+  int current = -1;
+  if (cudaGetDevice(&current) == cudaSuccess && current == device) return CDDP_OK;
   return CDDP__CUDA(cudaSetDevice, device);
 }
 
@@ -2016,16 +2017,17 @@ static cddp_result cddp__memory_of_call(const cddp__device *device, const cddp__
   const char *send_name = cddp__in_one_buffer(call) ? "buf" : "send";
   const char *recv_name = cddp__in_one_buffer(call) ? "buf" : "recv";
   size_t sent, received;
-  bool sends, receives, send_here = true, recv_here = true;
+  bool has_send, has_recv, send_here = true, recv_here = true;
   cddp_result r = CDDP_OK;
   cddp__call_bytes(device->group, call, &sent, &received);
-  sends = sent > 0 && call->send != NULL;
-  receives = received > 0 && call->recv != NULL && !(sends && call->recv == call->send);
-  if (sends) r = cddp__memory_of(device->index, call->send, send_name, &send_here);
-  if (r == CDDP_OK && receives)
+  has_send = sent > 0 && call->send != NULL;
+  has_recv = received > 0 && call->recv != NULL &&
+             !(has_send && call->recv == call->send /* one buffer: a check of send suffices */);
+  if (has_send) r = cddp__memory_of(device->index, call->send, send_name, &send_here);
+  if (r == CDDP_OK && has_recv)
     r = cddp__memory_of(device->index, call->recv, recv_name, &recv_here);
   *here = send_here && recv_here; /* a buffer that is not used counts as here */
-  if (r != CDDP_OK || !sends || !receives || send_here == recv_here) return r;
+  if (r != CDDP_OK || !has_send || !has_recv || send_here == recv_here) return r;
   return CDDP__REFUSE("send and recv must both be on the device, or both in host memory");
 }
 
@@ -2045,7 +2047,7 @@ static void cddp__watch_hosts(cddp_group *g) {
 
 /* The time at which the oldest unfinished operation was issued, as last polled; 0: none is
    unfinished. Operations in CUDA graphs do not count. */
-static double cddp__device_busy(cddp__device *device) {
+static double cddp__busy_since(cddp__device *device) {
   double since = 0;
   pthread_mutex_lock(&device->lock);
   if (device->issued != device->completed)
@@ -2062,7 +2064,7 @@ static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const 
   if (r != CDDP_OK) return r;
   /* One yield, or none. A message that arrived is a reason not to sleep: more may follow. */
   w->yields = w->now - w->since < CDDP__YIELD_S || cddp__serve_all_recvs(g);
-  w->deadline = w->since + g->timeout_s + (cddp__device_busy(device) > 0 ? CDDP__LATE_S : 0);
+  w->deadline = w->since + g->timeout_s + (cddp__busy_since(device) > 0 ? CDDP__LATE_S : 0);
   if (cddp__wait_pause(w)) return CDDP_OK;
   r = cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
                  g->timeout_s, g->rank, device->index, what,
@@ -2294,7 +2296,7 @@ static int cddp__calls_behind(const cddp__device *device, int rank) {
 static cddp_result cddp__check_late_operations(cddp__device *device) {
   cddp_group *g = device->group;
   cddp__logged_call latest;
-  double oldest = cddp__device_busy(device);
+  double oldest = cddp__busy_since(device);
   bool known, late;
   int behind = 0; /* the lowest rank that has made fewer calls; g->size: none */
   late = oldest > 0 && cddp__now() - oldest > g->timeout_s;
@@ -2347,7 +2349,7 @@ static bool cddp__lacks_message(const cddp__device *device, int rank) {
                                                     A rank leaves only after the end of its graph
      made as many; nothing is unfinished            continues */
 static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
-  double oldest = cddp__device_busy(device);
+  double oldest = cddp__busy_since(device);
   bool waits = inside || oldest > 0;
   bool needed = false; /* some rank that has left or ended may be needed */
   cddp_group *g = device->group;
@@ -2416,7 +2418,7 @@ static void *cddp__poll_main(void *context) {
   cddp__device *device = (cddp__device *)context;
   cddp__bind_device(device);
   while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
-    bool busy = cddp__device_busy(device) > 0;
+    bool busy = cddp__busy_since(device) > 0;
     /* Without lock: only this thread changes `completed`, and no thread replaces the oldest. */
     void **oldest = &device->markers[device->completed % CDDP__MARKER_COUNT].event;
     /* not busy: sleeps like after cudaErrorNotReady */
@@ -2638,31 +2640,32 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
                                     cudaStream_t stream, cddp_work **work) {
   bool message = cddp__is_message(call);
   cddp_group *g = device->group;
-  size_t sends, recvs, recv_offset;
-  cddp_work immediate, *staged = NULL;
+  size_t sends, recvs, recv_offset; /* bytes */
+  cddp_work immediate, *staged = NULL; /* immediate: holds the fields if there is no handle */
   cddp__call inner = *call;
   char *stage;
   cddp_result r = cddp__refuse_capture(stream, CDDP_UNSUPPORTED,
                                        "with backend \"cpu\" a call waits on the host");
-  if (r != CDDP_OK || call->count == 0) return r;
+  if (r != CDDP_OK || call->count == 0 /* no data */) return r;
   cddp__call_bytes(g, call, &sends, &recvs);
   /* In `stage` the received data is behind the sent data, or replaces it. */
   recv_offset = cddp__in_one_buffer(call) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
   stage = (char *)cddp__arena_alloc(g->host, recv_offset + recvs, CDDP__EXTENT_OPEN);
   if (stage == NULL) /* of a message no rank knows yet; in a collective the others wait */
     return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
-  r = cddp__stream_after(device, device->side, stream);
+  r = cddp__stream_after(device, device->side, stream); /* on which cddp__transfer copies */
   if (r == CDDP_OK && call->kind != CDDP__KIND_RECV && cddp__sends(call, g->rank))
     r = cddp__transfer(g, stage, call->send, sends);
   if (r != CDDP_OK && !message) r = cddp__break_waiting(g, r);
   inner.send = stage; /* `inner` is the call on host memory */
   inner.recv = stage + recv_offset;
+  /* Sets `staged` if the caller wants a handle and the call has started. */
   if (r == CDDP_OK) r = cddp__cpu_start(g, &inner, work != NULL ? &staged : NULL);
   if (staged != NULL) *work = staged;
   else staged = &immediate;
   staged->context = call->recv;
   staged->stage = stage;
-  if (staged != &immediate) return CDDP_OK;
+  if (staged != &immediate) return CDDP_OK; /* its wait calls cddp__unstage */
   immediate.group = g;
   immediate.call = inner;
   return cddp__unstage(&immediate, r);
@@ -2679,8 +2682,8 @@ static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cdd
   for (q = 0; q < device->group->size && e == ncclSuccess; q++) {
     bool sends = cddp__sends(call, me) && cddp__receives(call, q);
     bool receives = cddp__sends(call, q) && cddp__receives(call, me);
-    size_t out = sends ? cddp__out_bytes(call, q, 0, call->count) : 0;
-    size_t in = receives ? cddp__in_bytes(call, q, 0, call->count) : 0;
+    size_t out = sends ? cddp__out_bytes(call, q, 0 /* begin */, call->count) : 0;
+    size_t in = receives ? cddp__in_bytes(call, q, 0 /* begin */, call->count) : 0;
     const char *from = out > 0 ? cddp__share_for(call, q) : NULL;
     char *to = in > 0 ? cddp__share_from(call, q) : NULL;
     if (q == me) continue; /* cddp__copy_own_share has copied it */
@@ -2700,7 +2703,7 @@ static cddp_result cddp__copy_own_share(const cddp__device *device, const cddp__
       call->kind != CDDP__KIND_ALL_TO_ALL && call->shares == NULL)
     return CDDP_OK;
   if (!cddp__sends(call, me) || !cddp__receives(call, me)) return CDDP_OK;
-  bytes = cddp__out_bytes(call, me, 0, call->count);
+  bytes = cddp__out_bytes(call, me, 0 /* begin */, call->count);
   if (bytes == 0) return CDDP_OK;
   return cddp__device_copy(cddp__share_from(call, me), cddp__share_for(call, me), bytes, stream);
 }
@@ -2772,7 +2775,7 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   ncclResult_t e, end;
   cddp_result r;
   int i;
-  if (stream == cudaStreamPerThread) /* NCCL enqueues in its own thread */
+  if (stream == cudaStreamPerThread) /* NCCL enqueues on a thread of its own: another stream */
     return CDDP__REFUSE("the group's stream is cudaStreamPerThread, which is another stream in "
                         "NCCL's thread: create one with cudaStreamCreate");
   if (!cddp__comm_alive(device)) {
@@ -2870,9 +2873,12 @@ static bool cddp__device_done(cddp_work *work) {
   cudaError_t e;
   if (!work->on_stream) return cddp__cpu_done(work);
   if (cddp__use_device(device->index) != CDDP_OK) return true; /* the wait returns this error */
-  if (cddp__capturing(cddp__main_stream(work->group))) return false; /* a query would end that */
+  /* A query would end the capture. */
+  if (cddp__capturing(cddp__main_stream(work->group))) return false;
+  /* A failure breaks the group: the checks below find it. */
   if (cddp__is_message(&work->call)) (void)cddp__issue_messages(device, work);
-  /* No event: the issue failed. A group that has been left has no block that could be broken. */
+  /* No event: the issue failed. A group that was left (elastic: replaced) has no block, which would
+     tell whether it is broken: the wait asks the context. */
   if (work->event == NULL || cddp__load32(&work->group->left) != 0 ||
       cddp__is_broken(work->group))
     return true;
@@ -2895,7 +2901,7 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
     if (work->stage == NULL /* on host memory */ || r == CDDP__CONTINUES) return r;
     return cddp__unstage(work, r);
   }
-  cddp__wait_begin(&w, limit);
+  cddp__wait_begin(&w, limit); /* a negative limit: not used */
   while (limit >= 0 && !cddp__device_done(work))
     if (!cddp__wait_pause(&w)) return cddp__fail_unfinished(work, limit);
   r = cddp__use_device(device->index); /* the stream can be the default one: the current device's */
@@ -2906,8 +2912,9 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
     r = cddp__fail(CDDP_PEER_LOST,
                    "the group of this operation has been replaced, as ranks changed");
   if (r == CDDP_OK && work->event != NULL)
-    r = CDDP__CUDA(cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)work->event, 0);
-  cddp__event_release(device, &work->event);
+    r = CDDP__CUDA(
+        cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)work->event, 0 /* flags */);
+  cddp__event_release(device, &work->event); /* the work itself is freed by cddp__work_wait */
   return r;
 }
 
@@ -2920,7 +2927,7 @@ static cddp_result cddp__run_barrier(cddp_work *work) {
   cddp_result r = cddp__use_device(device->index);
   if (r == CDDP_OK) r = cddp__await_stream(device, NULL, (cudaEvent_t)work->event);
   cddp__event_release(device, &work->event);
-  if (r == CDDP_OK) r = cddp__run_recorded(work->group, &work->call, work->record);
+  if (r == CDDP_OK) r = cddp__run_recorded(work->group, &work->call, work->record); /* a round */
   return r == CDDP_OK ? cddp__compare_logs(device) : r;
 }
 
@@ -2934,9 +2941,9 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, c
       cddp__refuse_capture(stream, CDDP_INVALID_ARGUMENT, "a barrier waits on the host");
   if (r == CDDP_OK) r = cddp__device_work(g, call, &stream, &w);
   if (r != CDDP_OK) return r;
-  w->on_stream = false; /* the engine runs it on the host */
+  w->on_stream = false; /* its wait is for the engine, which runs it on the host */
   w->run = cddp__run_barrier;
-  pthread_mutex_lock(&device->lock);
+  pthread_mutex_lock(&device->lock); /* of hashes */
   if (g->hosts != NULL && g->backend->enqueues)
     w->call.count = (size_t)device->hashes[cddp__logged_calls(device) & (CDDP__CALL_HASHES - 1)];
   pthread_mutex_unlock(&device->lock);
@@ -2976,7 +2983,8 @@ static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
    exchange shares in place: the sent ones are copied. */
 static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
-  bool copied = g->size > 1 && cddp__is_in_place_all_to_all(given);
+  bool copied = g->size > 1 && cddp__is_in_place_all_to_all(given); /* from a copy */
+  /* home: where the caller's data is ready */
   cudaStream_t home = cddp__main_stream(g), stream = work != NULL || copied ? device->side : home;
   uint64_t record = cddp__record_call(g, given);
   cddp__call call = *given;
@@ -2989,7 +2997,7 @@ static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_
     r = cddp__device_copy(copy, call.send, bytes, stream);
     call.send = copy;
   }
-  if (r == CDDP_OK && call.count > 0) r = cddp__issue(device, &call, 1, stream);
+  if (r == CDDP_OK && call.count > 0) r = cddp__issue(device, &call, 1 /* call */, stream);
   if (r == CDDP_OK)
     r = work != NULL ? cddp__device_work(g, &call, &stream, work)
                      : cddp__stream_after(device, home, stream);
@@ -3016,7 +3024,7 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cdd
   if ((r = cddp__device_work(g, call, NULL /* on no stream yet */, &w)) != CDDP_OK) return r;
   cddp__count_message(device, call);
   pthread_mutex_lock(&device->issue_lock);
-  for (link = &device->messages; *link != NULL; link = &(*link)->next) {}
+  for (link = &device->messages; *link != NULL; link = &(*link)->next) {} /* to the end */
   *link = w;
   pthread_mutex_unlock(&device->issue_lock);
   if (work == NULL) return cddp__work_wait(w, CDDP__NO_LIMIT);
@@ -3034,7 +3042,8 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cdd
   cddp_result r;
   if (work != NULL) *work = NULL;
   if ((r = cddp__device_enter(g)) == CDDP_OK) r = cddp__memory_of_call(device, call, &here);
-  if (r == CDDP_CUDA && !message) return cddp__break_waiting(g, r); /* not the caller's mistake */
+  /* Not the caller's mistake: the others have made the call and wait. */
+  if (r == CDDP_CUDA && !message) return cddp__break_waiting(g, r);
   if (r != CDDP_OK) return r;
   cddp__call_bytes(g, call, &sent, &received);
   /* A call without data has no buffers that show where it runs. Messages, and all calls with
@@ -3140,14 +3149,14 @@ static cddp_result cddp__device_open(cddp_group *g, int index, const cddp__backe
                                      const cddp_kernels *kernels, bool connects) {
   /* It can outlive g, and g's allocator: so NULL, malloc. */
   cddp__device *device = (cddp__device *)cddp__calloc(NULL, 1, sizeof *device);
-  int least = 0, greatest = 0;
+  int least = 0, greatest = 0; /* priorities of streams */
   cddp_result r;
   if (device == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   /* Notes whether all groups of the process are on one device: for cddp__on_device. */
   if (!cddp__compare_swap32(&cddp__device_groups, 0, (uint32_t)index + 1) &&
       cddp__load32(&cddp__device_groups) != (uint32_t)index + 1)
     cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
-  device->state.v = CDDP__COMM_DONE; /* no communicator */
+  device->state.v = CDDP__COMM_DONE; /* no communicator, and no watcher that has to end first */
   device->group = g;
   device->index = index;
   g->backend = backend;
@@ -3162,12 +3171,12 @@ static cddp_result cddp__device_open(cddp_group *g, int index, const cddp__backe
     r = CDDP__CUDA(cudaEventCreateWithFlags, &device->spare[device->spares],
                    cudaEventDisableTiming);
   if (r != CDDP_OK) r = cddp__break(g, r);
-  else if (connects && backend->enqueues && g->size >= CDDP__COMM_MIN_RANKS)
+  else if (connects && backend->enqueues /* NCCL */ && g->size >= CDDP__COMM_MIN_RANKS)
     r = cddp__nccl_connect(device);
   if (r == CDDP_OK) {
     g->device = device;
   } else {
-    g->backend = &cddp__cpu_backend;
+    g->backend = &cddp__cpu_backend; /* the others' functions need g->device */
     cddp__device_delete(device);
   }
   return r;
@@ -3206,7 +3215,7 @@ static void cddp__device_leave(cddp_group *g) {
   cddp__wait_begin(&w, INFINITY);
   (void)cddp__use_device(device->index);
   (void)cddp__issue_messages(device, NULL);
-  while (!cddp__is_broken(g) && cddp__device_busy(device) > 0) {
+  while (!cddp__is_broken(g) && cddp__busy_since(device) > 0) {
     cddp__futex_wake(&device->state); /* the poller looks for ended operations immediately */
     cddp__wait_pause(&w);
   }
@@ -3246,7 +3255,7 @@ static void *cddp__device_gradient(const cddp_optim *optim, const cddp_ddp *d, i
 static bool cddp__same_launch(const cddp_optim *optim, const cddp_ddp *d, int i, int j) {
   /* AdamW's scalars depend on the number of steps, SGD's on whether it is the first. */
   bool same_steps = optim->algorithm->counts ? optim->steps[i] == optim->steps[j]
-                                        : (optim->steps[i] == 0) == (optim->steps[j] == 0);
+                                             : (optim->steps[i] == 0) == (optim->steps[j] == 0);
   return same_steps && optim->params[i].dtype == optim->params[j].dtype &&
          optim->desc.lr_scales[i] == optim->desc.lr_scales[j] &&
          optim->desc.weight_decays[i] == optim->desc.weight_decays[j] &&
@@ -3309,7 +3318,8 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
   cudaStream_t stream = cddp__optim_stream(optim, d);
   cddp_segment *segments = optim->segments;
   bool *launched = (bool *)(segments + optim->count); /* [count] behind them; also the skipped */
-  bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
+  bool capturing = cddp__capturing(stream);
+  bool clips = d != NULL && d->desc.max_grad_norm > 0; /* cddp__gpu_clip_by has set clip[1] */
   const cddp_kernels *kernels = cddp__registered_kernels;
   cddp_result r = CDDP_OK;
   int i, j, n;
@@ -3318,7 +3328,7 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
   for (i = optim->count - 1; r == CDDP_OK && i >= 0; i--) {
     /* the kernel applies factors[dtype] */
     bool sum = d != NULL && cddp__sparse_of(d, i) == NULL && !clips;
-    if (launched[i]) continue;
+    if (launched[i]) continue; /* with another parameter, or skipped */
     if (capturing && optim->algorithm->counts)
       return cddp__fail(CDDP_UNSUPPORTED,
                         "%s cannot be captured in a CUDA graph, which would repeat one step number",
@@ -3338,15 +3348,15 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
           optim->state_count > (optim->desc.master_weights != 0) ? optim->state[j] : NULL;
       segments[n].master = NULL;
       if (optim->desc.master_weights != 0 && cddp__has_state(optim, optim->state_count - 1, j))
-        segments[n].master = optim->state[(optim->state_count - 1) * optim->count + j];
-      if (segments[n].master != NULL && optim->init_master[j] && r == CDDP_OK)
+        segments[n].master = optim->state[(optim->state_count - 1) * optim->count + j]; /* last */
+      if (segments[n].master != NULL && optim->init_master[j] && r == CDDP_OK) /* from data */
         r = cddp__cuda_result(kernels->convert(segments[n].master, CDDP_F32, segments[n].data,
                                                optim->params[j].dtype, optim->parts[j].count,
                                                (void *)stream),
                               "the kernel that begins masters");
       segments[n++].count = optim->parts[j].count;
     }
-    if (r != CDDP_OK || n == 0) continue;
+    if (r != CDDP_OK || n == 0) continue; /* failed: ends the loop; 0: all of other ranks */
     r = cddp__cuda_result(
         cddp__launch_of(optim->algorithm)(
             optim, i, segments, n, sum ? factors[optim->params[i].dtype] : 1,
@@ -3362,7 +3372,7 @@ static cddp_result cddp__device_copies(const cddp_optim *optim, const cddp_ddp *
   cudaStream_t stream = cddp__optim_stream(optim, d);
   int i;
   if (optim->desc.copies == NULL) return CDDP_OK;
-  memset(optim->segments, 0, (size_t)optim->count * sizeof *optim->segments);
+  memset(optim->segments, 0, (size_t)optim->count * sizeof *optim->segments); /* NULL: not used */
   for (i = 0; i < optim->count; i++) {
     optim->segments[i].data = optim->params[i].data;
     /* a parameter can be without a copy */
@@ -3502,8 +3512,8 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
                                     : "call cddp_ddp_ready for every parameter, or set "
                                       "find_unused_parameters");
   if (capturing) return CDDP_OK;
-  note = cddp__make_call(kind, NULL, NULL, check, CDDP_F32, CDDP_SUM, -1);
-  cddp__log_call(cddp__device_of(d->comm), &note, true);
+  note = cddp__make_call(kind, NULL, NULL, check /* count */, CDDP_F32, CDDP_SUM, -1);
+  cddp__log_call(cddp__device_of(d->comm), &note, true /* on_device */);
   d->control->calls++; /* a round would count the call */
   return CDDP_OK;
 }
@@ -3514,6 +3524,7 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
 static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *device = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
+  /* The bucket in the log of calls. Its all-reduces themselves are not logged. */
   cddp__call logged = cddp__make_call(CDDP__KIND_DDP_BUCKET, NULL, NULL,
                                       (size_t)(b - d->plan.buckets) /* its index, as count */,
                                       dtype, CDDP_SUM, -1 /* no root */);
@@ -3521,7 +3532,7 @@ static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   size_t begin, end;
   cddp__range range;
   int i = 0, n = 0, k, parts = d->step.scatters ? d->group->size : 1;
-  cddp__log_call(device, &logged, true);
+  cddp__log_call(device, &logged, true /* on_device */);
   while (cddp__next_range(d, b->sorted, b->count, &i, &range))
     for (k = 0; k < parts; k++) {
       cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, parts, k, &begin, &end);
@@ -3529,7 +3540,7 @@ static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
       end = cddp__min(end, range.end);
       if (begin >= end) continue;
       calls[n] = cddp__average_call(d->arena + begin, (end - begin) / logged.esize, dtype);
-      if (d->step.scatters) calls[n].kind = CDDP__KIND_REDUCE, calls[n].root = k;
+      if (d->step.scatters) calls[n].kind = CDDP__KIND_REDUCE, calls[n].root = k; /* k's part */
       if (d->step.sums && dtype != CDDP_F16) calls[n].op = CDDP_SUM;
       n++;
     }
@@ -3574,7 +3585,7 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
   if (r == CDDP_OK) r = cddp__issue_messages(device, NULL);
   for (i = 0; r == CDDP_OK && i < n; i++) {
     r = cddp__memory_of_call(device, &d->scratch.calls[i], &here);
-    if (r == CDDP_OK) cddp__log_call(device, &d->scratch.calls[i], true);
+    if (r == CDDP_OK) cddp__log_call(device, &d->scratch.calls[i], true /* on_device */);
   }
   if (r == CDDP_OK) r = cddp__issue(device, d->scratch.calls, n, cddp__main_stream(d->group));
   return r == CDDP_CUDA ? cddp__break_waiting(d->comm, r) : r;
@@ -3643,16 +3654,18 @@ static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int normed, i
   const cddp_kernels *kernels = cddp__registered_kernels;
   void *stream = d->group->stream;
   int dtype, n, e = 0;
-  cddp_result r = cddp__device_zero(d->gpu->clip, sizeof *d->gpu->clip, stream);
+  cddp_result r = cddp__device_zero(d->gpu->clip, sizeof *d->gpu->clip, stream); /* clip[0] = 0 */
   if (r != CDDP_OK) return r;
   for (dtype = 0; e == 0 && dtype < CDDP__DTYPE_COUNT; dtype++)
     if ((n = cddp__gpu_list(d, dtype, normed)) > 0)
-      e = kernels->squares(d->gpu->segments, n, (cddp_dtype)dtype, d->gpu->clip, true, stream);
+      e = kernels->squares(
+          d->gpu->segments, n, (cddp_dtype)dtype, d->gpu->clip, true /* adds */, stream);
   if (e == 0) e = kernels->factor(d->gpu->clip, max_norm, stream);
   d->step.has_norm = e == 0;
   for (dtype = 0; e == 0 && multiplied != CDDP__LIST_NONE && dtype < CDDP__DTYPE_COUNT; dtype++)
     if ((n = cddp__gpu_list(d, dtype, multiplied)) > 0)
-      e = (kernels->scale)(d->gpu->segments, n, (cddp_dtype)dtype, 1, d->gpu->clip, stream);
+      e = (kernels->scale)(
+          d->gpu->segments, n, (cddp_dtype)dtype, 1 /* not used */, d->gpu->clip, stream);
   return cddp__cuda_result(e, "the kernels that clip");
 }
 

@@ -127,7 +127,7 @@ bool inside_age_operation(cddp_group *g) {
   return found;
 }
 
-bool inside_busy(cddp_group *g) { return cddp__device_busy(cddp__device_of(g)) > 0; }
+bool inside_busy(cddp_group *g) { return cddp__busy_since(cddp__device_of(g)) > 0; }
 
 void inside_enter_nccl(cddp_group *g) { pthread_mutex_lock(&cddp__device_of(g)->issue_lock); }
 void inside_leave_nccl(cddp_group *g) { pthread_mutex_unlock(&cddp__device_of(g)->issue_lock); }
