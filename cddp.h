@@ -1906,7 +1906,8 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 left; /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 generation; /* number of the block in its memory: a change means that the block
                                   was freed */
-  cddp__atomic_u32 size; /* when `left` is this number, the block is freed; 0: not set yet */
+  cddp__atomic_u32 size; /* the group's ranks on the host: when `left` is this number, the block is
+                            freed; 0: the block is being made, or is the first group's */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank of the host */
   cddp__atomic_u32 cores; /* number that all ranks of the host together can use; at first that one
                              rank can use */
@@ -2498,7 +2499,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int partition_count; /* of `partitions` */
   cddp_optim *sharing; /* a list of the optimizers whose states this host's ranks share, by next */
   cddp__elastic *elastic; /* NULL: not elastic */
-  uint32_t optim_count; /* optimizers that were paired with it */
+  uint32_t pairings; /* number of them so far: gives each optimizer its number */
   uint32_t last_optim; /* number of the one that made the last step; 0: none */
   cddp_optim *optim; /* elastic: steps the model; NULL: none yet */
   cddp__snapshot snapshot; /* for the `optim` of a rank that joined */
@@ -3000,7 +3001,7 @@ static bool cddp__compare_swap32(cddp__atomic_u32 *a, uint32_t expected, uint32_
 static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
   return __atomic_load_n(&a->v, __ATOMIC_SEQ_CST);
 }
-static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* exchange: sequentially consistent */
+static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* also orders v before later loads */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
 /* Stores v for a process that reads after this one has died. A reader that sees v sees all earlier
@@ -5560,15 +5561,18 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
                       "the program at %s is neither cddp's rank 0 nor a launcher's store, but a "
                       "cddp_store: another program uses this port",
                       address);
-  if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
+  if (challenge->state != CDDP__CHALLENGE_NOT_CDDP) {
+    bool own_none = why == 'S' || /* in a rendezvous no secret is "", which W refuses */
+                    (rendezvous && why == 'W' && challenge->secret[0] == 0);
+    const char *what = own_none ? "the server has a secret and this process has none"
+                       : why == 'N' ? "this process has a secret and the server has none"
+                       : why != 'W' ? "the program that answers does not know the secret"
+                       : rendezvous ? "rank 0 has another secret, or none"
+                                    : "the server has another secret";
     return cddp__fail(
         CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
-        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* has none */)
-            ? "the server has a secret and this process has none"
-        : why == 'W'
-            ? rendezvous ? "rank 0 has another secret, or none" : "the server has another secret"
-        : why == 'N' ? "this process has a secret and the server has none"
-                     : "the program that answers does not know the secret");
+        what);
+  }
   /* The printable start of what the program sent. in.data begins with what the challenge read. */
   memcpy(line, c->in.data, cddp__min(c->in.end, sizeof line - 1));
   for (k = 0; line[k] >= 32 && line[k] < 127; k++) {}
@@ -6015,11 +6019,11 @@ static cddp_result cddp__file_store_serve(cddp_store *store) {
   return cddp__file_record_write(store->file, &record);
 }
 
-/* Opens the file once, and creates it if it is missing.
+/* One attempt, without waiting: opens the file, or creates and locks it.
      CDDP_OK, *fd -1    this process must serve: store->file is the file, locked
      CDDP_OK, *fd >= 0  *record is that of a running server. The caller closes *fd
      CDDP_NETWORK       a retry can succeed: the server has not started, or is ending */
-static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_options *options,
+static cddp_result cddp__file_store_attempt(cddp_store *store, const cddp__store_options *options,
                                          cddp__store_file *record, int *fd) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
   bool may_serve = options->desc.is_server || options->elect;
@@ -6061,7 +6065,7 @@ static cddp_result cddp__file_store_look(cddp_store *store, const cddp__store_op
 static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_options *options) {
   cddp__store_file record;
   int fd;
-  cddp_result r = cddp__file_store_look(store, options, &record, &fd);
+  cddp_result r = cddp__file_store_attempt(store, options, &record, &fd);
   if (r != CDDP_OK || fd < 0 /* this process serves */) return r;
   cddp__store_set_key(store, record.key);
   store->address_count = (int)record.count;
@@ -6503,7 +6507,7 @@ static uint64_t cddp__job_key(int launcher, bool here) {
   }
   /* pid 0: the proxy is in another container, of which this process knows no number */
   if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), creator) && creator[0] != 0)
-    key = cddp__hash64(key + 1, creator, sizeof creator);
+    key = cddp__hash64(key, creator, sizeof creator);
   return key;
 }
 
@@ -10720,7 +10724,7 @@ typedef struct cddp__job_info {
   uint32_t node_hash; /* of node_name; not 0: unused in cddp__node_hashes */
   bool endpoint_here; /* the endpoint is an address of this host */
   char master[256]; /* MASTER_ADDR; with `port` for joins from other hosts */
-  int port; /* MASTER_PORT; 0: a launcher listens there */
+  int port; /* MASTER_PORT, where ranks can listen; 0: not set, or a launcher listens there */
   uint32_t foreign; /* a joining process's; bit i: address i of MASTER_ADDR is another job's */
   double timeout_s; /* limit of a joining process's search for the job */
   char endpoint[96]; /* where the ranks meet, for error texts: "port 29500" */
@@ -11553,7 +11557,7 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
   cddp__store_file record;
   int fd;
   cddp_result r = root->store == NULL ? cddp__store_new(&root->store, &o) : CDDP_OK;
-  if (r == CDDP_OK) r = cddp__file_store_look(root->store, &o, &record, &fd);
+  if (r == CDDP_OK) r = cddp__file_store_attempt(root->store, &o, &record, &fd);
   if (r != CDDP_OK) return cddp__fail_in(r, "%s: ", rdv->config->init_method);
   cddp__close_fd(&fd);
   memcpy(root->proof_salt, record.key, sizeof root->proof_salt);
@@ -11882,10 +11886,10 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   cddp__store_file record;
   int fd;
   cddp_result r = cddp__store_new(&root->store, &o);
-  if (r == CDDP_OK) r = cddp__file_store_look(root->store, &o, &record, &fd);
+  if (r == CDDP_OK) r = cddp__file_store_attempt(root->store, &o, &record, &fd);
   while (r == CDDP_NETWORK && cddp__now() < rdv->deadline) {
     cddp__sleep(0.01); /* another process holds the lock: a reader, or rank 0 of another job */
-    r = cddp__file_store_look(root->store, &o, &record, &fd);
+    r = cddp__file_store_attempt(root->store, &o, &record, &fd);
   }
   if (r == CDDP_OK) r = cddp__file_record_new(&record, !cddp__one_host(rdv->config));
   if (r == CDDP_OK)
@@ -11976,7 +11980,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
 static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   cddp__address a;
   int error, fd;
-  CDDP__POINT("store");
+  CDDP__POINT("bind node");
   cddp__unix_name(&a, rdv->job->node_name);
   error = cddp__listen_address(&a, &rdv->node_socket);
   if (error == 0) {
@@ -13275,7 +13279,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r; /* ranks of this host */
   if (cddp__rank_gone(g, late)) return cddp__break_lost(g, late, NULL /* in a round */);
   starved = cddp__load32(&g->hosts->net->starved); /* errno: no descriptor or memory */
-  if (w->due && starved != 0) {
+  if (w->due && starved != 0) { /* due: the pause has also tried to connect to `late` */
     pthread_mutex_lock(&g->p2p.lock); /* another thread can add a link */
     unconnected = g->hosts->peers[late].link[0] == NULL;
     pthread_mutex_unlock(&g->p2p.lock);
@@ -13823,9 +13827,10 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
 static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   cddp__hosts *hosts = f->g->hosts;
   size_t locals = (size_t)hosts->group_hosts[hosts->mine].size;
-  /* Most owners on one host for which this rank acts. */
+  /* Most owners on one host for which this rank adds up sums. */
   size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals;
   size_t in, bytes; /* of f->in; of the stage */
+  /* A piece's sums, for each of these owners, from each host (this host's area stays unused). */
   f->out_bytes =
       f->piece_max * hosts->group_hosts[hosts->mine].bytes * (size_t)hosts->count * acts_for;
   f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
@@ -17109,7 +17114,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const unsigned char *used;   /* [count] 0: skip the parameter; NULL: use all */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense */
   uint32_t paired;             /* id of the cddp_ddp last checked for compatibility; 0: none */
-  uint32_t number;             /* among the optimizers that were paired with it, from 1 */
+  uint32_t number; /* of the pairing: ranks compare it, and a model knows by it who stepped last */
   cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
 
   /* cddp_kernels.cuh's. */
@@ -17414,7 +17419,7 @@ static int cddp__by_address(const void *x, const void *y) {
 
 /* Checks that parameters share no weights, gradients or copies: a fused step would update them
    twice, or on two ranks at the same time. copies: NULL, or [count], of 2-byte elements. */
-static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
+static cddp_result cddp__check_disjoint(const cddp_param *params, int count,
                                           void *const *copies, const cddp_allocator *allocator) {
   static const char *const what[] = {"data", "grad", "copy"};
   cddp__owned *list = (cddp__owned *)cddp__calloc(allocator, 3 * (size_t)count, sizeof *list);
@@ -20067,7 +20072,7 @@ static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
   if (optim->paired != d->id && (r = cddp__check_sizes(optim)) != CDDP_OK) return r;
   for (i = 0; i < d->count && optim->paired != d->id; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
-  if (optim->paired != d->id) optim->number = ++d->optim_count;
+  if (optim->paired != d->id) optim->number = ++d->pairings;
   optim->paired = d->id;
   return CDDP_OK;
 }
@@ -20247,7 +20252,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
       : desc->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
                                                    : ", a comm_hook";
   const char *name;
-  uint64_t bytes, all_bytes = 0, types = 0; /* of buffers; types: hash of their dtypes and sizes */
+  uint64_t bytes, all_bytes = 0, types = 0; /* of buffers; types: see the text */
   int i;
   out->hash =
       cddp__hash64((uint64_t)desc->buffer_count, &desc->max_grad_norm, sizeof desc->max_grad_norm);
@@ -20256,7 +20261,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
     types = cddp__hash64(types + (uint64_t)desc->buffers[i].dtype, &bytes, sizeof bytes);
     if (desc->elastic) { /* joining processes receive the buffers, in this order */
       name = desc->buffers[i].name != NULL ? desc->buffers[i].name : "";
-      out->hash = cddp__hash64(out->hash, name, strlen(name));
+      types = cddp__hash64(types, name, strlen(name));
     }
     all_bytes += bytes;
   }
@@ -20268,8 +20273,10 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
     cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->plan.limits[0],
                  d->plan.limits[1]);
   if (desc->buffer_count > 0)
-    cddp__append(out->text, sizeof out->text, ", %d buffers of %" PRIu64 " bytes (types: %04x)",
-                 desc->buffer_count, all_bytes, (unsigned)types & 0xffffu);
+    cddp__append(out->text, sizeof out->text, ", %d buffers of %" PRIu64 " bytes (%s: %04x)",
+                 desc->buffer_count, all_bytes,
+                 desc->elastic ? "hash of dtypes, sizes and names" : "hash of dtypes and sizes",
+                 (unsigned)types & 0xffffu);
   out->hash = cddp__hash64(out->hash + types, out->text, strlen(out->text));
   cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", desc->max_grad_norm);
 }
@@ -25585,7 +25592,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__CHECK(desc->shards >= 0 && desc->shards <= CDDP__MAX_RANKS,
               "shards is %d; it must be from 0 to %d", desc->shards, CDDP__MAX_RANKS);
   CDDP__CHECK(desc->max_grad_norm >= 0, "max_grad_norm must be at least 0");
-  CDDP__TRY(cddp__check_own_memory(params, count, NULL /* copies */, &g->host->allocator));
+  CDDP__TRY(cddp__check_disjoint(params, count, NULL /* copies */, &g->host->allocator));
   cddp__engine_drain(g); /* its operations can write to params */
   joins = g->host->joined && desc->elastic; /* another model of such a process is its own */
   if (joins && g->host->job_info->table.lead.model.params == 0)
@@ -25776,7 +25783,7 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
 }
 
 CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
-  uint64_t missing;
+  uint64_t missing; /* gradients that are not ready: buffers need none */
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__TRY(cddp__check_cause(&d->failure));
@@ -25834,7 +25841,7 @@ static cddp_result cddp__optim_create(
     int count, const cddp__optim_desc *desc) {
   cddp_result r = cddp__optim_new(out, algorithm, state_count, params, count, desc);
   if (r != CDDP_OK) return r;
-  r = cddp__check_own_memory(params, count, desc->copies, NULL /* malloc */);
+  r = cddp__check_disjoint(params, count, desc->copies, NULL /* malloc */);
   if (desc->ddp != NULL) cddp__partition_states(desc->ddp, *out);
   if (r == CDDP_OK) r = cddp__select_optim_backend(*out);
   if (r == CDDP_OK) r = cddp__elastic_set_optim(*out, CDDP__PAIR_NEW);
@@ -25888,13 +25895,13 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 
 /* --- the store --- */
 
-/* Refuses NULLs and sizes above the limits. answer: the program's pointer for a result that it must
+/* Refuses NULLs and sizes above the limits. required: the program's pointer for a result that it must
    not omit; of a call without one: any, not NULL. */
 static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
-                                       const void *answer) {
+                                       const void *required) {
   const char *null = store == NULL ? "the store is NULL"
                      : request->keys == NULL && request->count > 0 ? "keys is NULL"
-                     : answer == NULL ? "a pointer for the answer is NULL"
+                     : required == NULL ? "a pointer for the answer is NULL"
                      : request->out == NULL && request->capacity > 0 ? "value is NULL" : NULL;
   int i;
   if (null != NULL) return CDDP__REFUSE("%s", null);
@@ -25914,10 +25921,10 @@ static cddp_result cddp__check_request(const cddp_store *store, const cddp__requ
 }
 
 /* Checks a request, runs it, and waits for the answer, which is in *request. GET first waits for
-   its key. answer: as above. */
+   its key. required: the caller's pointer for the answer: CDDP_INVALID_ARGUMENT if it is NULL. */
 static cddp_result cddp__store_command(const char *function, cddp_store *store,
-                                       cddp__request *request, const void *answer) {
-  cddp_result r = cddp__check_request(store, request, answer);
+                                       cddp__request *request, const void *required) {
+  cddp_result r = cddp__check_request(store, request, required);
   if (r == CDDP_OK && request->code == CDDP__STORE_GET)
     r = cddp__store_wait(store, request->keys, 1 /* key */, 0 /* s: the store's timeout */);
   if (r == CDDP_OK) r = cddp__store_run(store, request);
@@ -25986,8 +25993,8 @@ CDDPDEF cddp_result cddp_store_compare_set(
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  /* both pointers are needed: refuses if one is NULL */
-  r = cddp__store_command(__func__, store, &q, swapped != NULL ? size : NULL);
+  r = cddp__store_command(__func__, store, &q,
+                          swapped != NULL ? size : NULL /* NULL if one of the two is */);
   if (swapped != NULL) *swapped = q.equal;
   return r;
 }
