@@ -16508,7 +16508,7 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
 }
 
 /* Leaves the group for ranks that have ended, so that its block can be freed while an elastic job
-   continues. */
+   continues. The block stays if one ends later, when all others have left. */
 static void cddp__leave_for_ended(cddp_group *g) {
   int k;
   for (k = 0; k < g->size && g->host->arena.fd >= 0; k++) {

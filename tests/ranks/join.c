@@ -73,6 +73,7 @@ typedef struct shared_state {
   double took, cpu;  /* seconds of a refused process, and its processor time */
   double init_s;     /* that cddp_init of the last joining process took */
   int far;           /* 1: far_proxy listens */
+  int killed;        /* 1: the joined process kills itself after its step and renew_group */
   int placed[8];     /* by RANK: its rank in the last group of all 4 ranks, + 1 */
   int crowd[64];     /* result + 1 of processes with `crowd`, by rank; 0: not known yet */
 } shared_state;
@@ -398,6 +399,7 @@ static int life(int rank, void *arg) {
       bump(&shared->joined);
     }
     if (r == CDDP_OK && v.renews) r = renew_group(&m);
+    if (v.join != NULL && look(&shared->killed) != 0) raise(SIGKILL);
     if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0; /* the next step has another group */
     if (v.join != NULL && stop != 0) shared->took = cddp_world_size(g);
     if (v.quits > 0 && counted && --v.quits == 0) break;
@@ -845,8 +847,10 @@ static void lose_processes(int rounds, const char *hosts, bool beside, bool rene
       CHECK_IS(shared->result, CDDP_UNSUPPORTED);
       v.rank = 1;
     }
-    if (v.quits == 0) kill(pids[1], SIGKILL);
+    if (v.quits == 0 && renews) bump(&shared->killed);
+    else if (v.quits == 0) kill(pids[1], SIGKILL);
     waitpid(pids[1], &status, 0);
+    shared->killed = 0;
     if (i == 2) {
       for (status = 0; status < 3; status++) ask_resources(1);
       begin = shared->use[0];
