@@ -25895,8 +25895,8 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 
 /* --- the store --- */
 
-/* Refuses NULLs and sizes above the limits. required: the program's pointer for a result that it must
-   not omit; of a call without one: any, not NULL. */
+/* Refuses NULLs and sizes above the limits. required: the program's pointer for a result that it
+   must not omit; of a call without one: any, not NULL. */
 static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
                                        const void *required) {
   const char *null = store == NULL ? "the store is NULL"
