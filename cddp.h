@@ -1351,7 +1351,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does). The
    first step sets the masters from the weights. A checkpoint has them as optimizer.master.NAME.
-   If several optimizers step one model, the masters of one undo the steps of the others: call
+   If several optimizers step one parameter, the masters of one undo the steps of the others: call
    cddp_optim_write_copies when one follows another. Without it cddp_ddp_step is
    CDDP_INVALID_ARGUMENT, but cddp_optim_step does not notice.
 
@@ -2297,6 +2297,7 @@ typedef struct cddp__tensor {
   float restored_steps; /* in a rank that joined: the parameter's step count, from the snapshot */
   const void *data; /* elastic: param.data, for cddp__elastic_set_optim in any thread */
   int bucket; /* index in plan.buckets */
+  uint32_t last_optim; /* number of the optimizer that stepped the parameter last; 0: none */
 } cddp__tensor;
 
 /* --- elastic models --- */
@@ -17561,12 +17562,10 @@ static void cddp__renew_masters(cddp_optim *optim) {
   memset(optim->init_master, true, (size_t)optim->count * sizeof *optim->init_master);
 }
 
-/* Whether any master can differ from its weights. */
-static bool cddp__keeps_masters(const cddp_optim *optim) {
-  int i, k = optim->state_count - 1;
-  for (i = 0; optim->desc.master_weights != 0 && i < optim->count; i++)
-    if (cddp__has_state(optim, k, i) && !optim->init_master[i]) return true;
-  return false;
+/* Whether parameter i has a master that can differ from its weights. */
+static bool cddp__keeps_master(const cddp_optim *optim, int i) {
+  return optim->desc.master_weights != 0 && cddp__has_state(optim, optim->state_count - 1, i) &&
+         !optim->init_master[i];
 }
 
 /* After a step of parameter i. */
@@ -19978,12 +19977,14 @@ static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared
   int i;
   if (optim != NULL) d->last_optim = optim->number;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__tensor *tensor = &d->tensors[i];
-    if (optim != NULL && cddp__optim_skips(optim, i)) /* not stepped: its gradient is still there */
+    cddp__tensor *tensor = &d->tensors[i];
+    if (optim != NULL && cddp__optim_skips(optim, i)) { /* not stepped: its gradient is there */
       r = (d->memory->zero)(
           cddp__gradient_at(d, d->me, i, tensor->offset), tensor->padded_bytes, stream);
-    else if (optim != NULL)
+    } else if (optim != NULL) {
       cddp__count_step(optim, i);
+      tensor->last_optim = optim->number;
+    }
     if (cddp__sparse_of(d, i) != NULL) d->rows.sparse[i]->added.n = d->rows.sparse[i]->mean.n = 0;
     if (r == CDDP_OK && /* gradients in the caller's memory */
         (tensor->storage == CDDP__STORAGE_COPIED ||
@@ -20049,6 +20050,17 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
   return r == CDDP_OK ? r : cddp__ddp_set_cause(d, r); /* d->control is broken already */
 }
 
+/* Whether another optimizer has stepped a parameter since optim, which is paired with d, set its
+   master. */
+static bool cddp__masters_are_old(const cddp_ddp *d, const cddp_optim *optim) {
+  int i;
+  for (i = 0; i < d->count; i++) {
+    uint32_t last = d->tensors[i].last_optim;
+    if (last != 0 && last != optim->number && cddp__keeps_master(optim, i)) return true;
+  }
+  return false;
+}
+
 /* Refuses an optimizer that cannot step d. Checks its sizes and rows only the first time: then
    optim->paired is d's id. */
 static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
@@ -20063,8 +20075,7 @@ static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
           ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
       : d->no_sync /* gradients of the last micro-batch would not be ready */
           ? "no_sync is on; switch it off for the backward pass that is stepped"
-      : optim->paired == d->id && d->last_optim != 0 && d->last_optim != optim->number &&
-              cddp__keeps_masters(optim)
+      : optim->paired == d->id && d->last_optim != optim->number && cddp__masters_are_old(d, optim)
           ? "another cddp_optim has made steps since this one's last, which its masters would "
             "undo: call cddp_optim_write_copies first"
           : NULL;
@@ -20073,6 +20084,8 @@ static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
   for (i = 0; i < d->count && optim->paired != d->id; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
   if (optim->paired != d->id) optim->number = ++d->pairings;
+  for (i = 0; i < d->count && optim->paired != d->id; i++) /* masters of a file, or another model */
+    if (cddp__keeps_master(optim, i)) d->tensors[i].last_optim = optim->number;
   optim->paired = d->id;
   return CDDP_OK;
 }

@@ -691,6 +691,70 @@ static void test_masters_in_turn(void) {
   CHECK_OK(ranks_run(in_turn, NULL, 2, true));
 }
 
+/* Two optimizers in turn that step different parameters (the other's are unused): their masters do
+   not undo each other's steps, and stay: also after a load, with one of them unused from then on.
+   A twin with one optimizer gets the same weights. */
+static int in_parts(cddp_group *g, void *arg) {
+  enum { FIRST, SECOND, TWIN };
+  static const char *const names[] = {"a", "b", "c"};
+  uint16_t w[2][3][HALVES];
+  cddp_param p[2][3];
+  cddp_sgd_desc s;
+  cddp_ddp_desc dd;
+  cddp_checkpoint_desc all;
+  cddp_optim *o[3];
+  cddp_ddp *d[2];
+  int step, k, i;
+  memset(w, 0, sizeof w);
+  memset(p, 0, sizeof p);
+  memset(&s, 0, sizeof s);
+  memset(&dd, 0, sizeof dd);
+  memset(&all, 0, sizeof all);
+  s.lr = 0.01, s.momentum = 0.9, s.master_weights = true;
+  dd.find_unused_parameters = true;
+  for (k = 0; k < 2; k++) {
+    for (i = 0; i < 3; i++) {
+      p[k][i].name = names[i], p[k][i].data = w[k][i];
+      p[k][i].count = HALVES, p[k][i].dtype = CDDP_BF16;
+    }
+    CHECK_OK(cddp_ddp_create(&d[k], g, p[k], 3, &dd));
+  }
+  for (k = 0; k < 3; k++) {
+    s.ddp = d[k / 2];
+    CHECK_OK(cddp_sgd_create(&o[k], p[k / 2], 3, &s));
+  }
+  for (step = 0; step < 14; step++)
+    for (k = 0; k < 2; k++) {
+      cddp_optim *now = o[k == 1 ? TWIN : step % 2 ? SECOND : FIRST];
+      if (step == 10) {
+        all.optim = now;
+        CHECK_OK(cddp_save(g, (const char *)arg, p[k], 3, &all));
+        CHECK_OK(cddp_load(g, (const char *)arg, p[k], 3, &all));
+      }
+      for (i = 0; i < 3; i++) {
+        if ((i == 2) != (step % 2 == 1) || (i == 1 && step >= 10)) continue; /* unused */
+        half_gradient(&p[k][i], step);
+        CHECK_OK(cddp_ddp_ready(d[k], i));
+      }
+      CHECK_OK(cddp_ddp_step(d[k], now));
+    }
+  CHECK(memcmp(w[0], w[1], sizeof w[0]) == 0);
+  for (k = 0; k < 3; k++) cddp_optim_destroy(o[k]);
+  for (k = 0; k < 2; k++) cddp_ddp_destroy(d[k]);
+  return 0;
+}
+
+static void test_masters_in_parts(void) {
+  char folder[] = "/tmp/cddp-adamw-XXXXXX", path[64];
+  CHECK(mkdtemp(folder) != NULL);
+  snprintf(path, sizeof path, "%s/checkpoint", folder);
+  CHECK_OK(ranks_run(in_parts, path, 1, false));
+  CHECK_OK(ranks_run(in_parts, path, 2, false));
+  CHECK_OK(ranks_run(in_parts, path, 2, true));
+  CHECK_EQ(unlink(path), 0);
+  CHECK_EQ(rmdir(folder), 0);
+}
+
 /* Clipping, in one pass or between wait and step: the same bits, and with shards on any number of
    ranks. */
 static void test_clip(void) {
@@ -996,6 +1060,7 @@ int main(void) {
   RUN(test_saved_after_a_change);
   RUN(test_masters_of_a_rank_without_data);
   RUN(test_masters_in_turn);
+  RUN(test_masters_in_parts);
   RUN(test_clip);
   RUN(test_norm);
   RUN(test_clip_refused);
