@@ -20288,7 +20288,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
   if (desc->buffer_count > 0)
     cddp__append(out->text, sizeof out->text, ", %d buffers of %" PRIu64 " bytes (%s: %04x)",
                  desc->buffer_count, all_bytes,
-                 desc->elastic ? "hash of dtypes, sizes and names" : "hash of dtypes and sizes",
+                 desc->elastic ? "types and names" : "types",
                  (unsigned)types & 0xffffu);
   out->hash = cddp__hash64(out->hash + types, out->text, strlen(out->text));
   cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", desc->max_grad_norm);
