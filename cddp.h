@@ -66,7 +66,7 @@
      bucket       gradients that are reduced together; a hook is your function that reduces one
      elastic      a model or job that goes on when ranks are lost, and which ranks can join
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    a range of a parameter that one rank updates (CPUs: one rank of each host)
+     partition    a range of a parameter that one rank updates (on CPUs, one rank of each host)
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -462,8 +462,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
    Buckets are reduced during the backward pass. In three cases they are reduced after it: in
-   elastic models; with more shards than ranks; and on one CPU host after a step that ended by
-   cddp_ddp_step. There cddp expects another one, which averages and updates in one pass.
+   elastic models; with more shards than ranks; and on one CPU host, if the step before ended by
+   cddp_ddp_step. Then cddp expects that this step does too, and averages and updates in one
+   pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -522,8 +523,9 @@ typedef struct cddp_ddp_desc {
   double first_bucket_mb;      /* MiB of the first bucket; 0 = bucket_cap_mb if set, else 1 */
   bool find_unused_parameters; /* a gradient not ready on this rank counts as zero in the mean. If
                                   no rank has it ready, it is not averaged. An optimizer made with
-                                  cddp_sgd_desc.ddp or cddp_adamw_desc.ddp skips it then; any
-                                  other updates by the gradient as it is */
+                                  cddp_sgd_desc.ddp or cddp_adamw_desc.ddp then skips the
+                                  parameter. An optimizer made without still updates it, by the
+                                  gradient as it is */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -895,8 +897,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    cddp_spawn_elastic do this automatically.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
-   started the job. If shards is 0, that is also the number of shards. The process uses g for
-   cddp_alloc and cddp_ddp_create only: collectives of g are CDDP_UNSUPPORTED. Use cddp_ddp_group.
+   started the job. If shards is 0, that is also the number of shards. Collectives of g are
+   CDDP_UNSUPPORTED in this process: use those of cddp_ddp_group.
 
      error of a joining process   cause, in cddp_init or in creating the model or the optimizer
      CDDP_PEER_LOST               the job cannot be found, or ends before the process has joined
@@ -1142,8 +1144,8 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). On return
-   value[capacity] and *size hold the value that the key then has, or expected if it has none.
-   *swapped: whether value equals desired, even if another process stored it; so in an election no
+   value[capacity] holds what is now stored at the key (expected, if nothing is), *size its length.
+   *swapped: whether that equals desired, even if another process stored it; so in an election no
    two processes may pass the same desired. If value exceeds capacity: CDDP_INVALID_ARGUMENT, but
    the call has been made, and *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
@@ -1259,12 +1261,13 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each
    other in different groups. cddp finds such a deadlock if each rank uses cddp from one thread,
    and has no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a
-   time-out. A thread that has not yet called cddp does not count. Let each new thread first call
-   cddp_synchronize: else cddp can take another thread's wait for a deadlock.
+   time-out. cddp knows only threads that have called it. So let each new thread first call
+   cddp_synchronize: else cddp believes that the rank has one thread, and can report a deadlock
+   where there is none.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
-   without a handle to a rank of this host blocks while 128 messages, or 256 MiB of copies, from
-   this rank in this group wait there. Receives for one tag, also with CDDP_ANY, are
+   without a handle blocks while 128 messages of this rank in this group, or 256 MiB of copies of
+   messages, wait at a receiver on this host. Receives for one tag, also with CDDP_ANY, are
    served in the order of their calls. What the network to other hosts does not accept at once is
    sent in the rank's later calls of cddp: long computation delays it.
 
@@ -1296,7 +1299,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    CPU's bits.
 
    ELASTIC TRAINING. Memory: each rank holds all optimizer states, one more copy of the gradients,
-   and the sums (with sparse_rows the rows) of its shards.
+   the copies under SHARDS, and with sparse_rows the rows of each of its shards.
 
    Lost ranks: if a rank fails locally (memory, descriptors), only its calls fail, with a text that
    begins with "rank N:"; the others treat the rank as lost. Every rank must call
@@ -1311,9 +1314,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    apply if a host's last rank dies in the milliseconds in which another loss is handled.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
-   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If it dies, another one
-   takes over when no rank computes any more. If none listens for 20 s (on its own host: 2 s), the
-   process fails with CDDP_PEER_LOST: start it again.
+   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If it dies, another
+   rank of its host takes over when all ranks have computed their shards of the step. If none
+   listens for 20 s (on its own host: 2 s), the process fails with CDDP_PEER_LOST: start it
+   again.
 
    If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's
    store listens at MASTER_PORT, join only on a host with a rank. If a job began on one host, only
@@ -1351,9 +1355,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does). The
    first step sets the masters from the weights. A checkpoint has them as optimizer.master.NAME.
-   If several optimizers step one parameter, the masters of one undo the steps of the others: call
-   cddp_optim_write_copies when one follows another. Without it cddp_ddp_step is
-   CDDP_INVALID_ARGUMENT, but cddp_optim_step does not notice.
+   If two optimizers step the same parameter in turn, the masters of one undo the other's steps:
+   call cddp_optim_write_copies(s) whenever s follows the other. If you forget, cddp_ddp_step fails
+   (CDDP_INVALID_ARGUMENT), but cddp_optim_step goes wrong without an error.
 
    ADAMW. PyTorch's kernel computes the last few elements of a parameter by a scalar loop, which can
    round differently; f64 differs by roundings. In a checkpoint the state of parameter NAME is

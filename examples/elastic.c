@@ -9,6 +9,7 @@
      export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
      RANK=0 ./elastic & RANK=1 ./elastic &                   the same, started one by one
      CDDP_JOIN=1 RANK=2 ./elastic                            a third rank joins them
+     unset WORLD_SIZE MASTER_ADDR MASTER_PORT                before the other ways work again
    Every rank that completes the training prints the hash of its weights. The hash is always the
    same.
 

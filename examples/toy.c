@@ -3,9 +3,10 @@
      cc -O2 examples/toy.c -o toy -lpthread -lm
      ./toy                                      2 ranks, as child processes
      ./toy -n 4                                 4 ranks
-     export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
-     RANK=0 ./toy & RANK=1 ./toy; wait          the same, started one by one
      mpirun -n 4 ./toy                          4 ranks, started by mpirun or srun
+     export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
+     RANK=0 ./toy & RANK=1 ./toy; wait          2 ranks, started one by one
+     unset WORLD_SIZE MASTER_ADDR MASTER_PORT   before the other ways work again
 
    Each rank draws its own batch and computes its own gradients. cddp averages them, and every rank
    takes the same step from the same weights. The six calls are numbered as in the first lines of
