@@ -17863,7 +17863,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 /* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
   cddp_result (*select_device)(const cddp_ddp *d); /* makes the model's device this thread's */
-  /* select_device, for a call of a step. CDDP_UNSUPPORTED: a graph's capture cannot contain it. */
+  /* Called first by a public call of a step: select_device, and a check. CDDP_UNSUPPORTED: a graph
+     is being captured that cannot contain this model's calls. */
   cddp_result (*enter)(const cddp_ddp *d);
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream); /* in the stream */
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
@@ -18042,7 +18043,7 @@ static void cddp__set_layout(cddp_ddp *d) {
   }
   layout->arena_bytes = layout->bytes + (size_t)layout->slots * layout->slot_stride +
                     norm_blocks * sizeof(double) /* squares */ + 2 * slack /* read in slots */;
-  layout->state_stride = cddp__wide_bytes(d, 0, layout->model_bytes); /* f32 if there are masters */
+  layout->state_stride = cddp__wide_bytes(d, 0, layout->model_bytes); /* fits f32: masters */
   layout->state_stride = cddp__round_up( /* to whole pages */
       layout->state_stride,
       layout->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
@@ -18058,11 +18059,11 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref);
-  if (p != NULL) ref = cddp__ref_of(g->host, p, bytes); /* kind NONE if it has become private */
+  if (p != NULL) ref = cddp__ref_of(g->host, p, bytes); /* kind NONE: p has become private */
   r = cddp__round(g, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; r == CDDP_OK && k < g->size; k++)
-    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* quarantined memory */
+    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* it is quarantined */
       r = cddp__fail(
           CDDP_ABORTED, "rank %d has revoked its shared memory after a failure: create the group "
           "and the model again", k);
@@ -18113,7 +18114,7 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
   size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-  bool exchanged = !g->carrier->shares_memory; /* buckets go to other hosts */
+  bool exchanged = !g->carrier->shares_memory; /* buckets go to other hosts, or through MPI */
   cddp__ref ref;
   memset(&ref, 0, sizeof ref); /* kind NONE */
   if (p == NULL || (gradient && bytes == 0)) return ref;
@@ -18214,7 +18215,8 @@ static cddp_result cddp__local_barrier(cddp_ddp *d, int kind, enum cddp__phase p
      ALL_OWNERS, and OWNERS on devices: each rank of the group sends one part. */
 static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays, int count,
                                           int root) {
-  bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device, owners = root < 0;
+  bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device;
+  bool owners = root < 0; /* each rank sends its part; false: root sends all */
   const cddp__hosts *hosts = by_host ? d->control->hosts : NULL; /* NULL: also one host */
   int parts = hosts != NULL ? hosts->group_hosts[0].size : d->group->size;
   int part = owners ? 0 : root, last = owners ? parts - 1 : root; /* without owners: just root */
@@ -18224,7 +18226,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
   cddp__call c;
   if (d->group->backend->on_device) cddp__drain_buckets(d); /* buckets use d->scratch.calls too */
   for (; r == CDDP_OK && part <= last; part++) {
-    cddp__packet_begin(
+    cddp__packet_begin( /* the root: the rank that has this part */
         &packet, d->control, owners && hosts != NULL ? cddp__rank_on(hosts, 0, part) : part);
     for (i = 0; r == CDDP_OK && i < count; i++) {
       size_t begin = 0, end = arrays[i].count, esize;
@@ -18238,11 +18240,13 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
       }
       if (at == NULL || begin >= end) continue;
       at += begin * cddp__dtype_size(arrays[i].dtype);
-      c = cddp__broadcast_call(at, end - begin, arrays[i].dtype, part);
+      c = cddp__broadcast_call( /* used on a device, where `part` is the root's rank */
+          at, end - begin, arrays[i].dtype, part);
       if (!d->group->backend->on_device)
         r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
-      else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c; /* started below */
-      else r = (d->comm->backend->start)(d->comm, &c, NULL /* no handle */); /* host memory */
+      else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c; /* started at the end */
+      else /* an array in host memory, of a model on a device */
+        r = (d->comm->backend->start)(d->comm, &c, NULL /* no handle */);
     }
     if (r == CDDP_OK) r = cddp__packet_broadcast(&packet); /* on a device: empty */
   }
@@ -18282,7 +18286,7 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
 #define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host takes at a time */
 #define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements in one cddp__gather_chunk, of all ranks */
 #ifndef CDDP__SHARD_CHUNK /* tests set less */
-#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* the same on GPUs */
+#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* elements in one cddp__gather_chunk on GPUs */
 #endif
 
 /* The address, in a slot of a rank of this host, of offset `at` of the model. */
@@ -18310,7 +18314,7 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
     sources[k] = cddp__node_at(d, node->rank, node->slot, i, at);
     all_leaves = all_leaves && node->slot < 0;
   }
-  if (all_leaves) /* also for one shard, and faster for a few */
+  if (all_leaves) /* faster for a few; and cddp__reduce_nodes cannot take a single source */
     cddp__reduce(out, sources, shards->count, n, dtype, CDDP_AVG);
   else
     cddp__reduce_nodes(out, sources, shards->widths, shards->node_count, shards->count, n, dtype,
@@ -18361,7 +18365,7 @@ enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
    it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   cddp__shard_node *own = d->shards.own_nodes;
-  cddp__shard_node of_shard = {shard, 1 /* width */, -1 /* no slot */, 0 /* all own nodes' rank */};
+  cddp__shard_node of_shard = {shard, 1 /* width */, -1 /* no slot */, 0 /* rank: unused here */};
   int *count = &d->shards.own_node_count, free_slot = cddp__free_slot(own, *count);
   cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
   int *slot = &merge.node.slot, at = 0; /* at: the shard's index in merge.slots */
@@ -18401,7 +18405,8 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype); /* this rank's means */
   char *to; /* where an exchange receives */
   cddp__call means =
-      cddp__make_call(CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM, -1 /* no root */);
+      cddp__make_call( /* step 3 */
+          CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM /* unused */, -1 /* no root */);
   cddp__call nodes; /* an exchange: step 1 */
   void *scratch = NULL; /* [most][ranks] the received elements; one rank reads its slots instead */
   cddp_result r = CDDP_OK;
@@ -18413,21 +18418,22 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
     /* A rank without an i-th node sends slot 0: the others do not read that. */
     int slot = i < d->shards.own_node_count ? d->shards.own_nodes[i].slot : 0;
     nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), to, n, wide,
-                            CDDP_SUM, -1 /* no root */);
+                            CDDP_SUM /* unused */, -1 /* no root */);
     r = cddp__run_model_collective(d, &nodes);
   }
   CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->shards.node_count; i++) { /* all nodes, in the order of the tree */
     const cddp__shard_node *node = &d->shards.nodes[i];
     size_t place = ((size_t)node->slot * ranks + (size_t)node->rank) * bytes; /* in scratch */
-    d->scratch.sources[i] = ranks > 1
+    d->scratch.sources[i] = ranks > 1 /* one rank: all nodes are its own */
                                 ? (char *)scratch + place
                                 : cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at);
   }
   if (r == CDDP_OK)
     r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
                          d->shards.count, n, d->group->stream);
-  return r == CDDP_OK && ranks > 1 ? cddp__run_model_collective(d, &means) : r;
+  if (r != CDDP_OK || ranks == 1) return r; /* one rank has taken all means */
+  return cddp__run_model_collective(d, &means);
 }
 
 /* Takes the mean of all nodes, d->shards.nodes, into `out`, a buffer laid out as the arena. If the
@@ -18438,7 +18444,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t chunk = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
   cddp_result r = CDDP_OK;
   int dtype, i, most = 0; /* most: largest number of nodes that a rank has */
-  for (i = 0; i < d->shards.node_count; i++)
+  for (i = 0; i < d->shards.node_count; i++) /* slot: the node's index among those of its rank */
     if (d->shards.nodes[i].slot >= most) most = d->shards.nodes[i].slot + 1;
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
     size_t end = d->layout.starts[dtype + 1];
@@ -18457,7 +18463,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
 typedef struct cddp__shard_rows {
   uint64_t shard; /* shards.count: none, from a rank in cddp_ddp_join */
   uint64_t bytes; /* including this head */
-  unsigned char pad[CDDP__CACHE_LINE - 16];
+  unsigned char pad[CDDP__CACHE_LINE - 16]; /* so that the rows begin at a cache line */
 } cddp__shard_rows;
 
 /* Writes the added rows of `shard` to packet, and empties their lists. packet NULL: only counts.
@@ -18483,16 +18489,15 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
 /* Appends the added rows of `shard` to this rank's packet of the step. */
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__host *host = d->group->host;
-  size_t bytes = d->rows.bytes + cddp__pack_rows(d, shard, NULL /* count */);
-  char *grown = d->rows.packet;
-  if (bytes > d->rows.capacity) {
-    bytes = cddp__max(bytes, 2 * d->rows.capacity);
-    if ((grown = (char *)cddp__arena_alloc(host, bytes, CDDP__EXTENT_BUFFER)) == NULL)
-      return CDDP_OUT_OF_MEMORY;
+  size_t needed = d->rows.bytes + cddp__pack_rows(d, shard, NULL /* count */);
+  if (needed > d->rows.capacity) {
+    size_t capacity = cddp__max(needed, 2 * d->rows.capacity);
+    char *grown = (char *)cddp__arena_alloc(host, capacity, CDDP__EXTENT_BUFFER);
+    if (grown == NULL) return CDDP_OUT_OF_MEMORY;
     if (d->rows.bytes > 0) memcpy(grown, d->rows.packet, d->rows.bytes);
     cddp__arena_free(host, d->rows.packet);
     d->rows.packet = grown;
-    d->rows.capacity = bytes;
+    d->rows.capacity = capacity;
   }
   d->rows.bytes += cddp__pack_rows(d, shard, d->rows.packet + d->rows.bytes);
   CDDP__POINT("elastic rows");
@@ -18504,8 +18509,8 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
 static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp__shard_rows *head;
   cddp_result r = CDDP_OK;
-  int i, n = 0;
-  for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL;
+  int i, n = 0; /* n: shards that count */
+  for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL; /* until it is found */
   /* A packet has its rank's shards in the order in which the rank computed them. So pass i reads
      the next shard of i's owner, which need not be i; in the end all are read. */
   for (i = 0; i < d->shards.count; i++) {
@@ -18529,7 +18534,8 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
   char **packets = (char **)g->buffers; /* the all_gather uses it too, before */
-  char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own; /* own is last */
+  /* All ranks' packets, then this rank's, `own`; + 1: never 0 bytes. */
+  char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
   cddp_result r;
   int k;
   if (all == NULL) return CDDP_OUT_OF_MEMORY;
@@ -18551,7 +18557,8 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   unsigned char size[8]; /* bytes of this rank's packet */
   cddp_result r = CDDP_OK;
   int i;
-  if (!d->shards.uses_slots) r = cddp__keep_rows(d, g->rank); /* else cddp__end_shard did */
+  if (!d->shards.uses_slots) /* one shard per rank, numbered as it; else cddp__end_shard did */
+    r = cddp__keep_rows(d, g->rank);
   if (r == CDDP_OK && g->hosts != NULL) {
     cddp__put64(size, d->rows.bytes);
     r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0 /* count */, size, sizeof size);
@@ -18621,7 +18628,7 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
       bucket->sorted[i] = bucket->sorted[in_arena];
       bucket->sorted[in_arena++] = param;
     }
-    /* By offset adjacent gradients form long ranges: cddp__next_range. */
+    /* Sorted by offset, adjacent gradients form long ranges: cddp__next_range. */
     qsort(bucket->sorted, (size_t)in_arena, sizeof *bucket->sorted, cddp__by_offset);
     for (i = 0; i < bucket->count; i++) d->tensors[bucket->sorted[i]].bucket = b;
   }
@@ -18675,7 +18682,8 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
 static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_group *g = d->comm;
   cddp__call c = cddp__make_call( /* buffers and count are set for each range */
-      CDDP__KIND_ALL_REDUCE, NULL, NULL, 0, d->params[b->sorted[0]].dtype, CDDP_AVG, -1);
+      CDDP__KIND_ALL_REDUCE, NULL, NULL, 0, d->params[b->sorted[0]].dtype, CDDP_AVG,
+      -1 /* no root */);
   cddp__range range;
   int i = 0, k;
   uint64_t index = (uint64_t)(b - d->plan.buckets), record; /* index: ranks compare it */
@@ -18684,7 +18692,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   g->calls++; /* of d->comm, which only this thread uses for rounds */
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) /* NULL: off, or overwritten */
-    cddp__record_at(g, record)->engine = 1;
+    cddp__record_at(g, record)->engine = 1; /* run by the engine */
   r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, sizeof absent);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) {
@@ -18727,7 +18735,8 @@ static cddp_result cddp__copy_bucket(const cddp_ddp *d, const cddp__bucket_state
 
 /* An all_reduce in place that takes the mean. */
 static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) {
-  return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
+  return cddp__make_call(
+      CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1 /* no root */);
 }
 
 /* The hooks that compress: average a bucket in `small`, a type of 2 bytes. A bucket of f16 or bf16
@@ -18804,7 +18813,8 @@ static cddp_result cddp__run_bucket(cddp_work *w) {
   if (r == CDDP_OK) r = d->memory->select_device(d); /* this is the engine's thread */
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
-  if (hooked) return cddp__break(g, r); /* peers' calls in it could match later ones */
+  /* Ends the peers' hooks for this bucket: their calls could match this rank's later ones. */
+  if (hooked) return cddp__break(g, r);
   return cddp__fail_in(
       r, "bucket %d (parameter \"%s\"%s): ", (int)(b - d->plan.buckets),
       cddp__param_name(d->params, b->sorted[0]).s, b->count > 1 ? " and others" : "");
@@ -18812,12 +18822,12 @@ static cddp_result cddp__run_bucket(cddp_work *w) {
 
 /* Starts a bucket: the engine runs it when all earlier ones are done. d->lock held. */
 static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  memset(&b->work, 0, sizeof b->work); /* not `anywhere`: only the engine's thread runs it */
+  memset(&b->work, 0, sizeof b->work); /* anywhere: false, so only the engine's thread runs it */
   b->work.group = d->comm;
   b->work.run = cddp__run_bucket;
   b->work.context = b;
   b->work.site = d->step.site; /* of the last wait or step: cddp_ddp_ready has none */
-  b->work.fp_mode = 1 + cddp__fp_mode(); /* the engine computes in the caller's mode */
+  b->work.fp_mode = 1 + cddp__fp_mode(); /* cddp__work_run computes in this thread's mode */
   return cddp__engine_push(&b->work);
 }
 
@@ -18868,7 +18878,8 @@ static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, 
       share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0;
   begin = cddp__max(begin, tensor->offset);
   end = cddp__min(end, tensor->offset + tensor->bytes);
-  if ((own == NULL && !unmade) || begin >= end || !cddp__has_state(optim, k, i)) return CDDP_OK;
+  if ((own == NULL && !unmade) /* zeros */ || begin >= end || !cddp__has_state(optim, k, i))
+    return CDDP_OK;
   first = (begin - tensor->offset) / esize;
   n = (end - begin) / esize;
   shared = cddp__state_at(d, optim, states, k, i, first);
@@ -18953,7 +18964,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   memcpy(payload, &ref, sizeof ref);
   cddp__put64(payload + sizeof ref,
               cddp__hash64(0, optim->steps, (size_t)d->count * sizeof *optim->steps));
-  r = cddp__round(
+  r = cddp__round( /* no other round has this kind and phase */
       g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0 /* count */, payload, sizeof payload);
   for (i = 1; r == CDDP_OK && i < g->size; i++)
     if (memcmp(cddp__op_header_of(g, i, g->round)->u.bytes + sizeof ref,
@@ -18987,7 +18998,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   for (k = 0; k < optim->state_count; k++)
     for (i = 0; i < optim->count; i++) {
       if (cddp__sparse_of(d, i) != NULL) continue; /* not shared: each rank steps all rows */
-      cddp__free(NULL /* allocator */, *cddp__state_of(optim, k, i));
+      cddp__free(NULL /* allocator: as in cddp__ensure_states */, *cddp__state_of(optim, k, i));
       *cddp__state_of(optim, k, i) = NULL;
     }
   return CDDP_OK;
@@ -19042,7 +19053,8 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
         whole + first * state_esize, (end - begin) / esize, cddp__state_type(optim, i), p);
     r = cddp__run_model_collective(d, &c);
   }
-  if (r == CDDP_OK && device) r = cddp__await_device(d->group, CDDP__AWAIT_GROUP);
+  if (r == CDDP_OK && device) /* the calls above were only enqueued */
+    r = cddp__await_device(d->group, CDDP__AWAIT_GROUP);
   if (r == CDDP_OK) return r;
   r = cddp__fail_in(r, "rank %d: ", d->group->rank);
   return cddp__break(device ? d->comm : d->control, r); /* the other ranks wait for this one */
@@ -19167,7 +19179,7 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
   int k, others = 0, size = d->group->local_size; /* others: weights of other ranks in args */
   cddp__fused_args args;
   args.scalars = &u->scalars;
-  args.mean = (float)u->scalars.sign / (float)size; /* sign -1: maximizes */
+  args.mean = (float)u->scalars.sign / (float)size; /* factor of the sum; sign -1: maximizes */
   args.clip = (float)pass->clip;
   for (k = 0; k < CDDP__STATES; k++)
     args.states[k] = u->states[k] != NULL ? (cddp__f32 *)(void *)u->states[k] + at : NULL;
@@ -19210,7 +19222,7 @@ static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
    can repeat it. */
 static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
   /* If `fuses`, only the squares are kept: cddp__fuse_loop computes the mean again. */
-  double unkept[CDDP__BLOCK_BYTES / sizeof(double)];
+  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* for a block, of any dtype */
   char *mean = pass->fuses ? (char *)unkept : cddp__mean_at(pass, i, at);
   if (!pass->averaged) cddp__mean_block(pass->d, i, mean, at, n);
   if (pass->d->desc.max_grad_norm > 0)
@@ -19282,7 +19294,7 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
 static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
   cddp_ddp *d = pass->d;
   bool steps = pass->steps;
-  void *states[CDDP__STATES + 1]; /* + 1: masters */
+  void *states[CDDP__STATES + 1]; /* addresses of i's states, the masters last */
   cddp__update u;
   int j, k;
   memset(&u, 0, sizeof u); /* a pass for means alone does not set it */
@@ -19301,7 +19313,7 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
                         ? *cddp__state_of(pass->optim, k, i)
                         : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
       u = cddp__update_of(pass->optim, i, states, 1 /* stride */);
-      block = steps ? CDDP__STEP_BLOCK : block;
+      block = steps ? CDDP__STEP_BLOCK : block; /* means: whole norm blocks */
       pass->fuses = pass->can_fuse && u.loop != NULL && u.stored == CDDP_F32 &&
                     tensor->used /* else its gradient is not a mean */ &&
                     tensor->shared /* the loop writes weights to all ranks */;
@@ -19319,7 +19331,7 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
   }
 }
 
-/* A pass for means, without a clip. */
+/* A new pass: for means, without a clip, until the caller sets its other fields. */
 static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *optim, bool averaged) {
   cddp__pass pass;
   memset(&pass, 0, sizeof pass);
@@ -19341,7 +19353,7 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
   cddp__run_pass(pass, begin, end);
   pass->averaged = true;
   if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
-  r = cddp__local_barrier(d, kind, CDDP__PHASE_NORM); /* the other ranks' squares are complete */
+  r = cddp__local_barrier(d, kind, CDDP__PHASE_NORM); /* all squares are complete */
   if (r == CDDP_OK)
     pass->clip =
         cddp__clip_factor(d, d->desc.max_grad_norm, d->addresses.squares, d->group->local_size);
@@ -19360,7 +19372,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   bool any_fetched = false;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
-    bool fetched = !tensor->shared;
+    bool fetched = !tensor->shared; /* its weights are private, so copied here */
     bool unchanged = optim != NULL && cddp__optim_skips(optim, i);
     bool has_copies = optim != NULL && optim->desc.copies != NULL;
     if (unchanged || (!fetched && !has_copies)) continue;
@@ -19382,7 +19394,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
     if (!tensor->shared && !unchanged && has_part)
       memset(cddp__gradient_at(d, d->me, i, tensor->begin), 0, tensor->end - tensor->begin);
   }
-  return r == CDDP_OK ? cddp__end_access(d->control, r) : r;
+  return r == CDDP_OK ? cddp__end_access(d->control, r) : r; /* after a failure the caller does */
 }
 
 /* Partitioned states: updates this rank's part of the weights from the means, and broadcasts all
@@ -19462,7 +19474,7 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
   return cddp__fetch_weights(d, NULL);
 }
 
-/* select_device and enter: host memory has no device. */
+/* select_device and enter, which have nothing to do: host memory has no device. */
 static cddp_result cddp__host_use(const cddp_ddp *d) { return (void)d, CDDP_OK; }
 
 static cddp_result cddp__host_copy(void *to, const void *from, size_t bytes, void *stream) {
@@ -19493,7 +19505,7 @@ static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
         (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__EXTENT_OPEN);
     d->scratch.bytes = d->scratch.memory != NULL ? bytes : 0;
   }
-  *out = d->scratch.memory;
+  *out = d->scratch.memory; /* NULL: cddp__arena_alloc has set the text */
   return d->scratch.memory != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
@@ -19501,7 +19513,7 @@ static cddp_result cddp__host_sum(void *out, cddp_dtype dtype, const void *const
                                   const int *widths, int count, int divisor, size_t n,
                                   void *stream) {
   (void)stream;
-  if (count > 1 || divisor > 0)
+  if (count > 1 || divisor > 0) /* CDDP_AVG with divisor 0 is a sum */
     cddp__reduce_nodes(out, nodes, widths, count, divisor, n, dtype, CDDP_AVG);
   else /* one shard moves from the gradients to a slot */
     cddp__convert(out, cddp__compute_type(dtype), nodes[0], dtype, n);
@@ -19620,8 +19632,10 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   tensor = &d->tensors[param];
   host = d->group->host;
   CDDP__POINT("ready");
-  cddp__detect_second_thread(host);
-  if (!d->no_sync && (r = d->memory->enter(d)) != CDDP_OK) return r; /* the call can be repeated */
+  cddp__detect_second_thread(host); /* marks the rank if several threads use cddp */
+  /* Under no_sync nothing runs on a device, so none is selected. After an error of enter nothing
+     has changed: the caller can repeat the call. */
+  if (!d->no_sync && (r = d->memory->enter(d)) != CDDP_OK) return r;
   pthread_mutex_lock(&d->lock);
   noted = d->no_sync; /* it counts in a later step only */
   twice = !noted && tensor->ready;
@@ -19653,7 +19667,8 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   return r == CDDP_OK ? r : cddp__break_model(d, r); /* a bucket cannot start again */
 }
 
-/* Adds to a hash of the optimizer's settings, in bit 0, whether its states are shared. */
+/* Sets bit 0 of a hash of the optimizer's settings, which CDDP__OPTIM_HASH has cleared, if the
+   optimizer's states are shared. */
 static uint64_t cddp__add_sharing(const cddp_optim *optim, uint64_t hash) {
   return hash | (uint64_t)(optim != NULL && optim->shared_by != NULL);
 }
@@ -19694,7 +19709,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   cddp__text here = cddp__describe_current_call(g);
   size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k; /* n: numbers of an optimizer */
   size_t at = n; /* the lowest that differs */
-  cddp__difference own = {(double)n, 0}, *all;
+  cddp__difference own = {(double)n /* none differs */, 0}, *all; /* all: [ranks] */
   double *mine, *theirs; /* this rank's numbers, those of `first` */
   int p, differing = 0; /* ranks that have another number `at` than `first` */
   cddp_result r;
@@ -19719,11 +19734,11 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   if (r == CDDP_OK) r = cddp__all_gather(g, &own, all, sizeof own);
   if (r == CDDP_OK) {
     for (p = 0; p < g->size; p++) at = cddp__min(at, (size_t)all[p].index);
-    CDDP_ASSERT(at < n); /* the hashes differed */
+    CDDP_ASSERT(at < n); /* cddp__ddp_meet found hashes or rates that differ */
     cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d", cddp__setting_name(d, at).s,
                cddp__describe_number(theirs[at]).s, first);
     for (p = 0; p < g->size; p++)
-      if ((size_t)all[p].index == at && ++differing <= 2)
+      if ((size_t)all[p].index == at && ++differing <= 2) /* the text has two of them */
         cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s on rank %d",
                      cddp__describe_number(all[p].value).s, p);
     if (differing > 2)
@@ -19743,7 +19758,8 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   cddp_group *g = d->control;
   cddp__step_header own, header; /* header: each rank's in turn */
   uint64_t settings = 0, active_settings = 0; /* hashes: of first_optim, of active[0] */
-  uint64_t check = cddp__add_sharing(optim, optim != NULL ? optim->check : 0); /* for NCCL */
+  uint64_t check = /* settings and lr, for memory->meet */
+      cddp__add_sharing(optim, optim != NULL ? optim->check : 0);
   double lr = 0; /* of the first rank that is not absent */
   bool met = false, differ = false;
   cddp_result r = d->memory->select_device(d);
@@ -19847,7 +19863,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   pthread_mutex_lock(&d->lock);
   for (i = 0; i < n && r == CDDP_OK; i++) {
     cddp__tensor *tensor = &d->tensors[i];
-    if (tensor->ready) continue;
+    if (tensor->ready) continue; /* this rank has used it */
     tensor->used = false; /* unless a rank marked it */
     for (p = 0; p < (size_t)d->group->size; p++)
       if (d->scratch.flags[p * n + i] == CDDP__FLAG_READY) tensor->used = true;
@@ -19982,7 +19998,7 @@ static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared
   if (optim != NULL) d->last_optim = optim->number;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
-    if (optim != NULL && cddp__optim_skips(optim, i)) { /* not stepped: its gradient is there */
+    if (optim != NULL && cddp__optim_skips(optim, i)) { /* its gradient is not zeroed yet */
       r = (d->memory->zero)(
           cddp__gradient_at(d, d->me, i, tensor->offset), tensor->padded_bytes, stream);
     } else if (optim != NULL) {
@@ -20032,7 +20048,8 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
   cddp_result r = CDDP_OK;
   int i;
   if (missing > 0) r = cddp__settle_unused(d);
-  for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used; /* for optimizers, later */
+  /* cddp__complete resets tensor.used; the caller's clip and optimizer read step.used later. */
+  for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used;
   d->step.has_norm = false;
   /* After a wait the caller steps, with its own states. Each call ends the sharing of the first. */
   while (r == CDDP_OK && waits && d->sharing != NULL) r = cddp__gather_shared(d->sharing);
@@ -20103,7 +20120,8 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
     return CDDP__REFUSE(
         "call cddp_ddp_all_gather first: it completes the step that cddp_ddp_reduce_scatter began");
   if (optim == NULL && d->no_sync) return CDDP_OK; /* a wait under no_sync does nothing */
-  record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0 /* elements */);
+  record = cddp__record_begin( /* + 1: cddp__ddp_meet counts the call, if the ranks meet */
+      d->control, kind, d->control->calls + 1, 0 /* elements */);
   if (d->desc.shards > 0 && d->shards.taken < d->shards.own_count) {
     r = cddp__check_group(d->group); /* with NCCL a loss can have ended the loop of shards */
     if (r == CDDP_OK)
@@ -20229,7 +20247,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r; /* the model stays usable */
   d->shards.taken = 0; /* cddp_ddp_next_shard can have begun one, for which no data was left */
   d->shards.current = -1;
-  record = cddp__record_begin(
+  record = cddp__record_begin( /* + 1: cddp__ddp_meet counts the first meeting */
       d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0 /* elements */);
   if (r == CDDP_OK) /* gradients must be zero: this rank adds none */
     r = cddp__end_update(d, NULL, CDDP__NOT_CLEARED);
@@ -20244,7 +20262,8 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   d->uneven.absent = 0;
   if (r != CDDP_OK) r = cddp__break_model(d, r);
   cddp__record_finish(d->control, record, r);
-  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r; /* others mostly name it */
+  /* Texts of other results mostly name the function already. */
+  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
 /* >>ddp-create ------------------------------------------------------------------------------------
@@ -20269,7 +20288,8 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
       : desc->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
                                                    : ", a comm_hook";
   const char *name;
-  uint64_t bytes, all_bytes = 0, types = 0; /* of buffers; types: see the text */
+  uint64_t bytes, all_bytes = 0; /* of a buffer; of all */
+  uint64_t types = 0; /* hash of the buffers' dtypes and sizes; elastic: names too */
   int i;
   out->hash =
       cddp__hash64((uint64_t)desc->buffer_count, &desc->max_grad_norm, sizeof desc->max_grad_norm);
@@ -20405,7 +20425,7 @@ static void cddp__ddp_free(cddp_ddp *d) {
     if (d->tensors[i].storage == CDDP__STORAGE_PLACED) /* the arena is freed below */
       d->params[i].grad = NULL;
   /* A hook can be waiting for its peers: ends that, so that the engine can be stopped. */
-  if (d->hook_group != NULL && d->hook_group != d->group && d->plan.next > 0) {
+  if (d->hook_group != NULL && d->hook_group != d->group && d->plan.next > 0 /* launched */) {
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
     (void)cddp__break(d->hook_group, CDDP_ABORTED);
@@ -20618,7 +20638,7 @@ static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_g
    makes a failure of one rank the result of all. */
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
-  char **arenas = (char **)d->scratch.buffers; /* [local_size] borrowed: addresses here */
+  char **arenas = (char **)d->scratch.buffers; /* [local_size] scratch: addresses in this process */
   cddp_result r = d->memory->select_device(d);
   int k;
   if (r == CDDP_OK && !joins) /* not cddp__split_group: control needs no device context */
@@ -20699,7 +20719,7 @@ typedef struct cddp__link_cuts {
 
 typedef struct cddp__meeting {
   cddp_group *group; /* the caller's, of cddp_init: for the host and the time-out */
-  uint64_t steps; /* cddp_ddp_steps, for error texts */
+  uint64_t steps; /* cddp_ddp_steps when the meeting began: error texts and log lines name it */
   cddp__model_info model; /* a joining process compares its own */
   int capacity; /* the most members: the model's shards */
   size_t report_bytes; /* of a report, with `ended` */
@@ -20889,7 +20909,8 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   const cddp__host *host = m->group->host;
   const cddp__join_table *table = host->joined ? &host->job_info->table : NULL; /* of the job */
   cddp__address address; /* at which the members connect to this rank */
-  int datagrams = -1 /* a socket */, listener_count;
+  int datagrams = -1; /* a datagram socket, or -1 */
+  int listener_count;
   cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
   if (host->net != NULL) { /* several hosts */
@@ -20914,7 +20935,8 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   cddp__address_set_port(&address, 0 /* any */);
   self->address = address.v6;
   self->number = m->me;
-  r = cddp__listen_all(&address, 1, &m->net->listener, &listener_count); /* sets the port */
+  r = cddp__listen_all( /* sets the port */
+      &address, 1 /* address */, &m->net->listener, &listener_count);
   if (r != CDDP_OK)
     return cddp__fail_in(r, "cannot listen for the other ranks of an elastic model: ");
   if ((r = cddp__check_own_address(&address)) != CDDP_OK) return r;
@@ -20935,7 +20957,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
    m->ended if that proves its end, m->unreachable if its host does not answer. */
 static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connection *link) {
   const cddp__host *host = m->group->host;
-  bool threads = host->one_process && host->slots != NULL; /* the ranks are; their slots tell */
+  bool threads = host->one_process && host->slots != NULL; /* as ranks: see their slots */
   uint32_t state = threads ? cddp__load32(&host->slots[m->members[member].index].state) : 0;
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
     return true; /* the rank's thread has ended; its process can keep the socket open */
@@ -21076,16 +21098,17 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
   pthread_mutex_lock(&net->lock);
   for (at = &net->incoming; (link = *at) != NULL;) {
     cddp__message *message = NULL;
-    /* else the link is of a group, a notice, or not UP yet */
-    bool is_meeting = cddp__link_is_for(link, m->members[m->me].life);
-    if (is_meeting &&
+    /* true: for a report or a call; false: of a group, for a notice, or not UP yet */
+    bool for_meeting = cddp__link_is_for(link, m->members[m->me].life);
+    if (for_meeting &&
         (accepts == CDDP__ACCEPT_MEMBERS ||
          (link->peer == m->capacity /* joins */ ? accepts == CDDP__ACCEPT_JOINING
                                                 : m->members[link->peer].life == 0 /* lost */)))
       message = cddp__connection_receive(link, m->report_bytes);
-    else if (is_meeting) /* it waits until this rank leads a meeting, unless its peer closes it */
+    else if (for_meeting) /* it waits until this rank leads a meeting, unless its peer closes it */
       cddp__link_detect_close(link);
-    is_call = message != NULL && message->head.size == sizeof(cddp__member); /* not a report's */
+    is_call = message != NULL && message->head.size == sizeof(cddp__member); /* reports have more */
+    /* Nothing has arrived yet; or a leader's call: the end of its link would mean a loss. */
     if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
         (is_call && cddp__handle_call(m, link, (cddp__member *)(void *)(message + 1)))) {
       cddp__free(&net->allocator, message);
@@ -21095,7 +21118,7 @@ static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
     *at = link->next;
     if (is_call) /* of a rank that is not in the last table */
       cddp__refuse_lost(m, link, ((cddp__member *)(void *)(message + 1))->rank);
-    else if (message != NULL) /* takes both */
+    else if (message != NULL) /* stores or frees the link and the message */
       cddp__handle_report(m, link, message, accepts == CDDP__ACCEPT_MEMBERS);
     else /* it has ended */
       cddp__link_free(link);
@@ -21332,7 +21355,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   reports[m->me] = mine;
   r = cddp__await_reports(m, deadline);
   if (r == CDDP_OK && m->lost_leader_called) {
-    reports[m->me] = NULL; /* the next call does not free it */
+    reports[m->me] = NULL; /* so that the next call does not free it: the caller does */
     cddp__drop_all_links(m); /* those ranks report to that leader */
     return r;
   }
@@ -21493,7 +21516,7 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
        refuses the next link. A joining process asks other ranks instead. */
     retry = m->lost_leader_called ||
             (cut && !cddp__has_no_number(m) && cddp__retries_member(m, leader));
-    if (retry)
+    if (retry) /* a leader whose link was cut is called again at retry_at */
       cddp__sleep(cddp__now() < m->cuts[leader].retry_at ? CDDP__RECONNECT_S : 0.001);
     else
       cddp__remove_member(m, leader);
