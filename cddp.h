@@ -14137,7 +14137,7 @@ static void cddp__hosts_leave(cddp_group *g) {
 /* Result of a wait whose own limit, not the group's, has passed: the operation continues. */
 #define CDDP__CONTINUES CDDP__RESULT_COUNT
 enum { CDDP__NO_LIMIT = -1 }; /* of a wait: until the group's deadline */
-#define CDDP__SPIN_MESSAGE 4 /* a scan for a message takes as long as 4 polls of a header */
+#define CDDP__POLLS_PER_SCAN 4 /* a scan for a message takes as long as 4 polls of a header */
 
 /* This rank's send request `index`, counted through all blocks. Block i has CDDP__SENDS << i. */
 static cddp__send_request *cddp__send_at(const cddp_group *g, int index) {
@@ -14152,32 +14152,33 @@ static int cddp__send_count(const cddp_group *g) { /* of this rank, free and use
 
 /* Whether the receiver can still read the send's bytes. */
 static bool cddp__send_open(const cddp__send_request *request) {
-  uint32_t state = cddp__load32(&request->state) & 255; /* without the receiver */
+  uint32_t state = cddp__load32(&request->state) & 255; /* the bits above are the receiver's rank */
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
 /* Allocates a block of send requests. Returns the index of its first; -1: error set. */
 static int cddp__grow_sends(cddp_group *g) {
-  int block = g->p2p.send_blocks, count = cddp__send_count(g);
+  int block = g->p2p.send_blocks, count = cddp__send_count(g); /* the new block; requests so far */
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
-  void *p;
+  void *p; /* the block's memory */
   CDDP__HELD(&g->p2p.lock);
   if (block == CDDP__SEND_BLOCKS) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are already in flight: receive some first", count);
     return -1;
   }
-  if ((p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_OPEN)) == NULL) return -1;
+  p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_OPEN); /* receivers write states to it */
+  if (p == NULL) return -1;
   g->p2p.sends[block] = (cddp__send_request *)p; /* zeroed: all are CDDP__SEND_FREE */
   g->p2p.send_blocks++;
-  /* receivers find the block there */
+  /* receivers find the block there, once send_top includes it */
   cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, p, bytes);
-  return count;
+  return count; /* all older requests have lower indices */
 }
 
 /* Frees the request of a copy that its receiver has taken: cddp__finish_send frees the requests
    without a copy. Returns whether the request is free. p2p.lock held. */
 static bool cddp__reclaim_send(cddp__send_request *request) {
-  if (!request->staged || cddp__send_open(request))
+  if (!request->staged || cddp__send_open(request)) /* no copy, or not taken yet: nothing to free */
     return cddp__load32(&request->state) == CDDP__SEND_FREE;
   request->staged = false;
   cddp__store32(&request->state, CDDP__SEND_FREE);
@@ -14196,8 +14197,8 @@ static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
   g->p2p.sends_open = g->p2p.sends_staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *request = cddp__send_at(g, i);
-    /* its memory is large enough, and that of `best` is not, or is larger */
     size_t size = request->stage_size;
+    /* its memory is large enough, and that of `best` is too small, or larger than this */
     bool better = size >= bytes && (best_size < bytes || size < best_size);
     bool is_free = cddp__reclaim_send(request);
     if (cddp__load32(&request->state) == CDDP__POSTED_TO(to)) { /* in flight, not yet taken */
@@ -14206,12 +14207,12 @@ static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
         g->p2p.sends_staged += request->count * cddp__dtype_size((cddp_dtype)request->dtype);
     }
     if (!request->staged && request->stage != NULL /* memory that no message uses */ &&
-        (kept += request->stage_size) > CDDP__STAGED_MAX) {
+        (kept += request->stage_size) > CDDP__STAGED_MAX /* with the earlier requests': enough */) {
       cddp__arena_free(g->host, request->stage);
       request->stage = NULL;
       request->stage_size = 0;
     }
-    if (is_free && (best < 0 || better)) {
+    if (is_free && (best < 0 /* the first free one */ || better)) {
       best = i;
       best_size = request->stage_size;
     }
@@ -14232,7 +14233,7 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
   if (request->stage_size < bytes || request->stage == NULL) {
-    size_t size = 4096;
+    size_t size = 4096; /* so far the granule */
     while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
     size = cddp__round_up(cddp__max(bytes, 1), size);
     cddp__arena_free(g->host, request->stage);
@@ -14251,7 +14252,8 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const
    other ranks have left, one of them. */
 static int cddp__lost_peer(const cddp_work *work) {
   const cddp_group *g = work->group;
-  int p, gone = -1 /* a rank that left */, left = 1 /* with this rank */, peer = work->call.root;
+  int p, peer = work->call.root, gone = -1; /* gone: a rank that left */
+  int left = 1; /* number of ranks that left, and this one */
   if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_gone(g, p)) continue;
@@ -14259,7 +14261,7 @@ static int cddp__lost_peer(const cddp_work *work) {
     gone = p;
     left++;
   }
-  return left == g->size ? gone : -1;
+  return left == g->size ? gone : -1; /* -1: another rank can still send */
 }
 
 /* Example: "recv from rank 1, tag 7". peer: the text for the peer, unless that is CDDP_ANY. */
@@ -14272,7 +14274,8 @@ static cddp__text cddp__describe_message(const cddp_work *work, const char *peer
 static cddp_result cddp__check_peer(const cddp_work *work) {
   int gone = cddp__lost_peer(work);
   if (gone < 0) return CDDP_OK;
-  return cddp__break_lost(work->group, gone, cddp__describe_message(work, "it" /* gone */).s);
+  return cddp__break_lost(work->group, gone,
+                          cddp__describe_message(work, "it" /* the text has named `gone` */).s);
 }
 
 /* Posts a send to a rank of this host. Sets work->send if the caller's buffer stays in use.
@@ -14305,7 +14308,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
     cddp__store32(&request->tag, (uint32_t)call->tag);
     request->dtype = call->dtype;
     request->count = call->count;
-    cddp__store64_crash_safe(&request->number, ++g->p2p.send_number);
+    cddp__store64_crash_safe(&request->number, ++g->p2p.send_number); /* receivers sort by it */
     CDDP__POINT("post"); /* the request is filled, and receivers do not see it yet */
     if ((uint32_t)i >= cddp__load32(&slot->send_top)) /* receivers scan up to send_top */
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
@@ -14316,7 +14319,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
     *fits = cddp__sends_fit(g, bytes);
     if (r == CDDP_OK) cddp__notify(g, call->root);
     lost = r == CDDP_OK && request->staged && !to_self && cddp__rank_gone(g, call->root) &&
-           cddp__send_open(request);
+           cddp__send_open(request); /* the receiver has ended without taking it */
   }
   pthread_mutex_unlock(&g->p2p.lock);
   return lost ? cddp__check_peer(work) /* breaks the group */ : r;
@@ -14328,27 +14331,27 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
 static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, size = CDDP__SENDS /* of a block */;
-  uint32_t left = cddp__load32(&slot->send_top); /* requests not scanned yet */
+  uint32_t unscanned = cddp__load32(&slot->send_top); /* requests, in this block and the next */
   cddp__send_request *best = NULL;
   int block;
-  for (block = 0; left > 0 && block < blocks; block++, size *= 2) {
+  for (block = 0; unscanned > 0 && block < blocks; block++, size *= 2) {
     void *at = slot->sends;
     cddp__send_request *request;
     cddp_result r = CDDP_OK;
     if (block > 0) r = cddp__map_ref(g->host, &slot->more_sends[block], &at);
     if (r != CDDP_OK) {
-      work->result = cddp__break(g, r);
+      work->result = cddp__break(g, r); /* with cddp__map_ref's text */
       work->done = true;
       return NULL;
     }
     request = (cddp__send_request *)at;
-    for (i = 0; i < size && i < left; i++, request++) {
+    for (i = 0; i < size && i < unscanned; i++, request++) {
       if (cddp__load32(&request->state) != CDDP__POSTED_TO(g->rank) ||
           cddp__load32(&request->tag) != (uint32_t)work->call.tag) continue;
       if (best == NULL || cddp__load64(&request->number) < cddp__load64(&best->number))
         best = request; /* older */
     }
-    left -= left < size ? left : size;
+    unscanned -= unscanned < size ? unscanned : size;
   }
   return best;
 }
@@ -14382,7 +14385,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
   cddp_result r = CDDP_OK;
   CDDP__HELD(&g->p2p.lock);
   if (bytes <= sizeof request->u.bytes && request->count == work->call.count &&
-      request->dtype == work->call.dtype) { /* a short message, inside the request */
+      request->dtype == work->call.dtype) { /* it fits, and is short: inside the request */
     cddp__copy(work->call.recv, from, bytes);
     work->result = CDDP_OK;
     work->done = true;
@@ -14393,16 +14396,18 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     return;
   }
   if (!cddp__compare_swap32(&request->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN))
-    return; /* withdrawn */
+    return; /* the sender has withdrawn it: the receive stays pending */
   if (!cddp__recv_fits(g, work, request->count, request->dtype)) {
     cddp__exchange32(&request->state, CDDP__SEND_REFUSED);
   } else {
     CDDP__POINT("take");
-    if (bytes > sizeof request->u.bytes) r = cddp__map_ref(g->host, &request->u.ref, &from);
+    if (bytes > sizeof request->u.bytes) /* a long message, elsewhere in shared memory */
+      r = cddp__map_ref(g->host, &request->u.ref, &from);
     if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
     /* If the group has failed, the sender may have stopped waiting for this copy (see
        cddp__finish_send) and changed the bytes. */
-    if (r == CDDP_OK) r = cddp__check_failure(g); /* g can be of another thread's rank */
+    if (r == CDDP_OK) /* no cddp__check_group: this thread can serve g for another rank, a thread */
+      r = cddp__check_failure(g);
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
     cddp__exchange32(&request->state, CDDP__SEND_DONE); /* a full fence, for cddp__notify */
@@ -14427,7 +14432,7 @@ static void cddp__take_remote(cddp_group *g, cddp_work *work) {
    before this one. p2p.lock held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   const cddp_work *older;
-  for (older = g->p2p.recvs; older != work; older = older->next)
+  for (older = g->p2p.recvs; older != work; older = older->next) /* the list up to `work` */
     if (!older->done && older->call.tag == work->call.tag &&
         (older->call.root == work->from || older->call.root == CDDP_ANY)) return true;
   return false;
@@ -14454,7 +14459,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
   cddp_work *work;
   int i;
   CDDP__HELD(&g->p2p.lock);
-  if (cddp__is_broken(g)) return false; /* a lost sender's memory can be freed */
+  if (cddp__is_broken(g)) return false; /* a lost sender's memory can be freed, so is not read */
   if (g->hosts != NULL) cddp__hosts_read_messages(g);
   for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
@@ -14462,7 +14467,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
     for (i = 0; !work->done && !work->filling /* by a link */ && i < senders; i++) {
       work->from = any ? (g->p2p.next_any + i) % g->size : work->call.root;
       cddp__serve_recv(g, work);
-      if (any && work->done) g->p2p.next_any = work->from + 1;
+      if (any && work->done) g->p2p.next_any = work->from + 1; /* g->size: rank 0 is next */
       served = served || work->done;
     }
   }
@@ -14475,19 +14480,19 @@ static bool cddp__spin_recv(cddp_work *work) {
   cddp_group *g = work->group;
   cddp__send_request *request;
   int i, spin = cddp__spin_of(g->host);
-  bool alone;
-  if (g->hosts != NULL || work->call.root == CDDP_ANY) return false; /* needs the list */
+  bool alone; /* no receive is pending, so none must get the message before this one */
+  if (g->hosts != NULL || work->call.root == CDDP_ANY) return false; /* only served in the list */
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
     bool found = cddp__scan_peer(g, work, 1 /* block */) != NULL;
-    if (found || i == 0 /* sets `alone` */ || /* or sends are in blocks that this scan left out: */
+    if (found || i == 0 /* sets `alone` */ || /* or other blocks, read under lock, have sends: */
         cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
       pthread_mutex_lock(&g->p2p.lock);
       alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
-      if (alone && (request = cddp__find_send(g, work)) != NULL) /* else another thread took it */
+      if (alone && (request = cddp__find_send(g, work)) != NULL) /* no other thread took it */
         cddp__take_send(g, work, request);
       pthread_mutex_unlock(&g->p2p.lock);
-      if (found || work->done || !alone) return work->done; /* found, but taken: post the receive */
+      if (found || work->done || !alone) return work->done; /* false: the caller posts it */
     }
     cddp__pause();
   }
@@ -14499,19 +14504,19 @@ static bool cddp__spin_recv(cddp_work *work) {
      g   the group in which this thread waits; NULL: none
    Returns whether a receive was completed. Keeps this thread's error text. */
 static bool cddp__serve_all_recvs(cddp_group *g) {
-  char kept[CDDP__ERROR_MAX];
+  char kept[CDDP__ERROR_MAX]; /* this thread's error text */
   bool served = false;
   cddp_group *s;
   if (g != NULL && g->hosts != NULL) cddp__poll_all_groups(g);
-  if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL ||
-      pthread_mutex_trylock(&cddp__served_lock) != 0) return false;
+  if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL || /* no group, or: */
+      pthread_mutex_trylock(&cddp__served_lock) != 0) return false; /* another thread serves them */
   memcpy(kept, cddp__error_text, sizeof kept);
   for (s = cddp__served; s != NULL; s = s->p2p.next_served) {
     bool polls = s != g && s->hosts != NULL; /* cddp__poll_all_groups has served the links of g */
     if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0) continue;
     if (polls) (void)cddp__hosts_send_queued(s);
-    if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net);
-    if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* also reads the links of g */
+    if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net); /* new links */
+    if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* g: to read its links */
       served = cddp__serve_recvs(s) || served;
     pthread_mutex_unlock(&s->p2p.lock);
   }
@@ -14560,7 +14565,7 @@ static bool cddp__message_ready(cddp_work *work) {
 static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
   bool any = work->call.root == CDDP_ANY;
-  cddp__text peer = any ? cddp__textf("%s", "") : cddp__name_rank(g, work->call.root);
+  cddp__text peer = any ? cddp__textf("%s", "" /* unused */) : cddp__name_rank(g, work->call.root);
   cddp__text what = cddp__describe_message(work, peer.s);
   if (limit >= 0)
     return cddp__fail(
@@ -14583,7 +14588,7 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   if (slot == NULL /* no place to publish it */ || cddp__load32(&slot->multithreaded) != 0)
     return false;
   where = cddp__describe_message(work, cddp__textf("rank %d of the job", peer).s);
-  return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
+  return cddp__publish_wait(g, cddp__textf("cddp_%.150s" /* "cddp_recv from ..." */, where.s).s);
 }
 
 /* For calls that do not wait (cddp_test): whether the operation cannot succeed since the peer is
@@ -14594,7 +14599,7 @@ static bool cddp__peer_is_lost(cddp_work *work) {
   int p, peer = work->call.root;
   char text[CDDP__ERROR_MAX];
   cddp__connection *link;
-  if (cddp__now() < work->next_look) return false;
+  if (cddp__now() < work->next_look) return false; /* a look costs system calls */
   work->next_look = cddp__now() + 1e-3;
   memcpy(text, cddp__error_text, sizeof text); /* cddp__ensure_link can overwrite it */
   if (g->hosts != NULL) {
@@ -14602,7 +14607,7 @@ static bool cddp__peer_is_lost(cddp_work *work) {
     for (p = 0; p < g->size; p++)
       if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
     for (link = g->hosts->links; link != NULL; link = link->next)
-      cddp__link_end_if_unacked(link); /* a host that no longer answers */
+      cddp__link_end_if_unacked(link); /* ends it if the peer's host no longer answers */
     pthread_mutex_unlock(&g->p2p.lock);
   }
   memcpy(cddp__error_text, text, sizeof text);
@@ -14618,13 +14623,13 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   bool shown = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  int i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
+  int i, spin = cddp__spin_of(g->host) / CDDP__POLLS_PER_SCAN; /* scans before the second loop */
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s);
   w.yields = limit == 0 ? 0 /* one look only */ : CDDP__YIELDS;
   for (i = 0; i < spin && limit != 0 && !cddp__is_broken(g); i++) { /* polls */
     if (cddp__message_ready(work)) return CDDP_OK;
     if (g->hosts == NULL || i % CDDP__POLLS_PER_YIELD != 0) cddp__pause();
-    else if (!cddp__wait_yields(&w)) break; /* no yields left: sleep */
+    else if (!cddp__wait_yields(&w)) break; /* several hosts: yields meanwhile; none left: sleeps */
   }
   for (;;) { /* yields, then sleeps */
     uint32_t events = cddp__load32(&slot->events); /* read first: later changes end the sleep */
@@ -14643,7 +14648,8 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, work->call.root, events);
     else {
-      cddp__add32(&slot->event_sleepers, 1); /* from now on peers that change a send notify it */
+      /* From now on peers that change a send notify this rank: a change before is seen here. */
+      cddp__add32(&slot->event_sleepers, 1);
       if (!cddp__message_ready(work))
         cddp__wait_sleep(g, &w, &slot->event_sleepers, &slot->events, events);
       cddp__add32(&slot->event_sleepers, (uint32_t)-1);
@@ -14653,14 +14659,15 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   return r;
 }
 
-/* Posts a send. waits: after posting a copy, waits while too many messages are in flight. If
-   work->send >= 0 afterwards, the caller's buffer is in use until cddp__finish_send. */
+/* Posts a send. waits: the send has no handle, so after posting a copy this waits while too many
+   messages are in flight. If work->send >= 0 afterwards, the caller's buffer is in use until
+   cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_work *work, bool waits) {
   cddp_group *g = work->group;
   bool here = g->host_index[work->call.root] >= 0, fits = false;
   bool eager = work->call.count * work->call.esize <= CDDP__EAGER_MAX;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && !(here && eager)) /* else cddp__post_send checks the peer */
+  if (r == CDDP_OK && !(here && eager)) /* a short one: cddp__post_send checks, after the post */
     r = cddp__check_peer(work);
   if (r != CDDP_OK) return r;
   if (here) {
@@ -14684,7 +14691,7 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   cddp__wait w;
   cddp_result r;
   if (work->send < 0) return CDDP_OK; /* a copy: the buffer is not in use */
-  request = cddp__send_at(g, work->send);
+  request = cddp__send_at(g, work->send); /* no lock: blocks do not move */
   r = cddp__message_wait(work, limit);
   if (r == CDDP__CONTINUES) return r;
   if (r == CDDP_OK && cddp__load32(&request->state) == CDDP__SEND_REFUSED)
@@ -14693,9 +14700,11 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   if (r == CDDP_OK || /* or withdrawn: */
       cddp__compare_swap32(&request->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
+  /* The receiver is copying. A stopped one finishes later, and then discards the bytes, since the
+     group has failed: cddp__take_send. */
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   while (cddp__send_open(request) && !cddp__rank_gone(g, work->call.root) &&
-         cddp__wait_pause(&w)) {} /* the receiver is copying */
+         cddp__wait_pause(&w)) {}
   return r;
 }
 
@@ -14706,7 +14715,7 @@ static bool cddp__abort_recv(cddp_work *work) {
   pthread_mutex_lock(&work->group->p2p.lock);
   pending = !work->done;
   if (pending) {
-    if (work->filling) cddp__hosts_detach_receive(work->group, work);
+    if (work->filling) cddp__hosts_detach_receive(work->group, work); /* from the link that fills */
     work->result = CDDP_ABORTED;
     work->done = true;
   }
@@ -14714,7 +14723,7 @@ static bool cddp__abort_recv(cddp_work *work) {
   return pending;
 }
 
-/* The sender of the message that this thread received last; -1: none yet. */
+/* The sender of the message that this thread received last, a rank of its group; -1: none yet. */
 static __thread int cddp__last_source = -1;
 
 /* Ends a receive that is in no list (anymore): notes the sender, for cddp_source and the flight
@@ -14728,7 +14737,7 @@ static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
   }
   if (r != CDDP_OK || work->result == CDDP_OK) return r;
   r = cddp__check_failure(g); /* a mismatch has broken the group: this sets the text */
-  return r != CDDP_OK ? r : work->result /* it was aborted */;
+  return r != CDDP_OK ? r : work->result /* CDDP_ABORTED: the caller canceled it */;
 }
 
 /* Waits for a posted receive, and removes it from the list unless `limit` has passed
@@ -14739,9 +14748,9 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   cddp_result r = cddp__message_wait(work, limit);
   if (r == CDDP__CONTINUES) return r;
   pthread_mutex_lock(&g->p2p.lock);
-  while (*at != work) at = &(*at)->next;
+  while (*at != work) at = &(*at)->next; /* work is in the list until here */
   *at = work->next;
-  if (work->filling) cddp__hosts_detach_receive(g, work); /* the group has failed */
+  if (work->filling) cddp__hosts_detach_receive(g, work); /* the wait failed before its end */
   pthread_mutex_unlock(&g->p2p.lock);
   return cddp__end_recv(work, r);
 }
@@ -14765,7 +14774,7 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
 
 struct cddp__mpi {
   MPI_Comm comm;
-  cddp_group *group;
+  cddp_group *group; /* whose ranks comm has, with the same numbers */
   struct cddp__mpi *next; /* in cddp__mpi_groups */
 };
 
@@ -14777,7 +14786,7 @@ static struct cddp__mpi *cddp__mpi_groups; /* this process's groups with a commu
 /* Attribute of MPI_COMM_SELF: MPI calls cddp__mpi_at_finalize when it deletes this. */
 static int cddp__mpi_attribute = MPI_KEYVAL_INVALID;
 
-/* code: of MPI; what: the call that returned it. */
+/* Fails with MPI's text. code: of MPI; what: the call that returned it. */
 static cddp_result cddp__mpi_fail(int code, const char *what) {
   char text[MPI_MAX_ERROR_STRING] = "";
   int n = 0;
@@ -14796,8 +14805,8 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
   int i, p, done = 0;
   pthread_mutex_unlock(&cddp__mpi_lock);
   cddp__wait_begin(&w, g->timeout_s);
-  /* Checks of peers in this wait are about the next round: a rank that has announced it has ended
-     its MPI operation, and can exit. */
+  /* Checks of peers in this wait are about the next round: a rank that has announced that round has
+     ended its MPI operation, and can exit. */
   g->round++;
   /* For error texts only: seq is not set, so no peer takes this header for a call. */
   mine = cddp__op_header_of(g, g->rank, g->round);
@@ -14805,7 +14814,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
   mine->count = call->count;
   mine->root = (int32_t)call->root;
   for (i = 0; r == CDDP_OK && code == MPI_SUCCESS; i++) {
-    pthread_mutex_lock(&cddp__mpi_lock);
+    pthread_mutex_lock(&cddp__mpi_lock); /* between tests other groups' threads can call MPI */
     code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
     pthread_mutex_unlock(&cddp__mpi_lock);
     if (code != MPI_SUCCESS || done) break;
@@ -14815,24 +14824,24 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
     for (p = 0; r == CDDP_OK && p < g->size; p++) /* cddp__check_peers skips other hosts' ranks */
       if (g->host_index[p] < 0 && cddp__rank_gone(g, p))
-        r = cddp__break_lost(g, p, NULL /* doing */);
-    if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* late: none */);
+        r = cddp__break_lost(g, p, NULL /* doing: this round */);
+    if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* awaited: no frame of a rank */);
   }
-  g->round--; /* not announced yet: the caller's next round does that */
+  g->round--; /* the caller's next round increments it, and announces it */
   if (code != MPI_SUCCESS) r = cddp__break(g, cddp__mpi_fail(code, cddp__shapes[call->kind].name));
-  if (r != CDDP_OK) cddp__store32(&cddp__mpi_stuck, 1);
+  if (r != CDDP_OK) cddp__store32(&cddp__mpi_stuck, 1); /* the operation may never end */
   return r;
 }
 
-static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
+static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16 are only moved, as 16 bits */
   const MPI_Datatype types[] = {MPI_FLOAT, MPI_DOUBLE, MPI_UINT16_T, MPI_UINT16_T,
                                 MPI_INT8_T, MPI_UINT8_T, MPI_INT32_T, MPI_INT64_T};
   CDDP__STATIC_ASSERT(sizeof types / sizeof *types == CDDP__DTYPE_COUNT, "a type of MPI for each");
   return types[dtype];
 }
 
-/* Reduces n elements to all ranks (root -1) or to root. send and recv can be equal. call: its dtype
-   and op. */
+/* Reduces n elements to all ranks (root -1) or to root. send and recv can be equal. call: only its
+   dtype and op are used, and its kind for texts. */
 static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const void *send,
                                     void *recv, size_t n, int root) {
   const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN, /* by cddp_op; AVG divides the sum */
@@ -14842,11 +14851,11 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
   bool half = cddp__dtype_half(dtype), receives = root < 0 || root == g->rank;
   MPI_Datatype type = half ? MPI_FLOAT : cddp__mpi_type(dtype);
   MPI_Request request = MPI_REQUEST_NULL;
-  const void *in = send; /* what MPI reads and writes */
+  const void *in = send; /* MPI reads `in` and writes `out` */
   void *out = recv;
   cddp_result r;
   int code;
-  if (half) { /* in a copy: summed in f32, as in all backends */
+  if (half) { /* f16 and bf16 are summed in f32, as in all backends: in a copy */
     in = out = cddp__malloc(&g->host->allocator, n * sizeof(float));
     if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
     cddp__convert(out, CDDP_F32, send, dtype, n);
@@ -14859,7 +14868,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
   r = cddp__mpi_wait(g, call, code, &request);
   if (r != CDDP_OK) return r; /* MPI still uses the copy */
   if (receives && call->op == CDDP_AVG) cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
-  if (receives && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
+  if (receives && half) cddp__convert(recv, dtype, out, CDDP_F32, n); /* rounds once */
   if (half) cddp__free(&g->host->allocator, out);
   return CDDP_OK;
 }
@@ -14873,7 +14882,7 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
   int root = call->root, code;
   MPI_Comm comm = g->mpi->comm;
   MPI_Request q = MPI_REQUEST_NULL;
-  MPI_Datatype elements, type;
+  MPI_Datatype elements, type; /* n elements; the same, with the extent of a share */
   pthread_mutex_lock(&cddp__mpi_lock); /* cddp__mpi_wait unlocks it */
   MPI_Type_contiguous((int)n, cddp__mpi_type(call->dtype), &elements);
   MPI_Type_create_resized(elements, 0, (MPI_Aint)(call->count * call->esize), &type);
@@ -14897,17 +14906,19 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
    each peer and direction. */
 static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
                                           size_t begin, size_t n) {
-  size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size; /* 4 arrays */
+  /* Bytes for each rank: an entry in 4 arrays, which are one allocation. */
+  size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
   MPI_Datatype *out = (MPI_Datatype *)cddp__calloc(&g->host->allocator, size, each);
   MPI_Datatype *in = out + size, type = cddp__mpi_type(call->dtype);
-  int *ones = (int *)(void *)(in + size), *zeros = ones + size, i, code, length;
+  int *ones = (int *)(void *)(in + size) /* counts */, *zeros = ones + size; /* offsets */
+  int i, code, length;
   MPI_Request request = MPI_REQUEST_NULL;
-  MPI_Aint at;
+  MPI_Aint at; /* of the share's elements in the buffer, in bytes */
   cddp_result r;
   if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   pthread_mutex_lock(&cddp__mpi_lock);
   for (i = 0; i < 2 * g->size; i++) {
-    bool sends = i < g->size;
+    bool sends = i < g->size; /* first the types to send, then those to receive */
     int rank = i % g->size;
     const cddp__counted_share *p = &call->shares[rank];
     size_t bytes = sends ? cddp__out_bytes(call, rank, begin, n)
@@ -14916,7 +14927,7 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
     at = (MPI_Aint)(((sends ? p->out_at : p->in_at) + begin) * call->esize);
     length = (int)(bytes / call->esize);
     MPI_Type_create_hindexed(1, &length, &at, type, &out[i]);
-    MPI_Type_commit(&out[i]); /* from g->size on: in[] */
+    MPI_Type_commit(&out[i]); /* from g->size on these are in[], which follows */
   }
   code =
       MPI_Ialltoallw(send, ones, zeros, out, call->recv, ones, zeros, in, g->mpi->comm, &request);
@@ -14942,8 +14953,8 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *c
     if (call->shares != NULL) r = cddp__mpi_move_counted(g, call, send, begin, n);
     else if (!cddp__shapes[call->kind].reduces) r = cddp__mpi_move(g, call, send, begin, n);
     for (p = 0; r == CDDP_OK && cddp__shapes[call->kind].reduces && p < g->size; p++) {
-      bool one_buffer = cddp__in_one_buffer(call); /* else reduce_scatter: a reduction per rank */
-      size_t at = one_buffer ? begin : (size_t)p * call->count + begin;
+      bool one_buffer = cddp__in_one_buffer(call); /* one reduction; reduce_scatter: one per rank */
+      size_t at = one_buffer ? begin : (size_t)p * call->count + begin; /* of rank p's share */
       r = cddp__mpi_reduce(g, call, send + at * call->esize,
                            (char *)call->recv + begin * call->esize, n,
                            one_buffer ? call->root : p);
@@ -14968,7 +14979,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
   if (r == CDDP_OK && !cddp__in_one_buffer(call) && send != NULL && recv != NULL &&
       send < recv + received && recv < send + sent) {
     copy = cddp__malloc(&g->host->allocator, sent);
-    if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY);
+    if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY); /* then MPI is not called */
     if (copy != NULL) memcpy(copy, send, sent);
     mpi_call.send = copy;
   }
@@ -14988,14 +14999,14 @@ static void cddp__mpi_abandon(cddp_group *g) {
   cddp__connection *link;
   size_t unsent = 1; /* bytes; 1: not known yet */
   cddp__wait w;
-  if (cddp__is_broken(g)) return;
+  if (cddp__is_broken(g)) return; /* no peer waits in it */
   if (g->hosts != NULL) {
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
                        CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST, /* breaks nothing */
                        cddp__textf("%s " CDDP__EXITED, cddp__name_rank(g, g->rank).s).s);
-    cddp__wait_begin(&w, 1 /* s */);
+    cddp__wait_begin(&w, 1 /* s, for peers that do not read */);
     do {
-      if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue; /* held: tries again */
+      if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue; /* another thread has it: retries */
       unsent = cddp__hosts_send_queued(g);
       for (link = g->hosts->links; unsent == 0 && link != NULL; link = link->next)
         shutdown(link->fd, SHUT_WR); /* shows the peers the end of this rank */
@@ -15003,20 +15014,21 @@ static void cddp__mpi_abandon(cddp_group *g) {
     } while (unsent > 0 && cddp__wait_pause(&w));
   }
   cddp__compare_swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN, CDDP__SLOT_DEAD);
-  cddp__wake_all(g);
+  cddp__wake_all(g); /* ranks that wait for this one see its state */
 }
 
 /* MPI_Finalize calls this, as it deletes MPI_COMM_SELF's attribute before it waits for ranks. */
 static int cddp__mpi_at_finalize(MPI_Comm self, int key, void *value, void *state) {
   struct cddp__mpi *mpi;
   (void)self, (void)key, (void)value, (void)state;
+  /* Without mpi_lock: no other thread may call MPI during MPI_Finalize. */
   for (mpi = cddp__mpi_groups; mpi != NULL; mpi = mpi->next) cddp__mpi_abandon(mpi->group);
   return MPI_SUCCESS;
 }
 
 /* Called at exit if cddp initialized MPI: finalizes MPI, unless that would block. */
 static void cddp__mpi_finalize(void) {
-  int finalized = 1;
+  int finalized = 1; /* 1: the program has finalized MPI itself */
   if (cddp__mpi_finalizer != getpid() || cddp__load32(&cddp__mpi_stuck) != 0) return;
   if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized) MPI_Finalize();
 }
@@ -15055,7 +15067,7 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
    stays. */
 static void cddp__mpi_leave(cddp_group *g) {
   struct cddp__mpi **at;
-  int finalized = 1;
+  int finalized = 1; /* then MPI must not be called anymore */
   pthread_mutex_lock(&cddp__mpi_lock);
   for (at = &cddp__mpi_groups; *at != g->mpi; at = &(*at)->next) {}
   *at = g->mpi->next;
@@ -15070,10 +15082,10 @@ static void cddp__mpi_leave(cddp_group *g) {
 static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int color, int key) {
   MPI_Comm comm = MPI_COMM_NULL, parent = from != NULL ? from->mpi->comm : MPI_COMM_WORLD;
   int code;
-  pthread_mutex_lock(&cddp__mpi_lock);
+  pthread_mutex_lock(&cddp__mpi_lock); /* held while MPI waits for all ranks of `from` */
   code = MPI_Comm_split(parent, color < 0 ? MPI_UNDEFINED : color, key, &comm);
   if (code == MPI_SUCCESS && comm != MPI_COMM_NULL)
-    code = MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+    code = MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN); /* by default an error ends the job */
   pthread_mutex_unlock(&cddp__mpi_lock);
   if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Comm_split");
   if (to == NULL) return CDDP_OK; /* this rank is in no new group */
@@ -15086,7 +15098,8 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
   cddp__mpi_groups = to->mpi;
   pthread_mutex_unlock(&cddp__mpi_lock);
   to->round_max = CDDP__PAYLOAD; /* longer calls use MPI */
-  if (from != NULL) to->carrier = from->carrier; /* else cddp__init sets it */
+  if (from != NULL) to->carrier = from->carrier; /* else cddp__init sets it. Last: its leave needs
+                                                    to->mpi */
   return CDDP_OK;
 }
 
@@ -15122,9 +15135,10 @@ static void cddp__work_free(cddp_work *work) {
   cddp_group *g = work->group;
   if (work == &g->engine.own) cddp__store32(&g->engine.own_state, CDDP__OWN_FREE);
   else cddp__free(&g->host->allocator, work);
-  if (g->elastic) cddp__group_hold(g, CDDP__REMOVE_USE); /* last, as it can free a replaced group */
+  if (g->elastic) cddp__group_hold(g, CDDP__REMOVE_USE); /* last, as it can free g, if replaced */
 }
 
+/* Zeroes all fields except the text. */
 static void cddp__work_init(cddp_work *work, cddp_group *g) {
   memset(work, 0, offsetof(cddp_work, text)); /* the text is set by a failure only */
   work->group = g;
@@ -15136,7 +15150,7 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
   cddp_work *work = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
   if (work == NULL) return NULL;
   cddp__work_init(work, g);
-  if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE); /* a replaced group stays until the wait */
+  if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE); /* g stays until the work is freed */
   return work;
 }
 
@@ -15182,12 +15196,12 @@ static bool cddp__engine_queue_held(cddp__engine *engine) {
 static void cddp__engine_run(cddp__engine *engine) {
   cddp_work *work = engine->first;
   cddp_group *g = work->group;
-  int spin = g->spin, yields = g->yields;
+  int spin = g->spin, yields = g->yields; /* restored below */
   engine->first = work->next;
   engine->busy = true;
   pthread_mutex_unlock(&engine->lock);
-  if (cddp__own_engine == engine && g->host->cores < 2 * g->local_size) {
-    /* The engine's thread shares a core: each rank's training thread needs one too. */
+  if (cddp__own_engine == engine /* this is its thread */ && g->host->cores < 2 * g->local_size) {
+    /* It shares a core: each rank's training thread needs one too. */
     g->spin = g->oversubscribed ? 0 /* as before: cddp__spin_of */ : CDDP__ENGINE_SPIN;
     g->yields = 0; /* sleeps instead: a yield would give the core away for a whole time slice */
   }
@@ -15200,7 +15214,7 @@ static void cddp__engine_run(cddp__engine *engine) {
   cddp__add32(engine->works, (uint32_t)-1); /* `work` may be freed from here on */
   cddp__store32(&engine->awaited, 0); /* the waiting thread can continue: it is not stuck */
   if (cddp__load32(&engine->waiters) != 0) pthread_cond_broadcast(&engine->changed);
-  if (engine->first != NULL) pthread_cond_signal(&engine->work); /* the next can be due */
+  if (engine->first != NULL) pthread_cond_signal(&engine->work); /* the thread checks the next one */
 }
 
 /* If the engine's own work is held, runs it on this thread, without a lock. Returns whether it
@@ -15208,7 +15222,8 @@ static void cddp__engine_run(cddp__engine *engine) {
 static bool cddp__engine_run_held(cddp__engine *engine) {
   if (!cddp__compare_swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
-  cddp__store32(&engine->own_state, CDDP__OWN_LENT); /* done; threads not yet in `waiters` poll */
+  /* Ended. A thread that counts itself in `waiters` just now may get no signal: it polls. */
+  cddp__store32(&engine->own_state, CDDP__OWN_LENT);
   if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
     return true; /* no thread waits, and no operation is queued behind it */
   pthread_mutex_lock(&engine->lock);
@@ -15224,14 +15239,14 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *engine = &g->engine;
-  double interval = CDDP__ENGINE_POLL_S, until; /* until: the end of this sleep */
-  bool busy /* another thread runs an operation */, awake, due;
+  double interval = CDDP__ENGINE_POLL_S, until; /* seconds between polls; the end of this sleep */
+  bool busy /* another thread runs an operation */, awake, due /* the queue's first operation is */;
   cddp__own_engine = engine; /* marks this thread */
   pthread_mutex_lock(&engine->lock);
   for (;;) {
     busy = cddp__engine_queue_held(engine);
     awake = cddp__load32(&engine->asleep) == 0; /* before this poll */
-    if (engine->first == NULL && engine->stop) break;
+    if (engine->first == NULL && engine->stop) break; /* the queue is empty: the thread ends */
     due = engine->first != NULL && /* and pushed before the last poll: */
           (engine->stop || engine->first->pushed_at_poll != cddp__load32(&engine->poll_count));
     if (due && !busy) {
@@ -15241,12 +15256,13 @@ static void *cddp__engine_main(void *arg) {
     }
     cddp__store32(&engine->asleep,
                   engine->first == NULL && cddp__load32(&engine->idle) > CDDP__ENGINE_IDLE_POLLS);
-    until = awake || cddp__load32(&engine->asleep) == 0 ? cddp__now() + interval
-                                                        : INFINITY; /* until a signal */
+    until = awake || cddp__load32(&engine->asleep) == 0
+                ? cddp__now() + interval /* also once after `asleep` was set: see above */
+                : INFINITY; /* until a signal */
     if (cddp__cond_wait_until(&engine->work, &engine->lock, until)) continue; /* signaled */
     cddp__add32(&engine->poll_count, 1); /* a full interval: older operations are due now */
     cddp__add32(&engine->idle, 1);
-    if (interval < CDDP__ENGINE_POLL_MAX_S) interval *= 2;
+    if (interval < CDDP__ENGINE_POLL_MAX_S) interval *= 2; /* nothing was due: polls less often */
   }
   pthread_mutex_unlock(&engine->lock);
   return NULL;
@@ -15256,7 +15272,7 @@ static void *cddp__engine_main(void *arg) {
 static void cddp__engine_make_due(cddp__engine *engine) {
   bool busy = cddp__engine_queue_held(engine);
   if (engine->first == NULL) return; /* none is queued */
-  if (engine->last->pushed_at_poll == cddp__load32(&engine->poll_count))
+  if (engine->last->pushed_at_poll == cddp__load32(&engine->poll_count)) /* not due yet */
     cddp__add32(&engine->poll_count, 1); /* as if the engine had polled once more */
   /* Also if they were due before: the engine can be asleep. A busy thread signals at its end. */
   if (!busy) pthread_cond_signal(&engine->work);
@@ -15278,7 +15294,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
   if (work == &engine->own && cddp__load32(engine->works) == 0) { /* none is queued or running */
     cddp__store32(&engine->own_state, CDDP__OWN_HELD);
-    if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK; /* the engine polls */
+    if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK; /* the next poll sees it */
     pthread_mutex_lock(&engine->lock);
     (void)cddp__engine_queue_held(engine); /* the sleeping thread cannot find a held operation */
   } else {
@@ -15297,7 +15313,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
    false at the deadline. With INFINITY this thread itself runs the queue up to `work`, except
    buckets. With a deadline it runs none, since an operation can take longer. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
-  bool in_time = true, forever = !(deadline < INFINITY), busy;
+  bool in_time = true /* the deadline has not passed */, forever = !(deadline < INFINITY), busy;
   /* Read before `works`, as cddp__engine_queue_held counts in `works` first. */
   uint32_t own = cddp__load32(&engine->own_state);
   double until; /* of this sleep */
@@ -15314,13 +15330,13 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
       cddp__engine_run(engine);
       continue;
     }
-    if (!in_time) break; /* after one more look at `done` */
+    if (!in_time) break; /* the look at `done` above was the last */
     if (forever) cddp__store32(&engine->awaited, 1); /* for cddp__publish_wait */
     until = deadline;
     if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS) /* its end may not signal this thread */
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
     in_time = cddp__cond_wait_until(&engine->changed, &engine->lock, until) ||
-              until < deadline; /* only the end of a poll */
+              until < deadline; /* else only this short sleep has ended */
   }
   in_time = in_time || (work != NULL && work->done);
   cddp__add32(&engine->waiters, (uint32_t)-1);
