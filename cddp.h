@@ -1729,7 +1729,7 @@ typedef struct cddp__dtype_info {
   unsigned char size; /* bytes of an element */
   unsigned char cls; /* class: CDDP__CLASS_* */
 } cddp__dtype_info;
-#define CDDP__X(name, text, type, cls, loops) \
+#define CDDP__X(name, text, type, cls, loops /* unused here: for >>reduce */) \
   {text, &#name[5] /* after CDDP_ */, (unsigned char)sizeof(type), CDDP__CLASS_##cls},
 static const cddp__dtype_info cddp__dtypes[] = {CDDP__DTYPES(CDDP__X)};
 #undef CDDP__X
@@ -1737,7 +1737,7 @@ enum { CDDP__DTYPE_COUNT = (int)(sizeof cddp__dtypes / sizeof *cddp__dtypes) };
 /* A new type needs loops for its size; FLOAT or HALF: also arithmetic, in >>reduce, and kernels. */
 #define CDDP__X(name, text, type, cls, loops) \
   CDDP__STATIC_ASSERT((CDDP__CLASS_##cls == CDDP__CLASS_FLOAT) == (name <= CDDP_F64), \
-                      "cddp__convert and norms know two floats, the first dtypes: f32, f64"); \
+                      "class FLOAT is exactly f32 and f64, the first dtypes: see cddp__convert"); \
   CDDP__STATIC_ASSERT(CDDP__CLASS_##cls != CDDP__CLASS_HALF || sizeof(type) == 2, \
                       "sums of halves take twice their bytes: cddp__wide_bytes");
 CDDP__DTYPES(CDDP__X)
@@ -1748,7 +1748,7 @@ static bool cddp__misaligned(const void *p, size_t esize) {
   return ((uintptr_t)p & (esize - 1)) != 0;
 }
 
-/* Whether d is a dtype: a peer can send an unknown one. */
+/* Whether d is a dtype: a peer can send an unknown one, of size 0. */
 static bool cddp__dtype_ok(unsigned d) { return d < CDDP__DTYPE_COUNT; }
 static size_t cddp__dtype_size(unsigned d) { return cddp__dtype_ok(d) ? cddp__dtypes[d].size : 0; }
 static const char *cddp__dtype_name(unsigned d) {
@@ -1764,7 +1764,7 @@ static bool cddp__dtype_trains(unsigned d) {
 /* The dtype in which sums and other arithmetic on elements of dtype d are done: f32 for halves. */
 static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
 
-#define CDDP__PAYLOAD 40 /* bytes that a header can carry besides the call: it then has 64 bytes */
+#define CDDP__PAYLOAD 40 /* bytes that a header can carry besides the call: with it, a cache line */
 
 /* The purpose of a round. Ranks compare it, so they notice if one is in another step of a call. */
 enum cddp__phase {
@@ -1780,7 +1780,7 @@ enum cddp__phase {
   CDDP__PHASE_GRADIENTS, /* this rank's gradients are complete: peers can read them */
   CDDP__PHASE_WEIGHTS,   /* this rank has copied others' weights: they can zero their gradients */
   CDDP__PHASE_NORM,      /* the sums of squares of this rank's part are complete */
-  CDDP__PHASE_HOST = 15  /* no round. In call logs only: a GPU group's call on host memory */
+  CDDP__PHASE_HOST = 15  /* in call logs, never in a round: a GPU group's call on host memory */
 };
 
 /* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two, for
@@ -1809,12 +1809,14 @@ typedef struct cddp__send_request {
   uint64_t count; /* elements */
   cddp__atomic_u64 number; /* of the send at its sender, ascending: receivers take the lowest */
   union {
-    unsigned char bytes[sizeof(cddp__ref)]; /* the message, if it fits: no other line is read */
+    unsigned char bytes[sizeof(cddp__ref)]; /* a message that fits: receivers read this line only */
     cddp__ref ref; /* a longer message: where it is, the program's buffer or `stage` */
   } u;
-  void *stage CDDP__OWN_LINE; /* the sender's memory for copies of messages, kept for reuse */
+  void *stage CDDP__OWN_LINE; /* the sender's memory for copies of messages, kept for reuse. From
+                                 here on only the sender reads */
   size_t stage_size; /* bytes of `stage` */
-  bool staged; /* `u` has, or refers to, a copy, so no call waits: DONE frees the request */
+  bool staged; /* `u` has, or refers to, a copy, so no call waits for the receiver: the sender's
+                  next look at a DONE request frees it */
 } cddp__send_request;
 enum {
   CDDP__SEND_FREE,   /* the sender can use the request */
@@ -1825,9 +1827,10 @@ enum {
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
 
-#define CDDP__SENDS 128 /* in a slot; a send without a handle blocks if more wait for one rank */
+#define CDDP__SENDS 128 /* requests in a slot. More can be added (CDDP__SEND_BLOCKS), but a send
+                           without a handle blocks while more wait for one rank */
 #define CDDP__SEND_BLOCKS 16 /* most blocks of requests of a rank: block i has CDDP__SENDS << i */
-#define CDDP__SITE_MAX 124 /* bytes of a call site's text */
+#define CDDP__SITE_MAX 124 /* bytes of a call site's text: with slot.site_round, two cache lines */
 #define CDDP__WHERE_MAX 160 /* bytes of slot.where */
 
 /* shared: one call of a group on GPUs. Its rank writes it; the watchers (threads) of the other
@@ -1840,7 +1843,7 @@ typedef struct cddp__logged_call {
     uint64_t count;
   } what;
   uint64_t hash; /* of `what` of this call and all before it */
-  char site[96]; /* text of the call site; "": unknown */
+  char site[96]; /* text of the call site, cut to fill two cache lines; "": unknown */
 } cddp__logged_call;
 #define CDDP__CALL_LOG 64 /* a rank's latest calls that a group keeps; a power of two */
 #define CDDP__COUNTED_PEERS 64 /* only ranks below this count their messages on device memory */
@@ -1849,19 +1852,24 @@ typedef struct cddp__logged_call {
    writer is named. */
 typedef struct cddp__slot {
   /* Life, and access to other ranks' memory. */
-  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_* (TAKEN: a thread's creator writes it) */
+  cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*. If ranks are threads, cddp_run_threads
+                                            writes TAKEN in the first group, for all of them */
   cddp__atomic_u32 inside; /* 1: the rank can be accessing peers' memory: cddp__begin_access */
   cddp__atomic_u64 awaits CDDP__OWN_LINE; /* low half: 1 + the rank of another host for which this
-                                             rank waits, so it is late; 0: none. High half: time
-                                             of that, ms of cddp__monotonic */
+                                             rank waits: texts name that one as late, not this
+                                             one; 0: none. High half: when it was written, in ms
+                                             of cddp__monotonic */
   /* Messages, and counters. */
-  cddp__atomic_u32 events; /* peers increment it after they change a send from or for this rank,
-                              if this rank sleeps or the group has several hosts */
+  cddp__atomic_u32 events; /* futex word for waits for messages. A peer, or a thread of this rank,
+                              increments it after it has changed a send from or for this rank, or
+                              received a message. One host: only if event_sleepers is not 0.
+                              Several hosts: always, as that does not count threads in epoll_wait */
   cddp__atomic_u32 event_sleepers; /* threads of this rank that sleep on `events` */
   cddp__atomic_u32 send_top; /* 1 + the highest index of a send request that was ever used:
                                 receivers scan only those below */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
-  cddp__atomic_u32 works; /* operations queued or running in the rank's engine */
+  cddp__atomic_u32 works; /* operations queued or running in the rank's engine. Peers read it: with
+                             one, the rank can still continue, so it is not in a deadlock */
   cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | its wait status, as
                              waitpid has it; 0: not known. Writer: the rank before this one on the
                              host, which has a pidfd of the process */
@@ -1888,7 +1896,7 @@ typedef struct cddp__slot {
 enum {
   CDDP__SLOT_EMPTY,
   CDDP__SLOT_TAKEN, /* its rank has created the group */
-  CDDP__SLOT_LEFT,  /* its rank has called cddp_destroy */
+  CDDP__SLOT_LEFT,  /* its rank has left in good order: cddp_destroy, or the end of its thread */
   CDDP__SLOT_DEAD,  /* the rank's thread failed, or the rank called MPI_Finalize */
   CDDP__SLOT_ENDED  /* its process has ended, and block.left counts it */
 };
@@ -1902,7 +1910,8 @@ typedef struct cddp__cause {
 
 /* shared: the control block of a group. Headers, slots and staging buffers follow: >>block. */
 typedef struct cddp__control_block {
-  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: sum over ranks and rounds so far */
+  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: number so far, of all ranks in all
+                                               rounds */
   cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached */
   cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads asleep on a header, arrivals or release */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0: not broken; else a cddp_result | the index of the
@@ -1936,9 +1945,10 @@ struct cddp__extents { /* this rank's allocations of one size class */
 /* The memory that this rank shares. */
 typedef struct cddp__arena {
   int fd; /* the memfd; -1: threads, or one rank alone */
-  struct stat memory; /* of the memfd: shows whether the program has reused fd */
+  struct stat memory; /* of the memfd: if fstat(fd) differs, the program has closed and reused fd */
   int window; /* number of this rank's part of the memfd: its index, or a new one if it joined */
-  int window_bits; /* window i is [(i + 1) << bits, (i + 2) << bits) of the memfd */
+  int window_bits; /* window i is [(i + 1) << window_bits, (i + 2) << window_bits) of the memfd: the
+                      job's first control block is before window 0 */
   uint64_t used_end; /* end of the used part of the window, an offset in the memfd */
   cddp__atomic_u64 lowest, highest; /* bounds of the addresses of shared memory: cddp__ref_of finds
                                        without a lock that other memory is private */
@@ -2194,24 +2204,26 @@ typedef struct cddp__copy_timing {
 typedef struct cddp__p2p {
   pthread_mutex_t lock; /* guards all other fields, except next_served */
   cddp_work *recvs; /* pending receives, oldest first */
-  int next_any; /* the rank that the next receive from CDDP_ANY checks first: ranks alternate */
+  int next_any; /* the rank that the next receive from CDDP_ANY checks first: the one behind the
+                   last sender, so that each rank gets its turn */
   uint64_t send_number; /* of the last posted send: send_request.number */
-  uint64_t sends_open; /* number in flight to the receiver of the last cddp__scan_sends, then, and
-                          of all sends since: an upper bound for each receiver of these */
+  uint64_t sends_open; /* sends in flight to one rank, as cddp__scan_sends counted them last, plus
+                          all sends since, to any rank. A send that would block counts anew first */
   uint64_t sends_staged; /* bytes of the copies among sends_open */
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's blocks of requests */
   int send_blocks; /* number of blocks */
-  bool is_served; /* the group is in the list of cddp__serve_in_waits */
+  bool is_served; /* the group is in the list of cddp__serve_in_waits, which next_served links */
   struct cddp_group *next_served; /* the next group in that list; cddp__served_lock */
 } cddp__p2p;
 
-/* A group, as one of its ranks sees it. Constant after creation, unless a heading says
+/* A group, as one of its ranks sees it. Constant after creation, unless a heading or a field says
    otherwise. */
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
   /* Ranks. */
   cddp__host *host;
   uint64_t id; /* the same on all ranks of the group; odd: of a split; 0: the world */
-  bool elastic; /* of an elastic model: its ranks continue without one that fails */
+  bool elastic; /* of an elastic model: its ranks continue without one that fails. Set at or, by
+                   cddp__elastic_create, after creation */
   int rank, size; /* this rank; number of ranks */
   int *host_index; /* [size] index on this host, as for cddp__process_at; -1: on another host */
   int *world; /* [size] each rank's rank in the job; NULL in a job on one host */
@@ -2504,8 +2516,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int partition_count; /* of `partitions` */
   cddp_optim *sharing; /* a list of the optimizers whose states this host's ranks share, by next */
   cddp__elastic *elastic; /* NULL: not elastic */
-  uint32_t pairings; /* number of them so far: gives each optimizer its number */
-  uint32_t last_optim; /* number of the one that made the last step; 0: none */
+  uint32_t pairings; /* pairings with an optimizer so far: each gives that optimizer a new number */
+  uint32_t last_optim; /* number of the optimizer that made the last step; 0: none */
   cddp_optim *optim; /* elastic: steps the model; NULL: none yet */
   cddp__snapshot snapshot; /* for the `optim` of a rank that joined */
   cddp__cause failure; /* the result of all later calls; written under lock */
@@ -2570,7 +2582,8 @@ typedef struct cddp__peer {
   int local_rank; /* among the group's ranks on that host */
   cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
                                 connected at the same time. Any thread may read these */
-  uint64_t stuck_pass[2]; /* last hosts.pass in which a frame from, to the peer waited; p2p.lock */
+  uint64_t stuck_pass[2]; /* [CDDP__GOES_IN], [CDDP__GOES_OUT]: the last hosts.pass in which a frame
+                             from the peer, to the peer had to wait; p2p.lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored after the two fields
                             below, so a thread that reads 1 can read them */
   double lost_at; /* the time, of cddp__now, at which that connection ended */
@@ -2602,7 +2615,8 @@ typedef struct cddp__hosts {
   char *stage; /* pieces in transit to and from other hosts */
   size_t stage_size; /* bytes of `stage` */
   char **scratch; /* [local_size] shared: chunks of private buffers; NULL: none yet */
-  cddp__connection *links; /* to other hosts; p2p.lock, as the fields up to `pass` */
+  cddp__connection *links; /* to other hosts, by next. p2p.lock guards it and all fields up to
+                              `polling` */
   cddp__message *stored, **stored_end; /* messages without a receive, oldest first */
   size_t stored_bytes; /* of the messages in `stored` */
   uint64_t pass; /* number of the current pass through `posted` */
@@ -2722,6 +2736,7 @@ static const char *const cddp__result_texts[] = {
 static size_t cddp__utf8(const unsigned char *p, size_t n) {
   size_t i, size = 0; /* 0: p[0] is not the first byte of a sequence */
   if (p[0] < 0x80) return 1;
+  /* 0xc0 and 0xc1 would begin overlong sequences; 0xf5 and above code points beyond U+10FFFF. */
   if (p[0] >= 0xc2 && p[0] < 0xf5) size = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
   if (size > n) return 0;
   for (i = 1; i < size; i++)
@@ -2735,8 +2750,8 @@ static size_t cddp__utf8(const unsigned char *p, size_t n) {
 /* Formats into a buffer of n bytes. A text that is too long ends after a whole character. */
 CDDP__PRINTF(3, 0)
 static void cddp__format(char *to, size_t n, const char *format, va_list args) {
-  size_t length = (size_t)vsnprintf(to, n, format, args), last = n - 1; /* last: of the NUL */
-  if (length < n) return; /* the whole text is in the buffer */
+  size_t length = (size_t)vsnprintf(to, n, format, args), last = n - 1; /* last: a cut text's NUL */
+  if (length < n) return; /* the whole text is in the buffer; a failure (-1) counts as a long one */
   /* Go back over continuation bytes, at most three, to the first byte of the last character, which
      is then to[last - 1]. The character is removed if bytes of it are missing. */
   while (last > 0 && n - last < 4 && (to[last - 1] & 0xc0) == 0x80) last--;
@@ -2931,7 +2946,7 @@ static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / st
    after which p is freed. NULL: no memory, and p is unchanged. *capacity: elements of the array. */
 static void *cddp__grow_array(const cddp_allocator *allocator, void *p, size_t *capacity,
                               size_t needed, size_t size) {
-  size_t enlarged = cddp__max(needed, *capacity * 2 + 8); /* doubled: n additions cost O(n) */
+  size_t enlarged = cddp__max(needed, *capacity * 2 + 8); /* at least 8; doubled: O(n) in all */
   void *copy;
   if (needed <= *capacity) return p;
   if ((copy = cddp__malloc(allocator, enlarged * size)) == NULL) return NULL;
@@ -2954,13 +2969,15 @@ static void cddp__stream_store(char *to, const char *from, size_t n) {
 }
 #endif
 
-/* Copies past this core's cache, from which the reading core would have to fetch the lines. */
+/* Copies past this core's cache: else the core that reads `to` next would have to fetch the lines
+   from there. */
 static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   char *t = (char *)to;
   const char *f = (const char *)from;
 #if defined(__x86_64__)
   const size_t page = 4096, pages = 4 * page; /* interleaved: 0.8 of the time of one by one */
-  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), line, at; /* head: aligns `to` */
+  /* head: bytes before the first address that is a multiple of 16. line: offset in a page. */
+  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), line, at;
   memcpy(t, f, head);
   n -= head, t += head, f += head;
   for (; n >= pages; n -= pages, t += pages, f += pages)
@@ -3000,7 +3017,7 @@ static uint32_t cddp__add32(cddp__atomic_u32 *a, uint32_t v) { /* returns the ne
 /* Returns whether *a was `expected` and now is `desired`. */
 static bool cddp__compare_swap32(cddp__atomic_u32 *a, uint32_t expected, uint32_t desired) {
   return __atomic_compare_exchange_n(&a->v, &expected, desired, false /* strong */,
-                                     __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE /* if not */);
+                                     __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE /* if it differs */);
 }
 
 static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
@@ -3019,7 +3036,7 @@ static void cddp__store64_crash_safe(cddp__atomic_u64 *a, uint64_t v) {
 }
 static bool cddp__compare_swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desired) {
   return __atomic_compare_exchange_n(&a->v, &expected, desired, false /* strong */,
-                                     __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE /* if not */);
+                                     __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE /* if it differs */);
 }
 
 /* --- the clock --- */
@@ -3074,7 +3091,8 @@ static double cddp__thread_seconds(void) { /* processor time of this thread; 0: 
 static void cddp__sleep(double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
-  if (seconds > 0) nanosleep(&t, NULL); /* a signal ends it early: callers check their condition */
+  /* A negative time is invalid. A signal ends a sleep early: callers check their condition. */
+  if (seconds > 0) nanosleep(&t, NULL);
   cddp__note_sleep(start, seconds);
 }
 
@@ -3088,7 +3106,7 @@ static double cddp__earlier_deadline(double seconds, double deadline) {
 static int cddp__poll_ms(double deadline, int max_ms) {
   double left = (deadline - cddp__now()) * 1e3;
   if (left <= 0) return 0;
-  return left >= (double)max_ms ? max_ms : (int)left + 1;
+  return left >= (double)max_ms ? max_ms : (int)left + 1; /* + 1: never ends before the deadline */
 }
 
 #define CDDP__POLL_MAX_MS 250 /* half of CDDP__STOP_S: a full sleep must not look like a stop */
@@ -3202,7 +3220,8 @@ static cddp__text cddp__describe_fp_mode(uint32_t mode) {
 static void cddp__futex_wait(cddp__atomic_u32 *a, uint32_t value, double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
-  if (seconds > 0) syscall(SYS_futex, &a->v, 0 /* FUTEX_WAIT */, value, &t, NULL, 0 /* unused */);
+  if (seconds > 0) /* else the deadline has passed, and the kernel refuses negative times */
+    syscall(SYS_futex, &a->v, 0 /* FUTEX_WAIT */, value, &t, NULL, 0 /* unused */);
   cddp__note_sleep(start, seconds);
 }
 
@@ -3223,7 +3242,7 @@ static void cddp__cond_init(pthread_cond_t *c) { /* for cddp__cond_wait_until */
 static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, double deadline) {
   double start, left;
   struct timespec t;
-  int e = ETIMEDOUT;
+  int e = ETIMEDOUT; /* of the last of several short sleeps; the initial value begins the loop */
   if (deadline > 1e15 /* infinite */) return pthread_cond_wait(c, lock) == 0;
   while (e == ETIMEDOUT) {
     start = cddp__now();
@@ -3398,6 +3417,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   *out = NULL;
   if (!cddp__record_path(path, sizeof path, job, rank, join)) return CDDP_OK;
   (void)mkdir(getenv("CDDP_RECORD"), 0777); /* fails if it exists; open reports other errors */
+  /* O_NOFOLLOW: in a shared directory another user can have made a symbolic link of that name. */
   fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0)
     return cddp__fail(CDDP_IO, "CDDP_RECORD: rank %d cannot open the flight recorder's file %s: %s",
@@ -3441,7 +3461,8 @@ static void cddp__record_discard(const cddp_record_header *header, int join) {
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   cddp_record *record;
   if (CDDP__LIKELY(number == 0)) return NULL;
-  record = (cddp_record *)(void *)(g->host->record + 1) + (number - 1) % CDDP_RECORDS;
+  record = (cddp_record *)(void *)(g->host->record + 1) /* the ring: behind the header */ +
+           (number - 1) % CDDP_RECORDS; /* numbers begin with 1 */
   return __atomic_load_n(&record->number, __ATOMIC_ACQUIRE) == number ? record : NULL;
 }
 
@@ -3453,7 +3474,7 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   cddp_record *record;
   uint64_t number;
   if (CDDP__LIKELY(header == NULL)) return 0;
-  number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED); /* threads get different ones */
+  number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED); /* a different one each time */
   record = (cddp_record *)(void *)(header + 1) + (number - 1) % CDDP_RECORDS;
   __atomic_exchange_n(&record->number, 0 /* not valid yet */, __ATOMIC_SEQ_CST);
   /* No later store can be visible before this one: a reader that sees a new field must not see the
@@ -3567,9 +3588,9 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
   for (round = 0; round < 10; round++)
     for (i = 0; i < 8; i++) { /* four columns, then four diagonals */
       uint64_t words = order[round] >> (8 * i); /* the lowest two digits: this step's words */
-      int turn = i / 4; /* 0: columns of the 4 x 4 matrix v; 1: diagonals */
-      uint32_t *a = &v[i % 4], *b = &v[4 + (i + turn) % 4], *c = &v[8 + (i + 2 * turn) % 4],
-               *d = &v[12 + (i + 3 * turn) % 4];
+      int shift = i / 4; /* 0: a column of the 4 x 4 matrix v; 1: a diagonal, one right per row */
+      uint32_t *a = &v[i % 4], *b = &v[4 + (i + shift) % 4], *c = &v[8 + (i + 2 * shift) % 4],
+               *d = &v[12 + (i + 3 * shift) % 4];
       /* The RFC's function G: */
       *a += *b + cddp__get32(p + 4 * (words & 15));
       *d = cddp__rotate_right(*d ^ *a, 16);
@@ -3589,7 +3610,8 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   const unsigned char *p = (const unsigned char *)data;
   unsigned char block[64];
   uint32_t h[8];
-  size_t at = 0, total = n + (key_size > 0 ? 64 : 0), take, i; /* at: bytes hashed, of total */
+  size_t total = n + (key_size > 0 ? 64 : 0), at = 0; /* bytes to hash; number hashed so far */
+  size_t take, i; /* take: bytes copied to the next block */
   CDDP_ASSERT(key_size <= 32);
   memcpy(h, cddp__blake2s_start, sizeof h);
   h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8; /* one leaf, no tree; 32 bytes of output */
@@ -3605,9 +3627,9 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   for (i = 0; i < 8; i++) cddp__put32(out + 4 * i, h[i]);
 }
 
-/* A message authentication code of a label and of n bytes of data: its author knows the secret. A
-   secret can be longer than a key, so its hash is the key; and the code of the data is the key for
-   the label. */
+/* A message authentication code of a label and of n bytes of data. Without the secret it cannot be
+   computed. A secret can be longer than a key, so its hash is the key; and the code of the data is
+   the key for the label. */
 static void cddp__mac(const char *secret, const char *label, const void *data, size_t n,
                       unsigned char mac[32]) {
   unsigned char key[32], of_data[32];
@@ -3661,15 +3683,16 @@ enum cddp__challenge_state {
 typedef struct cddp__challenge {
   const char *secret; /* must outlive the struct; the called end's can be NULL: no secret */
   const char *purpose; /* part of the labels, such as "join" */
-  bool caller; /* this end is the caller */
+  bool caller; /* this end has connected: CDDP__END_* */
   int state; /* cddp__challenge_state. ON until _feed finds the last message, or a wrong one */
   int messages_received; /* complete ones: 0 to 2 */
   char why; /* state REFUSED: the received letter */
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
   size_t covered_size;
-  unsigned char in[CDDP__TAG_SIZE + CDDP__NONCE_SIZE]; /* a tag, then a nonce or proof */
-  unsigned char out[CDDP__TAG_SIZE + CDDP__NONCE_SIZE];
+  unsigned char in[CDDP__TAG_SIZE + CDDP__NONCE_SIZE]; /* a tag, then a nonce or a proof, which has
+                                                          the same size */
+  unsigned char out[CDDP__TAG_SIZE + CDDP__NONCE_SIZE]; /* the same, or a REFUSAL */
   size_t in_size, out_size; /* bytes received of a message; bytes of one to send, or 0 */
 } cddp__challenge;
 
@@ -3696,9 +3719,11 @@ static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
   cddp__mac(challenge->secret, label, challenge->covered, challenge->covered_size, proof);
 }
 
-/* Begins a challenge; a caller's HELLO is then in `out`. secret: NULL only at a called end, which
-   then refuses a caller with one. context: at most 64 bytes that the proofs cover too, the same at
-   both ends. Fails without random bytes. */
+/* Begins a challenge; a caller's HELLO is then in `out`. Fails without random bytes.
+     secret    NULL only at a called end, which then refuses a caller with a secret
+     purpose   names the use, such as "join", so that a proof for one use fails for another
+     caller    CDDP__END_*: which end of the connection this is
+     context   [context_size] at most 64 bytes that the proofs cover too, the same at both ends */
 static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char *secret,
                                          const char *purpose, bool caller, const void *context,
                                          size_t context_size) {
@@ -3720,7 +3745,7 @@ static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char 
 /* Handles a complete message with the expected tag, challenge->in. */
 static void cddp__challenge_message(cddp__challenge *challenge) {
   unsigned char proof[CDDP__PROOF_SIZE];
-  challenge->in_size = 0; /* for the next message */
+  challenge->in_size = 0; /* the next message overwrites this one, which is read below */
   if (challenge->messages_received++ == 0) { /* HELLO or CHALLENGE, with the other end's nonce */
     memcpy(challenge->covered + (challenge->caller ? CDDP__NONCE_SIZE : 0),
            challenge->in + CDDP__TAG_SIZE, CDDP__NONCE_SIZE);
@@ -3753,7 +3778,9 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
       {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}, /* [CDDP__END_CALLER] */
   };
   size_t used = 0;
-  if (challenge->secret == NULL && n > 0) { /* a caller with a secret begins with HELLO: WRONG */
+  /* No secret: a store's server. A caller with a secret begins with HELLO; no other client's first
+     byte is HELLO's, as no command has that number. */
+  if (challenge->secret == NULL && n > 0) {
     challenge->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
     if (challenge->state == CDDP__CHALLENGE_WRONG)
       cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, "N", 1 /* byte */);
@@ -3764,7 +3791,8 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
     size_t tag_bytes = cddp__min(challenge->in_size + 1, CDDP__TAG_SIZE); /* so far */
     challenge->in[challenge->in_size++] = p[used++];
     if (memcmp(challenge->in, expected, tag_bytes) == 0) {
-      if (challenge->in_size == sizeof challenge->in) cddp__challenge_message(challenge);
+      if (challenge->in_size == sizeof challenge->in) /* that of all except REFUSAL */
+        cddp__challenge_message(challenge);
     } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, tag_bytes) != 0) {
       challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* a called end expects no REFUSAL */
       if (!challenge->caller) cddp__challenge_refuse(challenge, "S"); /* a secret is needed */
@@ -3839,14 +3867,15 @@ static int cddp__disconnect_in_forks(int fd) {
 
 /* Closes a descriptor, unless it is -1, and sets it to -1. */
 CDDP__OUT_OF_LINE void cddp__close_fd(int *fd) {
-  if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* before close, then other threads can get the number */
+  if (*fd >= 0 && *fd < CDDP__OWN_SOCKETS) /* before close, after which fd can be reused */
     __atomic_fetch_and(&cddp__own_sockets[*fd / 32], ~(1u << (*fd % 32)), __ATOMIC_ACQ_REL);
   if (*fd >= 0) close(*fd);
   *fd = -1;
 }
 
 /* Moves a connection to the lowest free descriptor above 2, if that is lower, and returns its
-   descriptor. The last ones below the limit are left to the program: cddp__has_spare_fd. */
+   descriptor. So the highest descriptors below the limit stay free for the program:
+   cddp__has_spare_fd. */
 static int cddp__lower_fd(int fd) {
   int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   if (copy < 0) return fd; /* none is free */
@@ -3882,7 +3911,7 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
     if (ready > 0) return CDDP_OK;
     if (ready < 0 && errno != EINTR) return cddp__fail_errno("poll");
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
-    /* No deadlock: a caller holds no lock but a store's. */
+    /* Takes groups' locks. No deadlock: callers hold none, or a store's, which this never takes. */
     cddp__serve_all_recvs(NULL /* no group */);
   }
 }
@@ -3972,7 +4001,7 @@ static cddp__address cddp__loopback_address(void) { /* 127.0.0.1, without a port
 /* Sets the address of an abstract Unix socket, which has no file: a NUL, then the name. If the name
    is too long, 16 digits of its hash replace the end. */
 static void cddp__unix_name(cddp__address *address, const char *name) {
-  char *path = address->un.sun_path + 1; /* n bytes, without a NUL at the end */
+  char *path = address->un.sun_path + 1; /* n bytes of the name, no NUL at the end */
   size_t length = strlen(name), n = cddp__min(length, sizeof address->un.sun_path - 1);
   memset(address, 0, sizeof *address);
   address->un.sun_family = AF_UNIX;
@@ -3999,7 +4028,7 @@ static void cddp__unmap_ipv4(cddp__address *address) {
 /* Finds the addresses of a host name, without duplicates. out: [CDDP__ADDRESSES_MAX]. */
 static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
   struct addrinfo hints, *list = NULL, *info;
-  int e, n = 0, j; /* e: an EAI_*, or 0 */
+  int e, n = 0, j; /* e: an EAI_*, or 0; n: addresses in out */
   bool unzoned = false; /* a link-local address without an interface was found */
   memset(&hints, 0, sizeof hints);
   hints.ai_socktype = SOCK_STREAM; /* else each address is listed for each type of socket */
@@ -4051,6 +4080,7 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, i->ifa_addr, size);
     out[n].size = (socklen_t)size;
+    /* Keep it, except a link-local one that was not asked for: other links cannot reach it. */
     if (name != NULL || family == AF_INET || !IN6_IS_ADDR_LINKLOCAL(&out[n].v6.sin6_addr)) n++;
   }
   freeifaddrs(list);
@@ -4098,7 +4128,7 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
 static int cddp__stream_ready(int fd) {
   cddp__address a;
   uint32_t peer[3]; /* pid, uid, gid */
-  (void)cddp__local_address(fd, &a); /* for the family; on failure the next call fails too */
+  (void)cddp__local_address(fd, &a); /* for the family; after a failure set_tcp_options fails too */
   if (a.sa.ss_family != AF_UNIX) return cddp__set_tcp_options(fd) ? 0 : errno;
   if (!cddp__peer_process(fd, peer)) return errno;
   return peer[1] /* uid */ == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
@@ -4144,7 +4174,7 @@ static int cddp__connect_address(const cddp__address *address, double deadline, 
     if (errno != EINPROGRESS && errno != EINTR /* after which the system continues too */)
       error = errno;
     else if (cddp__wait_fd(fd, POLLOUT, deadline) != CDDP_OK)
-      error = ETIMEDOUT; /* if poll has failed too */
+      error = ETIMEDOUT; /* or poll has failed, which callers need not tell apart */
     else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error /* connect's result */, &size) != 0)
       error = errno;
   }
@@ -4232,13 +4262,13 @@ static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fd
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
-  tries = first > 0 ? 3 * ports : 32 /* ports that the system chooses */;
+  tries = first > 0 ? 3 * ports : 32 /* each with another port that the system chooses */;
   do {
     if (error != 0 && addresses[0].sa.ss_family == AF_UNIX && count == 1)
       cddp__sleep(0.005); /* a former coordinator's copy can still be open */
-    if (error != 0 && first > 0 && tries % ports == 0) /* each port was tried once more */
+    if (error != 0 && first > 0 && tries % ports == 0) /* all ports were tried once more */
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
-    port = first > 0 ? first + turn++ % ports : 0;
+    port = first > 0 ? first + turn++ % ports : 0 /* the system chooses */;
     error = cddp__listen_port(addresses, count, port, fds, fd_count, &failed);
     if (*fd_count > 0) return CDDP_OK;
   } while (error == EADDRINUSE && --tries > 0); /* another error would repeat */
@@ -4272,7 +4302,8 @@ static cddp_result cddp__listen_loopback(int *fd, int *port) {
   int listener = -1, count = 0;
   cddp_result r = cddp__listen_all(&a, 1, &listener, &count);
   *port = cddp__address_port(&a);
-  *fd = fcntl(listener, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* not in the table of FORK */
+  /* A copy that is not in the table of FORK; -1 too if r is a failure, so listener is -1. */
+  *fd = fcntl(listener, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   if (r == CDDP_OK && *fd < 0) r = cddp__fail_errno("fcntl of a socket");
   /* Port 0: _listen_all could not learn the port. The same call fails again, and sets errno. */
   if (r == CDDP_OK && *port == 0 && !cddp__local_address(listener, &a))
@@ -4282,7 +4313,7 @@ static cddp_result cddp__listen_loopback(int *fd, int *port) {
 }
 
 enum { CDDP__FILE_READ, CDDP__FILE_WRITE }; /* values of `bool write` */
-/* Reads or writes `size` bytes from offset `at` of a file on, all or with CDDP_IO. */
+/* Reads or writes all `size` bytes from offset `at` of a file on, or fails with CDDP_IO. */
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
   char *p = (char *)data;
   while (size > 0) {
@@ -4310,7 +4341,7 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
 static bool cddp__file_has_name(int fd, const char *path) {
   struct stat opened, named;
   if (fstat(fd, &opened) != 0 || lstat(path, &named) != 0) return false;
-  errno = ENOENT; /* for a result of false */
+  errno = ENOENT; /* in case the result is false: the path names another file */
   return opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
 }
 
