@@ -5002,7 +5002,7 @@ enum cddp__answer {
   X(PING, 0, 0, 4, WORD)          /* answer: the tail */
 
 #define CDDP__X(code, counted, strings, tail, answer) CDDP__STORE_##code,
-enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__STORE_CODES /* how many */ };
+enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__STORE_CODES /* their number */ };
 #undef CDDP__X
 #define CDDP__X(code, counted, strings, tail, answer) \
   {counted, strings, tail, CDDP__ANSWER_##answer},
@@ -5048,7 +5048,7 @@ enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE
    zeroed parser. */
 static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_t n) {
   const struct cddp__command *c;
-  uint64_t items = 1, size;
+  uint64_t items = 1 /* of a command that is not counted */, size;
   if (n == 0) return CDDP__PARSE_PARTIAL;
   parser->code = p[0];
   if (parser->code >= CDDP__STORE_CODES) return CDDP__PARSE_INVALID;
@@ -5061,8 +5061,9 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
     parser->end = cddp__command_head(c);
   }
   for (; parser->strings > 0; parser->strings--) {
-    bool is_key = parser->strings % c->strings == 0; /* whole items are left: the first string */
-    if (n - parser->end < 8 /* the length */) return CDDP__PARSE_PARTIAL;
+    /* If only whole items are left, the next string is the first of an item: its key. */
+    bool is_key = parser->strings % c->strings == 0;
+    if (n - parser->end < 8 /* bytes of the length */) return CDDP__PARSE_PARTIAL;
     size = cddp__get64(p + parser->end);
     if (size > (is_key ? CDDP__KEY_MAX : CDDP__VALUE_MAX) ||
         parser->end + 8 + size > CDDP__COMMAND_MAX)
@@ -5101,11 +5102,12 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   struct cddp__client *clients; /* newest first */
   int waiting; /* how many clients are blocked in a WAIT */
   bool unsettled;  /* a connection or a WAIT has ended since the last cddp__server_settle */
-  double checked;  /* when deadlines were last checked */
+  double checked;  /* time, of cddp__now, of the last check of deadlines */
   size_t buffered; /* bytes of all clients' buffers; limit: CDDP__SERVER_MEMORY */
 } cddp__server;
 
-/* The pointer to the key's entry in its chain; or the NULL at the chain's end. */
+/* The link of the hash chain that points to the key's entry. If the key is missing: the chain's
+   last link, which is NULL, and to which an entry can be added. */
 static cddp__entry **cddp__map_link(cddp__server *server, cddp__span key) {
   cddp__entry **link =
       &server->chains[cddp__hash64(server->seed, key.data, key.size) % CDDP__MAP_CHAINS];
@@ -5176,13 +5178,13 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
    A missing key counts as 0. Returns false if the value is no number, or memory is exhausted. */
 static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount, uint64_t *total) {
   cddp__span value;
-  char text[24] = "0", *end;
+  char text[24] = "0", *end; /* "0": of a missing key. Numbers have 20 characters at most */
   size_t size = 1; /* of text, without its NUL */
   if (cddp__map_get(server, key, &value)) {
     bool leading_space = value.size > 0 && value.data[0] <= ' '; /* strtoll would skip it */
     if (value.size == 0 || value.size >= sizeof text || leading_space) return false;
     size = value.size;
-    memcpy(text, value.data, size); /* zeros follow */
+    memcpy(text, value.data, size); /* zeros from the initializer follow */
   }
   errno = 0;
   *total = (uint64_t)strtoll(text, &end, 10) + amount;
@@ -5221,7 +5223,8 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     break;
   case CDDP__STORE_GET:
   case CDDP__STORE_MULTI_GET: /* a missing key's value is empty, as with PyTorch's libuv server */
-    while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) { /* above: the caller closes */
+    /* If the answer exceeds BUFFER_MAX, the caller closes the connection: the rest is omitted. */
+    while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) {
       cddp__map_get(server, cddp__parse_string(&p), &value);
       cddp__buffer_add_string(out, value);
     }
@@ -5261,7 +5264,8 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   default: /* PING */
     number = cddp__get32(p /* the tail */);
   }
-  if (c->answer != CDDP__ANSWER_STRING) cddp__buffer_add_number(out, number, c->answer /* size */);
+  if (c->answer != CDDP__ANSWER_STRING)
+    cddp__buffer_add_number(out, number, c->answer /* bytes; NONE: 0 */);
   return ok && !out->failed ? CDDP__COMMAND_DONE : CDDP__COMMAND_FAILED;
 }
 
@@ -5306,7 +5310,7 @@ static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
   if (client->connection.fd >= 0) {
-    /* After close a forked child's copy of fd would keep the connection and its place in epoll. */
+    /* If a forked child has a copy of fd, close ends neither the connection nor epoll's reports. */
     cddp__server_watch(server, client->connection.fd, EPOLL_CTL_DEL, 0 /* events */,
                        0 /* source */);
     shutdown(client->connection.fd, SHUT_RDWR);
@@ -5467,7 +5471,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
       return;
     }
     cddp__client_close(server, oldest);
-    if (!spare) fd = cddp__lower_fd(fd); /* to the number that `oldest` has freed */
+    if (!spare) fd = cddp__lower_fd(fd); /* leaves the highest numbers to the program */
   }
   client = (cddp__client *)cddp__calloc(&server->allocator, 1, sizeof *client);
   if (client == NULL) { /* out of memory: the other end connects again */
@@ -5530,7 +5534,7 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `st
 
 /* Frees a server. Its thread has ended, or never ran: no lock is needed. */
 static void cddp__server_free(cddp__server *server) {
-  cddp_allocator a = server->allocator; /* a copy: it frees the struct that holds it */
+  cddp_allocator a = server->allocator; /* a copy: the server's own is freed with the server */
   cddp__client *client;
   uint32_t i;
   for (client = server->clients; client != NULL; client = client->next)
@@ -5598,7 +5602,8 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
                       "cddp_store: another program uses this port",
                       address);
   if (challenge->state != CDDP__CHALLENGE_NOT_CDDP) {
-    bool own_none = why == 'S' || /* in a rendezvous no secret is "", which W refuses */
+    /* In a rendezvous a process without a secret proves "", which rank 0 refuses with W. */
+    bool own_none = why == 'S' ||
                     (rendezvous && why == 'W' && challenge->secret[0] == 0);
     const char *what = own_none ? "the server has a secret and this process has none"
                        : why == 'N' ? "this process has a secret and the server has none"
@@ -5681,7 +5686,7 @@ static cddp_result cddp__fail_connect(const cddp__address *address, int error,
    answer, or timed out (which says nothing about the program). */
 static cddp_result cddp__store_try(cddp_store *store, double deadline) {
   bool closed = false; /* an address closed the connection without an answer */
-  cddp_result r = CDDP_NETWORK;
+  cddp_result r = CDDP_NETWORK; /* with this result the loop tries the next address */
   int i, error = 0 /* of the last connect */, fd;
   for (i = 0; i < store->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *address = &store->addresses[i];
@@ -5752,7 +5757,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   cddp__buffer_add_number(out, request->number, command->tail); /* ADD: 8 bytes */
   if (request->code == CDDP__STORE_SET)
     cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1 /* byte */);
-  if (cddp__buffer_size(out) > CDDP__COMMAND_MAX) /* values alone are smaller */
+  if (cddp__buffer_size(out) > CDDP__COMMAND_MAX) /* values alone cannot */
     return CDDP__REFUSE("the keys of one call exceed %u MiB", CDDP__COMMAND_MAX >> 20);
   if ((r = cddp__connection_exchange(c, answer_size, deadline)) != CDDP_OK) return r;
   memcpy(number, c->in.data + c->in.start, answer_size);
@@ -5762,7 +5767,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
     return cddp__connection_exchange(c, (size_t)request->number, deadline);
   if (command->answer != CDDP__ANSWER_STRING && request->code != CDDP__STORE_WAIT) return CDDP_OK;
   /* Left are a WAIT, which 0 ends and 1 cancels, and a string that is too long. */
-  if (request->number == 0) return CDDP_OK;
+  if (request->number == 0) return CDDP_OK; /* the keys exist */
   return cddp__fail(CDDP_NETWORK, "the answer %" PRIu64 " is not valid", request->number);
 }
 
@@ -5805,7 +5810,7 @@ static cddp_result cddp__store_run_locked(cddp_store *store, cddp__request *requ
   } else if (cddp__commands[request->code].answer == CDDP__ANSWER_STRING) {
     reply = cddp__span_of(c->in.data + c->in.start, (size_t)request->number);
     c->in.start += reply.size;
-    request->equal = cddp__span_equal(reply, request->values[1]);
+    request->equal = cddp__span_equal(reply, request->values[1]); /* only for COMPARE_SET */
     if (request->size != NULL) *request->size = reply.size;
     if (reply.size <= request->capacity)
       cddp__copy(request->out, reply.data, reply.size);
@@ -5814,7 +5819,8 @@ static cddp_result cddp__store_run_locked(cddp_store *store, cddp__request *requ
           "the value of '%s' does not fit into the buffer: its size is %zu, the buffer's %zu",
           cddp__cut(request->keys[0], 64).s, reply.size, request->capacity);
   }
-  if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP); /* frees it */
+  /* frees the memory of a long answer */
+  if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
   return r;
 }
 
@@ -5842,7 +5848,8 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
     r = cddp__store_run_locked(store, &q, deadline);
   }
   if (r == CDDP_TIMEOUT) {
-    q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1); /* on a new connection */
+    /* keys[i - 1] timed out, and that closed the connection: the CHECK opens a new one. */
+    q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
     deadline = cddp__earlier_deadline(store->timeout_s, cddp__now() + 5 /* s to ask */);
     r = cddp__store_run_locked(store, &q, deadline);
     r = cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
@@ -5867,7 +5874,7 @@ static int cddp__url_scheme(const char *url, const char **name) {
     scheme--; /* ends at NONE: the prefix "" always fits */
   *name = url + strlen(prefixes[scheme]);
   if (scheme == CDDP__URL_UNIX && (*name)[0] == 0 /* empty */) return CDDP__URL_NONE;
-  if (scheme == CDDP__URL_FILE && ((*name)[0] != '/' /* not absolute */ || (*name)[1] == 0))
+  if (scheme == CDDP__URL_FILE && ((*name)[0] != '/' /* not absolute */ || (*name)[1] == 0 /* / */))
     return CDDP__URL_NONE;
   return scheme;
 }
@@ -5903,7 +5910,7 @@ static cddp_result cddp__server_start(cddp_store *store) {
   server->secret = store->secret;
   r = cddp__listen_at(store->addresses, store->address_count, -1 /* no launcher's socket */,
                       server->fds, &server->fd_count);
-  /* also after a failure: cddp__server_free closes both, and 0 is no descriptor of the server */
+  /* Set even after a failure: cddp__server_free closes both, and calloc's 0 is standard input. */
   server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   server->spare_fd =
       server->epoll < 0 ? -1 : fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
@@ -6003,7 +6010,7 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   n = cddp__min((size_t)st.st_size, sizeof *record);
   if (cddp__file_io(fd, CDDP__FILE_READ, record, n, 0 /* offset */) != CDDP_OK)
     return CDDP_NETWORK; /* retry: the file can have been truncated since fstat */
-  /* a file that is shorter than the magic is being written, or was left empty */
+  /* Compares the bytes that exist: a shorter file is being written, or was left empty. */
   if (memcmp(record->magic, CDDP__FILE_MAGIC, cddp__min(n, sizeof record->magic)) != 0)
     return cddp__fail(CDDP_IO,
                       "the file exists and is not a store of this version of cddp; it was not "
@@ -6015,6 +6022,7 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
 /* Writes the file's key, 32 characters, and a space before the user's secret, where cddp__store_new
    left memory. */
 static void cddp__store_set_key(cddp_store *store, const char *key) {
+  /* pads or cuts the key of a damaged file, so that 32 characters are written */
   snprintf(store->secret, CDDP__FILE_KEY + 1, "%*.*s", CDDP__FILE_KEY, CDDP__FILE_KEY, key);
   store->secret[CDDP__FILE_KEY] = ' '; /* instead of snprintf's NUL: the user's secret follows */
 }
@@ -6050,7 +6058,7 @@ static cddp_result cddp__file_store_serve(cddp_store *store) {
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
   cddp__store_set_key(store, record.key);
   if (r == CDDP_OK) r = cddp__server_start(store);
-  if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* a retry would be useless */
+  if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* NETWORK would mean: retry */
   memcpy(record.addresses, store->addresses, sizeof store->addresses); /* with the chosen ports */
   return cddp__file_record_write(store->file, &record);
 }
@@ -6060,7 +6068,8 @@ static cddp_result cddp__file_store_serve(cddp_store *store) {
      CDDP_OK, *fd >= 0  *record is that of a running server. The caller closes *fd
      CDDP_NETWORK       a retry can succeed: the server has not started, or is ending */
 static cddp_result cddp__file_store_attempt(cddp_store *store, const cddp__store_options *options,
-                                         cddp__store_file *record, int *fd) {
+                                            cddp__store_file *record, int *fd) {
+  /* NONBLOCK, NOCTTY: the path can be a FIFO or a terminal, which cddp__file_store_read refuses. */
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
   bool may_serve = options->desc.is_server || options->elect;
   bool got_lock; /* no server runs; exclusive if this process can serve */
@@ -6146,7 +6155,7 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
 
 /* Frees a store that has no server, or no longer; closes the connection and the file. */
 static void cddp__store_free(cddp_store *store) {
-  cddp_allocator a = store->allocator; /* a copy: it frees the struct that holds it */
+  cddp_allocator a = store->allocator; /* a copy: the store's own is freed with the store */
   cddp__connection_close(&store->connection);
   cddp__close_fd(&store->file);
   pthread_mutex_destroy(&store->lock);
@@ -6160,7 +6169,8 @@ static void cddp__store_free(cddp_store *store) {
 static void cddp__store_close(cddp_store *store) {
   int i;
   if (store == NULL) return;
-  if (store->file >= 0 && cddp__file_has_name(store->file, store->name)) /* else another's file */
+  /* Else the path is another server's file. In a forked child the descriptor is another one too. */
+  if (store->file >= 0 && cddp__file_has_name(store->file, store->name))
     unlink(store->name);
   if (store->server != NULL && store->server_pid == getpid()) {
     cddp__store32(&store->server->stop, 1);
@@ -6255,7 +6265,7 @@ typedef struct cddp__launcher { /* names of environment variables; NULL: there i
   const char *name;         /* of the launcher, for error texts */
   const char *variables[4]; /* by CDDP__VAR_*; [3]: another name of the local size */
   const char *cure; /* for error texts: options of its command that give rank 0's address */
-  const char *job[5]; /* variables that identify a job; [3] and [4] differ between its nodes */
+  const char *job[5]; /* variables that identify a job; those from [3] on differ between nodes */
 } cddp__launcher;
 
 typedef struct cddp__config {
@@ -6366,7 +6376,7 @@ static bool cddp__in_slurm_shell(void) {
   if (file != NULL && fgets(stat, sizeof stat, file) != NULL && strrchr(stat, ')') != NULL)
     (void)sscanf(strrchr(stat, ')'), ") %*c %*d %*d %d %d", &session, &terminal);
   if (file != NULL) fclose(file);
-  if (terminal != 0 && session != (int)getsid(0)) return true; /* has another session than it */
+  if (terminal != 0 && session != (int)getsid(0)) return true; /* not in the task's session */
   fd = open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC);
   if (fd < 0) return false; /* no terminal: a task */
   close(fd);
@@ -6420,7 +6430,8 @@ static cddp_result cddp__check_rank_variables(bool launched) {
   for (i = 0; i < CDDP__LAUNCHER_COUNT && !launched; i++) {
     const char *rank = cddp__launchers[i].variables[CDDP__VAR_RANK],
                *size = cddp__launchers[i].variables[CDDP__VAR_SIZE];
-    bool pals = i == CDDP__LAUNCHER_PALS; /* its size, PMI_SIZE, is Hydra's too */
+    /* PALS is skipped: its size, PMI_SIZE, is Hydra's too, and its rank is in `lone`. */
+    bool pals = i == CDDP__LAUNCHER_PALS;
     bool lacks_rank = cddp__env(rank) == NULL && cddp__env(size) != NULL && !pals &&
                       i != CDDP__LAUNCHER_SLURM; /* salloc sets Slurm's size */
     const char *set = lacks_rank ? size : rank, *unset = lacks_rank ? rank : size;
@@ -6440,7 +6451,7 @@ static cddp_result cddp__check_rank_variables(bool launched) {
    another launcher has started as one of several: each would train alone. With LOCAL_RANK they are
    torchrun's or cddprun's, and count even under mpirun. */
 static cddp_result cddp__check_alone(const cddp__config *config) {
-  int i, size = 1; /* according to launcher i */
+  int i, size = 1; /* according to launcher i; 1: it sets none */
   if (!config->launched || config->launcher != CDDP__LAUNCHER_SCRIPT || config->world_size != 1 ||
       cddp__env("LOCAL_RANK") != NULL)
     return CDDP_OK;
@@ -6460,8 +6471,8 @@ static cddp_result cddp__check_alone(const cddp__config *config) {
 static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers /* its first entry, CDDP__LAUNCHER_SCRIPT */,
                        *end = script + CDDP__LAUNCHER_COUNT, *launcher = script;
-  int numbers[2] = {0, 1}, k; /* by k, CDDP__VAR_RANK or _SIZE: those of one process, until set */
-  bool in_range; /* the rank */
+  int numbers[2] = {0, 1}, k; /* rank and size, by k, CDDP__VAR_*; not launched: 0 and 1 */
+  bool in_range; /* whether the rank is */
   cddp_result r = CDDP_OK;
   /* the first launcher that has set both rank and size; `end`: none */
   while (launcher < end && (!cddp__is_launched_by((int)(launcher - script)) ||
@@ -6471,6 +6482,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   config->launcher = config->launched ? (int)(launcher - script) : CDDP__LAUNCHER_SCRIPT;
   if (!config->launched || config->launcher == CDDP__LAUNCHER_SLURM)
     r = cddp__check_rank_variables(config->launched);
+  /* the size first: if both are wrong, the error names it */
   for (k = CDDP__VAR_SIZE; k >= CDDP__VAR_RANK && config->launched && r == CDDP_OK; k--) {
     const char *name = launcher->variables[k], *plain = script->variables[k]; /* RANK, ... */
     bool is_size = k == CDDP__VAR_SIZE;
@@ -6502,7 +6514,7 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
   size_t n = 0 /* characters in out */, length /* of the next part of the name */;
   while (*list != 0 && *list != ',') {
     bool bracket = *list == '[';
-    list += bracket;
+    list += bracket; /* skips it */
     length = bracket ? strspn(list, "0123456789") : strcspn(list, "[],");
     if (length == 0 || n + length >= capacity) return false;
     memcpy(out + n, list, length);
@@ -6520,12 +6532,13 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
 static bool cddp__one_host(const cddp__config *config) {
   static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
                                       "SLURM_NNODES"};
-  const char *nodes = config->launcher == CDDP__LAUNCHER_FLUX ? cddp__env("FLUX_JOB_NNODES") : NULL;
-  int i; /* nodes: how many the job has, in digits */
-  if (config->launcher != CDDP__LAUNCHER_SLURM && nodes == NULL)
+  const char *node_count = NULL; /* the text of the number of nodes; NULL: unknown */
+  int i;
+  if (config->launcher == CDDP__LAUNCHER_FLUX) node_count = cddp__env("FLUX_JOB_NNODES");
+  if (config->launcher != CDDP__LAUNCHER_SLURM && node_count == NULL)
     return config->local_world_size == config->world_size;
-  for (i = 0; i < 3 && nodes == NULL; i++) nodes = cddp__env(names[i]);
-  return nodes != NULL && strcmp(nodes, "1") == 0;
+  for (i = 0; i < 3 && node_count == NULL; i++) node_count = cddp__env(names[i]); /* Slurm's */
+  return node_count != NULL && strcmp(node_count, "1") == 0;
 }
 
 /* Hashes the variables that identify the launcher's job; all its ranks get the same key. Returns 0
@@ -6533,7 +6546,7 @@ static bool cddp__one_host(const cddp__config *config) {
    hosts count too. Hydra can set none, but its PMI_FD is one end of a socket pair. The kernel knows
    the process that created the pair: the proxy that started the ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
-  const char *fd = launcher == CDDP__LAUNCHER_HYDRA && here ? cddp__env("PMI_FD") : NULL;
+  const char *pmi_fd = launcher == CDDP__LAUNCHER_HYDRA && here ? cddp__env("PMI_FD") : NULL;
   uint32_t creator[3]; /* pid, uid, gid */
   uint64_t key = 0;
   int i;
@@ -6542,7 +6555,8 @@ static uint64_t cddp__job_key(int launcher, bool here) {
     if (value != NULL) key = cddp__hash64(key, value, strlen(value) + 1 /* its NUL separates */);
   }
   /* pid 0: the proxy is in another container, of which this process knows no number */
-  if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), creator) && creator[0] != 0)
+  if (pmi_fd != NULL && cddp__peer_process((int)strtol(pmi_fd, NULL, 10), creator) &&
+      creator[0] != 0)
     key = cddp__hash64(key, creator, sizeof creator);
   return key;
 }
@@ -6554,7 +6568,7 @@ static cddp__atomic_u32 cddp__listen_fd_user; /* pid of the process that used CD
    listen_fd_lost, and rank 0 must listen itself. */
 static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   cddp__address bound;
-  socklen_t size = sizeof(int);
+  socklen_t size = sizeof(int); /* of `listening` */
   int fd = -1, listening = 0;
   cddp_result r = cddp__env_int("CDDP_LISTEN_FD", 0, INT_MAX, &fd);
   if (r != CDDP_OK || fd < 0 || config->rank != 0 ||
@@ -6629,6 +6643,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   if (r != CDDP_OK) return r;
   config->host_origin = "MASTER_ADDR";
   config->port_origin = "from MASTER_PORT";
+  /* key 0: nothing identifies the job, so a Unix socket would have no name of its own */
   if (!script && (host == NULL || port == 0) && cddp__one_host(config) && key != 0) {
     if (port != 0) key = cddp__hash64(key, &port, sizeof port);
     snprintf(config->init_method, sizeof config->init_method, "unix://cddp-%u-%016" PRIx64,
@@ -6699,7 +6714,7 @@ static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
     snprintf(config->run, sizeof config->run, "cddp/%s/%.20s", run, restart ? restart : "0");
   else
     snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/%.20s",
-             cddp__hash64(0, run, strlen(run)), restart ? restart : "0");
+             cddp__hash64(0 /* seed */, run, strlen(run)), restart ? restart : "0");
 }
 
 /* Sets the secret. CDDP_JOB_SECRET is "PORT:SECRET", made by cddp_spawn or cddprun for ranks on one
@@ -6719,7 +6734,8 @@ static void cddp__discover_secret(cddp__config *config, const char *given) {
   if (config->secret == NULL) config->secret = "";
 }
 
-/* Checks rank and world size, which the caller has given, or else the environment. */
+/* Checks rank and world size. given: the caller has set them in desc; else they are the
+   environment's, in the range that cddp__env_ranks checks. method: desc.init_method or env://. */
 static cddp_result cddp__check_ranks(const cddp__config *config, const char *method, bool given) {
   bool alone = !given && !config->launched; /* one process, because nothing says otherwise */
   const char *name = cddp__env("MASTER_ADDR") != NULL   ? "MASTER_ADDR"
@@ -6976,9 +6992,9 @@ static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t s
     if (syscall(SYS_fallocate, host->arena.fd, 0 /* allocates */, (off_t)base, (off_t)n) == 0)
       continue;
     if (errno == ENOMEM || errno == ENOSPC) return false;
-    if (errno != EINTR) return true; /* not supported: the first access allocates */
-    if (piece > (uint64_t)64 << 10) piece /= 2;
-    n = 0; /* interrupted: again from `base` */
+    if (errno != EINTR) return true; /* fallocate is not supported: the first access allocates */
+    if (piece > (uint64_t)64 << 10 /* bytes: small enough */) piece /= 2;
+    n = 0; /* a signal: the next call begins at the same base */
   }
   return true;
 }
@@ -7024,7 +7040,7 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
     table->list = list;
     segment = (cddp__segment *)cddp__calloc(&host->allocator, 1,
                                             sizeof *segment + n * sizeof *segment->extents);
-  } /* if that fails, the longer list remains for the next segment */
+  } /* if only that fails, the longer list remains for the next segment */
   if (segment == NULL) {
     munmap(address, (size_t)size);
     return NULL;
@@ -7066,14 +7082,14 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   char *address = NULL;
   bool fits;
   for (;;) {
-    /* 1: used_end is a multiple of the page size */
+    /* Huge pages must be aligned. Else 1: used_end already is a multiple of the page size. */
     base = cddp__round_up(host->arena.used_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
     fits = host->one_process /* private memory */ ||
            (base <= window_end && n * size <= window_end - base);
     if (fits) address = cddp__map_segment(host, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
-    if (n == 1) size = bytes; /* the third attempt */
-    n = 1;                    /* the second */
+    if (n == 1) size = bytes; /* the third attempt: one extent of `bytes` */
+    n = 1;                    /* the second: one extent of `size` */
   }
   if (!fits)
     cddp__fail(CDDP_OUT_OF_MEMORY,
@@ -7107,7 +7123,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
 
 /* The own extent that contains p, or NULL. */
 static cddp__extent *cddp__extent_of(const cddp__host *host, const void *p) {
-  size_t index /* not needed */, offset;
+  size_t index /* not used */, offset /* of p in the segment */;
   cddp__segment *segment = cddp__segment_find(&host->arena.own, (uintptr_t)p, &index);
   if (segment == NULL) return NULL;
   offset = (size_t)((const char *)p - segment->address);
@@ -7223,13 +7239,13 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
    not. */
 static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *extent) {
   const cddp__control_block *block = extent->freed_after;
-  bool is_block = cddp__extent_address(extent) == (const void *)block; /* own, so not freed yet */
-  struct { /* the block's fields of these names */
+  bool is_block = cddp__extent_address(extent) == (const void *)block; /* so it isn't freed yet */
+  struct { /* the block's fields of these names, in its order: one pread fills it */
     uint32_t left, generation, size;
   } now;
   CDDP__STATIC_ASSERT(offsetof(cddp__control_block, size) ==
                           offsetof(cddp__control_block, left) + sizeof now - sizeof now.size,
-                      "they follow each other");
+                      "pread: left, generation and size follow each other");
   /* Loads only if the block cannot be a hole, or if pread fails. */
   if (is_block || host->arena.fd < 0 || !cddp__memfd_is_open(host) ||
       pread(host->arena.fd, &now, sizeof now, (off_t)cddp__offset_of(host, &block->left)) !=
@@ -7284,7 +7300,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
   cddp__arena_free_left_blocks(host);
   list = cddp__size_class(size);
   if (host->arena.lists[list].free == NULL)
-    list = cddp__segment_create(host, size, whole); /* can be of a smaller class: of `whole` */
+    list = cddp__segment_create(host, size, whole); /* its class: of `size`, or of `whole` */
   if (list < 0) { /* no new segment: a larger free extent */
     list = cddp__size_class(size);
     while (list < CDDP__SIZE_CLASSES && host->arena.lists[list].free == NULL) list++;
@@ -7294,10 +7310,10 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
     extent->use = use;
-    if (dumped && extent->segment->extent_size >= CDDP__HUGE_PAGE) /* smaller: always dumped */
+    if (dumped && extent->segment->extent_size >= CDDP__HUGE_PAGE) /* smaller ones always are */
       cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) { /* private memory: accesses allocate it */
-      if (use != CDDP__EXTENT_BLOCK_LAZY) /* of which few pages are used */
+      if (use != CDDP__EXTENT_BLOCK_LAZY) /* such a block uses few of its pages */
         cddp__request_huge_pages(address, whole);
     } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
       bool is_block = committed < whole; /* only blocks commit a part, and LAZY memory nothing */
@@ -7348,7 +7364,7 @@ static void cddp__arena_free_lost_block(cddp__host *host, const void *block, uin
   cddp__extent *extent;
   pthread_mutex_lock(&host->lock);
   extent = cddp__extent_of(host, block);
-  /* freed_after is the extent itself only while it is a control block */
+  /* freed_after is the extent's own address: so it is a control block now */
   if (extent != NULL && extent->freed_after == block && extent->block_generation == generation)
     cddp__extent_release(host, extent);
   pthread_mutex_unlock(&host->lock);
@@ -7465,7 +7481,7 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   memset(mine, 0, sizeof mine);
   (void)syscall(SYS_sched_getaffinity, 0, sizeof mine, mine);
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
-    for (bits = mine[i]; bits != 0; bits &= bits - 1) /* keeps the lowest `allowed` bits */
+    for (bits = mine[i]; bits != 0; bits &= bits - 1) /* keeps the first `allowed` processors */
       if (--allowed < 0) mine[i] &= ~(bits & -bits);
     old = cddp__load64(&all[i]);
     while ((mine[i] & ~old) != 0) { /* until this rank's are in it: other ranks add theirs */
@@ -7521,7 +7537,7 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
     host->others = p;
     pthread_mutex_unlock(&host->lock);
   }
-  if (p->pid == pid || window == host->arena.window) return p;
+  if (p->pid == pid || window == host->arena.window /* of this process */) return p;
   cddp__close_fd(&p->pidfd); /* of the former pid */
   p->pid = pid;
   return p;
@@ -7559,7 +7575,7 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
     p->use_locked = true;
     return CDDP_OK;
   }
-  if (errno == EAGAIN || errno == EACCES) /* locked by a rank's cddp__free_window */
+  if (errno == EAGAIN || errno == EACCES) /* another rank is in cddp__free_window */
     return cddp__fail(CDDP_PEER_LOST, "process %u has ended, and its memory is being freed",
                       p->pid);
   return cddp__fail_errno("lock on the shared memory");
@@ -7577,8 +7593,9 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   for (i = 0; i < peers->count; i++, at = 0) {
     cddp__segment *segment = peers->list[i];
     bool unmap = cddp__window_of(host, segment->base) == p->window;
+    /* own extents that would be freed after a block in it; a full loop leaves `extent` NULL */
     while (unmap && (extent = cddp__next_extent(host, extent, &at)) != NULL)
-      if (cddp__segment_has(segment, extent->freed_after)) /* a block that becomes unreadable */
+      if (cddp__segment_has(segment, extent->freed_after)) /* soon unreadable */
         cddp__pending_remove(host, extent);
     for (g = host->groups; g != NULL && unmap; g = g->next)
       unmap = !cddp__segment_has(segment, g->block);
@@ -7626,7 +7643,7 @@ static void cddp__set_window(cddp__host *host, int window, int bits) {
    which ends its locks, and the listeners. */
 static void cddp__host_free(cddp__host *host) {
   const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
-  cddp_allocator allocator = host->allocator; /* a copy: it frees the struct that holds it */
+  cddp_allocator allocator = host->allocator; /* a copy: the host's own is freed with the host */
   cddp__process *p;
   size_t j;
   int i;
@@ -7659,16 +7676,17 @@ static void cddp__host_free(cddp__host *host) {
    for it. Of a longer id it has both ends, as names of pods differ in the last bytes. */
 static void cddp__name_host(cddp__host *host) {
   const char *id = cddp__env("CDDP_HOST_ID");
-  size_t size, most;
+  size_t size, most; /* bytes of the id; bytes that fit */
   gethostname(host->name, sizeof host->name - 1); /* the NUL remains from calloc */
   if (id == NULL) return;
-  host->name[40] = 0; /* of at most 64 */
+  host->name[40] = 0; /* cuts a longer name (64 bytes at most), so that an id fits behind it */
   size = strlen(id);
   most = 67 - 1 /* slash */ - strlen(host->name);
   if (size <= most)
     cddp__append(host->name, sizeof host->name, "/%s", id);
   else
-    cddp__append(host->name, sizeof host->name, "/%.8s..%s", id, id + size - (most - 10));
+    cddp__append(host->name, sizeof host->name, "/%.8s..%s", id, /* 10: 8 bytes and the dots */
+                 id + size - (most - 10));
 }
 
 /* Creates the host object of one rank, without peers and memfd. NULL: out of memory. size, index:
@@ -7691,7 +7709,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   host->container_cores = cddp__container_cores();
   cddp__count_cores(host, processors);
   host->refs = 1; /* the caller's */
-  host->lead = host; /* of itself */
+  host->lead = host; /* its own, until cddp_run_threads links several */
   cddp__name_host(host);
   host->ranks = (cddp__process *)cddp__calloc(allocator, (size_t)size, sizeof *host->ranks);
   for (i = 0; i < size && host->ranks != NULL; i++) {
@@ -7706,8 +7724,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
 /* Takes ownership of the memfd of `size` ranks, which this process or another one has created. Its
    file size tells the size of a window. */
 static void cddp__take_memfd(cddp__host *host, int fd, int size) {
-  /* + 1: space for the first group's block, as large as a window. With more windows (for joining
-     processes) the file is so large that the loop ends at CDDP__WINDOW_BITS, their size. */
+  /* + 1: space for the first group's block, as large as a window. The file has these windows, or
+     (for joining processes) many more of CDDP__WINDOW_BITS, at which the loop then ends. */
   uint64_t windows = (uint64_t)size + 1;
   int bits = CDDP__WINDOW_BITS_MIN;
   host->arena.fd = fd;
@@ -7725,7 +7743,7 @@ static cddp_result cddp__create_memfd(cddp__host *host, uint64_t window_min) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) limit.rlim_cur = RLIM_INFINITY;
   if (limit.rlim_cur == RLIM_INFINITY)
-    windows = (uint64_t)1 << (CDDP__FILE_BITS - bits); /* for joining processes; costs nothing */
+    windows = (uint64_t)1 << (CDDP__FILE_BITS - bits); /* holes of the file, so without memory */
   else
     while (bits > CDDP__WINDOW_BITS_MIN && windows << bits > (uint64_t)limit.rlim_cur)
       bits--; /* smaller windows, until the file is within the limit */
@@ -7972,7 +7990,8 @@ typedef struct cddp__loops {
   void (*mix)(void *d, const void *a, const void *b, size_t n, double e, double f);
   /* the sum of squares. F32, F64 */
   double (*squares)(const void *p, size_t n);
-  /* one AdamW step; states: exp_avg, exp_avg_sq, max_exp_avg_sq (NULL without amsgrad). F32, F64 */
+  /* one AdamW step of weights w with gradients g; states: exp_avg, exp_avg_sq, max_exp_avg_sq (NULL
+     without amsgrad). F32, F64 */
   void (*adamw)(void *w, const void *g, void *const *states, size_t n, const cddp__scalars *s);
   /* data-parallel steps of 1 or 2 ranks: SGD with an initialized momentum and without nesterov;
      AdamW without amsgrad. F32 */
@@ -8149,7 +8168,7 @@ typedef struct cddp__loops {
   F root = (F)(s)->adamw.root, step = (F)(s)->adamw.step, eps = (F)(s)->adamw.eps; \
   F lerp = (F)(s)->adamw.lerp; \
   bool near = lerp < (F)0.5; /* like torch.lerp, adds to the nearer end: m[i], or v */ \
-  if (!near) lerp = lerp - (F)1
+  if (!near) lerp = lerp - (F)1 /* for v + (lerp - 1) * (v - a) */
 #define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, FMA, SQRT) \
   TARGET static void cddp__adamw_##S##_##ISA(void *weights, const void *gradient, \
                                              void *const *states, size_t n, \
@@ -8373,7 +8392,7 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
   fold->op = op == CDDP_AVG ? CDDP_SUM : op;
   fold->esize = cddp__dtype_size(dtype);
   fold->flip = op == CDDP_MAX ? -1 : 0;
-  if (cddp__dtypes[dtype].cls == CDDP__CLASS_UNSIGNED) /* signed comparisons then order them */
+  if (cddp__dtypes[dtype].cls == CDDP__CLASS_UNSIGNED) /* signed comparisons order the result */
     fold->flip ^= (int64_t)((uint64_t)1 << (8 * fold->esize - 1));
   fold->compute_size = cddp__dtype_size(cddp__compute_type(dtype));
   fold->uses_sum = fold->op == CDDP_SUM && fold->compute_loops->sum != NULL;
@@ -8385,7 +8404,8 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
 }
 
 /* Whether one call of `sum` (its result has dtype) is the whole reduction: it adds 2, 3, 4 or 8
-   leaves. Its loop for 3 divides by factor, the others multiply: as fold->divide says. */
+   leaves. Its loop for 3 divides by factor, the others multiply: as fold->divide says. Not direct:
+   partial results of halves, which have the compute type (narrows false, loops differ). */
 CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
   return (fold->nsrcs <= 4 || fold->nsrcs == 8) && fold->widths == NULL && fold->op == CDDP_SUM &&
          fold->loops->sum != NULL && (fold->narrows || fold->loops == fold->compute_loops);
@@ -8446,7 +8466,7 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
 /* Bytes of a block, in the compute type. The partial results, a block each, must fit into
    FOLD_BYTES. So from 16 sources on a block is smaller than BLOCK_BYTES. */
 static size_t cddp__fold_block_bytes(const cddp__fold *fold) {
-  size_t results = 2; /* most partial results at a time */
+  size_t results = 2; /* most partial results at a time: log2(nsrcs) + 2 */
   int n;
   for (n = fold->nsrcs; n > 1; n /= 2) results++;
   if (fold->widths != NULL) results = CDDP__FOLD_DEPTH; /* sums as sources: at most that */
@@ -8562,7 +8582,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
       if (s->states[k] != NULL) a.states[k] = s->states[k] + at;
     a.gradients[0] = sum;
     a.weights[0] = s->weights[0] + at;
-    (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4 /* sources */, m, 1.0 /* factor: a has `mean` */);
+    (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4 /* sources */, m, 1.0 /* a.mean divides it */);
     (loop)(&a, 1 /* rank, which has the sum of all */, m);
     for (k = 1; k < 4; k++) memcpy(s->weights[k] + at, a.weights[0], m * sizeof *sum);
     for (k = 0; k < 4; k++) memset(s->gradients[k] + at, 0, m * sizeof *sum);
@@ -8617,16 +8637,17 @@ static float cddp__round_odd(double x) {
    can src and dst overlap. */
 static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype from, size_t n) {
   const cddp__loops *loops = cddp__pick_loops();
-  float buf[CDDP__BLOCK_FLOATS];
+  float buf[CDDP__BLOCK_FLOATS]; /* a block as f32 */
+  /* at, m: the block's first element, number of elements */
   size_t at, m, i, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
-  if (to == from && n > 0) memmove(dst, src, n * to_size);
+  if (to == from && n > 0) memmove(dst, src, n * to_size); /* of any type; the loop is skipped */
   for (at = 0; to != from && at < n; at += m) { /* via f32, in buf if neither type is f32 */
     void *d = (char *)dst + at * to_size;
     const cddp__f64 *s64 = (const cddp__f64 *)src + at; /* used if src is f64 */
     cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf; /* where f32 is written */
     const cddp__f32 *s = from == CDDP_F32 ? (const cddp__f32 *)src + at : mid; /* ... and read */
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
-    if (from == CDDP_F64) /* round_odd: the second rounding, to a half, must not differ */
+    if (from == CDDP_F64) /* round_odd: the half is then rounded as if directly from f64 */
       for (i = 0; i < m; i++) mid[i] = to == CDDP_F32 ? (float)s64[i] : cddp__round_odd(s64[i]);
     else if (from != CDDP_F32)
       loops[from].widen(mid, (const char *)src + at * from_size, m);
@@ -8662,7 +8683,7 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
    last, since the end of the array can cut the last granule short. */
 static void cddp__slice(size_t n, size_t granule, int slices, int slice, size_t *begin,
                         size_t *end) {
-  size_t granules = n / granule + (n % granule != 0), i = (size_t)slice;
+  size_t granules = n / granule + (n % granule != 0) /* rounded up */, i = (size_t)slice;
   size_t each = granules / (size_t)slices, small = (size_t)slices - granules % (size_t)slices;
   /* of this slice, in granules: */
   size_t first = each * i + (i > small ? i - small : 0), count = each + (i >= small);
@@ -8720,7 +8741,7 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
     int to = right ? begin : begin + 2 * size < shards ? begin + 2 * size : shards;
     int k = right ? merge.low - 1 : merge.high;
     bool parent_is_root = right ? from == 0 && end == shards : begin == 0 && to == shards;
-    if (from >= shards) continue; /* at the right end of the tree: no sibling on this level */
+    if (from >= shards) continue; /* no sibling: the node itself is the next level's, cut short */
     if (parent_is_root || k < 0 || k == count || nodes[k].first != from ||
         from + nodes[k].width != to || nodes[k].rank != shard.rank)
       break; /* the sibling is not complete, or another rank's */
@@ -8748,7 +8769,7 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
 static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
   int slot = 0, i;
   for (i = 0; i < count; i++)
-    if (nodes[i].slot == slot) slot++, i = -1; /* search all nodes for the next slot */
+    if (nodes[i].slot == slot) slot++, i = -1; /* in use: searches all nodes for the next one */
   return slot;
 }
 
@@ -8776,8 +8797,8 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
     cddp__node_merge merge = cddp__merge_shard(nodes, count, shard, shards);
     cddp__shard_node node = merge.node;
     bool last = i + 1 == shards || owner[i + 1] != node.rank; /* of the rank's shards */
-    previous = merge.low - 1; /* the same rank's node before this one */
-    while (previous >= 0 && nodes[previous].rank != node.rank) previous--; /* -1: it has none */
+    previous = merge.low - 1; /* becomes the last node of the same rank; -1: it has none */
+    while (previous >= 0 && nodes[previous].rank != node.rank) previous--;
     if (node.width > 1 || apart || !last) /* else the shard can stay in the gradients: slot -1 */
       node.slot = previous >= 0 ? nodes[previous].slot + 1 : 0;
     if (node.slot >= *slots) *slots = node.slot + 1;
@@ -8806,7 +8827,7 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
   } open[CDDP__DTYPE_COUNT] /* by dtype */, *own; /* own: of the parameter's dtype */
   int i, b, created = 0, closed = 0;
   CDDP_ASSERT(limit_count >= 1);
-  memset(open, 0, sizeof open); /* .limit: the first */
+  memset(open, 0, sizeof open); /* limit 0: limits[0] is first */
   for (b = 0; b < CDDP__DTYPE_COUNT; b++) open[b].bucket = -1;
   for (i = 0; i < count; i++) {
     const cddp_param *p = &params[order != NULL ? order[i] : i];
@@ -8822,7 +8843,7 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
     own->bucket = -1;
     if (own->limit + 1 < limit_count) own->limit++;
   }
-  for (i = 0; i < count; i++) { /* closes the buckets that are still open */
+  for (i = 0; i < count; i++) { /* gives the buckets that are still open their position */
     own = &open[params[order != NULL ? order[i] : i].dtype];
     if (own->bucket >= 0) closed_at[own->bucket] = closed++;
     own->bucket = -1;
@@ -8876,8 +8897,9 @@ static const cddp__shape cddp__shapes[/* CDDP__KIND_* */] = {CDDP__KINDS(CDDP__X
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
   cddp__call call = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
-                  (uint8_t)((unsigned)op > 255 ? 255 : op), root, send, recv, count,
-                  cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0, NULL /* tag, shares */};
+                     (uint8_t)((unsigned)op > 255 ? 255 : op), root, send, recv, count,
+                     cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0 /* tag */,
+                     NULL /* shares */};
   return call;
 }
 
@@ -8966,19 +8988,22 @@ static size_t cddp__counts_bytes(const cddp_group *g) {
 }
 
 /* Bytes of the send and the receive buffer that a call uses on this rank; 0: none. If both are one
-   buffer, every rank uses it: even a rank that does not send receives into it. */
+   buffer, every rank uses it: a rank that sends nothing receives into it (broadcast), and one that
+   receives nothing sends from it (reduce). */
 static void cddp__call_bytes(const cddp_group *g, const cddp__call *call, size_t *sent,
                              size_t *received) {
   bool one_buffer = cddp__in_one_buffer(call);
-  size_t share = call->count * call->esize;
+  size_t share_bytes = call->count * call->esize;
   if (call->shares != NULL) {
-    const cddp__counted_share *last = &call->shares[g->size - 1]; /* at the end of both buffers */
+    const cddp__counted_share *last = &call->shares[g->size - 1]; /* ends both buffers */
     *sent = (last->out_at + last->out) * call->esize;
     *received = (last->in_at + last->in) * call->esize;
     return;
   }
-  *sent = one_buffer || cddp__sends(call, g->rank) ? share * cddp__send_shares(g, call) : 0;
-  *received = one_buffer || cddp__receives(call, g->rank) ? share * cddp__recv_shares(g, call) : 0;
+  *sent =
+      one_buffer || cddp__sends(call, g->rank) ? share_bytes * cddp__send_shares(g, call) : 0;
+  *received =
+      one_buffer || cddp__receives(call, g->rank) ? share_bytes * cddp__recv_shares(g, call) : 0;
 }
 
 /* --- texts --- */
@@ -9005,7 +9030,7 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   t = cddp__textf("%s", cddp__shapes[kind].name);
   if (kind == CDDP__KIND_DDP_BUCKET)
     cddp__append(t.s, sizeof t.s, " %" PRIu64, count /* the bucket's index */);
-  if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t; /* no elements */
+  if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t; /* no user's data */
   cddp__append(t.s, sizeof t.s, "(");
   if (kind < CDDP__KIND_ALL_GATHER_V) /* later kinds have a count for each rank */
     cddp__append(t.s, sizeof t.s, "count %" PRIu64 ", ", count);
@@ -9087,8 +9112,10 @@ static size_t cddp__head_bytes(int size, int local_size) {
 }
 static size_t cddp__block_bytes(int size, int local_size) {
   bool one_host = local_size == size;
-  size_t shares = one_host ? (size_t)size * cddp__staging_bytes(size) : cddp__piggyback_bytes(size);
-  return cddp__head_bytes(size, local_size) + 2 /* even and odd rounds */ * shares;
+  /* bytes of all staging buffers for one round */
+  size_t staging =
+      one_host ? (size_t)size * cddp__staging_bytes(size) : cddp__piggyback_bytes(size);
+  return cddp__head_bytes(size, local_size) + 2 /* even and odd rounds */ * staging;
 }
 
 /* Addresses in g's block, of a rank's slot, header (for a round), last known arrival (of a rank of
@@ -9175,8 +9202,9 @@ static cddp_result cddp__check_cause(const cddp__cause *cause) {
 static void cddp__wake_all(cddp_group *g) {
   bool in_round = cddp__add32(&g->block->sleepers, 0) != 0; /* a rank sleeps in a round */
   int p;
-  if (in_round) cddp__futex_wake(&g->block->release); /* if oversubscribed: the ranks */
-  if (in_round) cddp__futex_wake(&g->block->arrivals); /* and, on several hosts, their leader */
+  /* If oversubscribed, ranks sleep on `release`; on several hosts their leader on `arrivals`. */
+  if (in_round) cddp__futex_wake(&g->block->release);
+  if (in_round) cddp__futex_wake(&g->block->arrivals);
   for (p = 0; p < g->size; p++) {
     bool local = g->host_index[p] >= 0;
     if (local && cddp__load32(&cddp__slot_of(g, p)->event_sleepers) != 0)
@@ -9201,7 +9229,7 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   net = g->hosts != NULL ? g->hosts->net : g->host->net;
   pthread_mutex_lock(&g->fail_lock); /* one thread of this rank does the following, once */
   if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
-    cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* for early notices of other groups */
+    cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* for cddp__early_notice */
   if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g); /* so peers there notice it */
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
@@ -9330,7 +9358,7 @@ static bool cddp__process_gone(cddp__host *host, int at) {
   uint32_t pid;
   uint64_t start;
   char state;
-  struct iovec byte = {&state, 1}; /* here, and at the same address in the process */
+  struct iovec byte = {&state, 1}; /* here, and there: if that is not mapped, EFAULT: it lives */
   if (cddp__life_byte_is_locked(host, at)) return false;
   if ((pid = cddp__process_at(host, at).pid) == 0) return true; /* not known: the lock decides */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
@@ -9455,7 +9483,7 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   cddp__host *host = g->host;
   int status, at = g->host_index[rank];
   uint32_t ended = 0; /* slot.ended */
-  bool known, has_neighbour; /* a rank that stores slot.ended */
+  bool known /* `status` is */, has_neighbour /* a rank that stores slot.ended */;
   cddp__process process;
   cddp__wait w;
   CDDP_ASSERT(cddp__rank_gone(g, rank));
@@ -9463,8 +9491,8 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
     return cddp__textf("left the group (cddp_destroy)");
   if (at < 0) return cddp__describe_remote_end(g, rank);
   if (host->one_process) return cddp__textf("ended: its thread function returned");
-  if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD) /* it can live on */
-    return cddp__textf(CDDP__EXITED);
+  if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
+    return cddp__textf(CDDP__EXITED); /* its process can still run */
   process = cddp__process_at(host, at);
   has_neighbour = host->slots != NULL && at < host->size /* not joined later */;
   /* The system releases the lock of a process a moment before its status exists. The rank before it
@@ -9506,10 +9534,10 @@ static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) 
   cddp__text loss;
   int p;
   if ((left || remote) && cddp__has_cause(cause))
-    return cddp__break(g, cddp__check_cause(cause));
+    return cddp__break(g, cddp__check_cause(cause) /* makes its text this thread's error */);
   loss = cddp__textf("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
   for (p = 0; left && p < g->size; p++) { /* appends the first rank that died */
-    if (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED /* lives or left */) continue;
+    if (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED) continue; /* lives, or left */
     cddp__append(loss.s, sizeof loss.s, " after %s %s", cddp__name_rank(g, p).s,
                  cddp__describe_end(g, p).s);
     break;
@@ -9534,8 +9562,9 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 /* Breaks the group if a rank of this host that the round still needs has ended or left. */
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
+  /* A freed block can be another group's now, with its `broken`. Other kinds live as long as g. */
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
-      cddp__load32(&g->block->generation) != g->block_generation) /* freed: `broken` is another's */
+      cddp__load32(&g->block->generation) != g->block_generation)
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->host_index[p] < 0 /* the leader checks these */) continue;
@@ -9707,7 +9736,7 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *other, int p)
      - this rank has not announced that round, and
      - both ranks have one thread, and no operation in their engines: nothing else can go forward.
    The wait of p is read first. It still holds when the other conditions are checked: it ends only
-   when this rank announces that round, or by a failure. */
+   when this rank announces that round, or by a failure. This rank's wait slot is not NULL. */
 static cddp_result cddp__check_deadlock(cddp_group *g) {
   int p;
   for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->multithreaded) == 0; p++) {
@@ -9769,7 +9798,7 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
    late rank of this host awaits one of another host, the awaited one counts instead. A rank of
    another host also counts unless its host has reported its arrival (cddp__record_arrivals). */
 static int cddp__find_late(const cddp_group *g, bool *set) {
-  uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000);
+  uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000); /* wraps, as in slot.awaits */
   bool all_hosts = g->hosts != NULL && !g->hosts->local_only;
   int p, n = 0;
   memset(set, 0, (size_t)g->size * sizeof *set);
@@ -9793,7 +9822,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
      awaited   a remote rank to or from which a frame is missing; -1: none */
 static cddp_result cddp__break_late(cddp_group *g, int awaited) {
   bool late[CDDP__MAX_RANKS], remote = false; /* remote: a late rank is on another host */
-  char names[320] = "", where[CDDP__ERROR_MAX] = "";
+  char names[320] = "", where[CDDP__ERROR_MAX] = ""; /* the late ranks; where they wait instead */
   int p, named = 0, n; /* n: late ranks; the first `named` get their names, the rest a list */
   cddp_result r;
   if (g->hosts != NULL && !g->hosts->local_only && !cddp__has_remote_headers(g)) {
@@ -9802,8 +9831,8 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
     if (r != CDDP_OK || cddp__has_remote_headers(g)) return r; /* the headers: the wait continues */
   }
   n = cddp__find_late(g, late);
-  if (n == 0 && awaited >= 0) late[awaited] = true; /* all have announced, but it does not finish */
-  if (n == 0 && awaited < 0) cddp__append(names, sizeof names, "a rank"); /* it arrived meanwhile */
+  if (n == 0 && awaited >= 0) late[awaited] = true; /* its frame is missing */
+  if (n == 0 && awaited < 0) cddp__append(names, sizeof names, "a rank"); /* arrived meanwhile */
   for (p = 0; p < g->size && named < 3; p++) {
     if (!late[p]) continue;
     remote = remote || g->host_index[p] < 0;
