@@ -4399,10 +4399,11 @@ static cddp__span cddp__buffer_span(const cddp__buffer *buffer) {
    a move, the bytes in use move to the front if at least as many were consumed. Else they move to a
    block of twice their size or more. So all moves together cost linear time. */
 static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
-  size_t size = cddp__buffer_size(buffer), capacity = cddp__max(buffer->capacity, 256 /* first */);
+  size_t size = cddp__buffer_size(buffer); /* bytes in use */
+  size_t capacity = cddp__max(buffer->capacity, 256 /* of the first block */); /* after the move */
   unsigned char *data = buffer->data; /* where the bytes move to */
   if (buffer->capacity - buffer->end >= more) return true;
-  if (buffer->start < size || buffer->capacity - size < more) {
+  if (buffer->start < size /* too few were consumed */ || buffer->capacity - size < more) {
     while (capacity / 2 < size || capacity - size < more) capacity *= 2;
     data = (unsigned char *)cddp__malloc(buffer->allocator, capacity);
     if (data == NULL) return false;
@@ -4437,7 +4438,7 @@ static void cddp__buffer_add_number(cddp__buffer *buffer, uint64_t number, size_
   cddp__buffer_add(buffer, number_bytes, bytes);
 }
 
-/* Empties the buffer. Frees memory of more than `keep` bytes. */
+/* Empties the buffer. Frees its memory if that has more than `keep` bytes. */
 static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
   buffer->start = buffer->end = 0;
   buffer->failed = false;
@@ -4454,7 +4455,7 @@ typedef struct cddp__frame_head {
   uint32_t type; /* CDDP__FRAME_HEADERS to _BYE */
   uint32_t number; /* MESSAGE: its tag, or what the owner defines; BYE: flags; else the round */
   uint32_t dtype; /* of the elements; U8 for bytes */
-  uint64_t count, size; /* elements; number of bytes that follow */
+  uint64_t count, size; /* elements; number of bytes that follow: count elements of dtype */
 } cddp__frame_head;
 #define CDDP__FRAME_MAGIC 0x52464443u /* "CDFR" */
 enum {
@@ -4472,7 +4473,7 @@ struct cddp__message { /* a received frame; its bytes follow the struct */
 
 typedef struct cddp__hello { /* a link's first message: >>links */
   uint32_t purpose; /* CDDP__LINK_FRAMES or _NOTICE */
-  uint32_t secret; /* 1: the caller has a secret; 0: it has none */
+  uint32_t secret; /* 1: the caller has a secret; 0: it has none. The called rank must agree */
   uint32_t from, to; /* ranks of the job: the caller's, the called one's */
   uint64_t group; /* the group's id; in a meeting: the called member's life */
   unsigned char token[16]; /* net.token: a hello of another job is refused */
@@ -4493,7 +4494,7 @@ struct cddp__connection {
   bool caller; /* this end has connected; false: it has accepted */
   bool local; /* a Unix socket: descriptors can travel with the bytes */
   bool ready; /* the last cddp__connections_poll found an event */
-  bool ended_early; /* it ended before it was UP */
+  bool ended_early; /* it ended before it was UP: links then connect again */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
   cddp__challenge challenge; /* PROVING: the proof of the secret */
   cddp__buffer out, in; /* to be sent; received and not parsed */
@@ -4503,7 +4504,8 @@ struct cddp__connection {
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
   cddp__frame_head in_head; /* of the next frame; valid if got >= sizeof in_head */
   cddp__message *message; /* the incoming frame; NULL: none, or a piece */
-  cddp_work *into; /* the receive with the buffer for the frame's bytes; NULL: behind message */
+  cddp_work *into; /* the receive in whose buffer the frame's bytes are stored; NULL: they follow
+                      the struct at `message` */
   int fds[2]; /* received descriptors, closed with the connection; -1: none */
   int send_fds[2]; /* the owner's descriptors, to be sent with the next bytes; -1: none */
   int peer; /* the owner's number of the other end; a link: rank of the job; -1: not known yet */
@@ -4532,9 +4534,9 @@ static enum cddp__end cddp__end_from_error(int error) {
   if (error == CDDP__LEFT) return CDDP__HAS_LEFT;
   if (error == ECONNREFUSED /* no listener */ || error == EPROTO /* not cddp */)
     return CDDP__HAS_ENDED;
-  if (error == 0 || error == ECONNRESET || error == EPIPE || error == ENOBUFS || error == ENOMEM ||
-      error == EADDRNOTAVAIL)
-    return CDDP__IS_ALIVE; /* the peer closed the connection, or one call failed */
+  if (error == 0 || error == ECONNRESET || error == EPIPE /* the peer's system closed it */ ||
+      error == ENOBUFS || error == ENOMEM || error == EADDRNOTAVAIL /* no free port on this host */)
+    return CDDP__IS_ALIVE; /* the last three tell nothing about the peer */
   return CDDP__IS_UNREACHABLE; /* ETIMEDOUT, EHOSTUNREACH and others */
 }
 
@@ -4572,8 +4574,8 @@ static void cddp__connection_close(cddp__connection *c) {
   cddp__close_fd(&c->fds[1]);
   cddp__buffer_clear(&c->out, 0 /* keep */);
   cddp__buffer_clear(&c->in, 0 /* keep */);
-  cddp__free(c->in.allocator, c->message); /* a half-read frame */
-  c->message = NULL;
+  cddp__free(c->in.allocator, c->message); /* a half-read frame, or NULL */
+  c->message = NULL; /* so that a second call frees nothing */
 }
 
 /* Begins the proof of the secret: the connection is PROVING until cddp__connection_progress has
@@ -4610,7 +4612,7 @@ static void cddp__socket_message_init(cddp__socket_message *message, struct iove
    closed it or the call has failed, but not if the call can succeed later. */
 static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
   if (n == 0) cddp__connection_end(c, 0 /* the peer has closed it */);
-  if (n < 0 && errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM)
+  if (n < 0 && errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) /* those can pass */
     cddp__connection_end(c, errno);
   return n;
 }
@@ -4618,11 +4620,11 @@ static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
 /* One sendmsg, with the descriptors of send_fds that are not -1. None travels with bytes of the
    proof: the peer can still be a stranger. */
 static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, size_t count) {
-  size_t fd_count = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0;
+  size_t fd_count = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0; /* 1 or 0 */
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
-  if (!c->local || c->state != CDDP__CONNECTION_UP) fd_count = 0;
+  if (!c->local || c->state != CDDP__CONNECTION_UP) fd_count = 0; /* TCP, or the proof: none */
   cddp__socket_message_init(&message, io, count,
                             fd_count > 0 ? CMSG_SPACE(fd_count * sizeof(int)) : 0);
   if (fd_count > 0) {
@@ -4653,7 +4655,7 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
     cddp__close_fd(&c->fds[0]);
     cddp__close_fd(&c->fds[1]); /* stays -1 if only one has arrived */
     memcpy(c->fds, CMSG_DATA(head), fd_count * sizeof(int));
-    c->fds[0] = cddp__above_stdio(c->fds[0]);
+    c->fds[0] = cddp__above_stdio(c->fds[0]); /* 0 to 2 must stay the program's standard files */
     c->fds[1] = cddp__above_stdio(c->fds[1]);
   }
   return cddp__connection_result(c, n);
@@ -4685,20 +4687,21 @@ static int cddp__connection_fill(cddp__connection *c, size_t space) {
 #define CDDP__SEND_BYTES (2 * CDDP__PIECE_FRAME)
 
 /* Sends the rest of a frame: its head (NULL: none) and `size` bytes at data. *sent: bytes of both
-   sent so far. most: for this call. Returns 1 if the frame is complete, 0 if not yet, -1 if the
-   connection has ended. */
+   sent so far. most: bytes for this call, more than a head. Returns 1 if the frame is complete, 0
+   if not yet, -1 if the connection has ended. */
 static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *head,
                                  const void *data, size_t size, size_t *sent, size_t most) {
   size_t head_size = head != NULL ? sizeof *head : 0, end = head_size + size;
   size_t stop = most < end - *sent ? *sent + most : end; /* where this call stops */
   while (*sent < stop) {
     bool in_head = *sent < head_size;
+    /* Address of the next byte to send. An integer, since sendmsg takes no pointer to const. */
     uintptr_t at = in_head ? (uintptr_t)head + *sent : (uintptr_t)data + (*sent - head_size);
     struct iovec io[2]; /* the rest of the head, and the body; or only the rest of the body */
     ssize_t n;
     io[0].iov_base = (char *)at;
     io[0].iov_len = cddp__min((in_head ? head_size : stop) - *sent, CDDP__SEND_BYTES);
-    io[1].iov_base = (char *)(uintptr_t)data; /* sendmsg takes no const */
+    io[1].iov_base = (char *)(uintptr_t)data;
     io[1].iov_len = in_head ? cddp__min(stop, CDDP__SEND_BYTES) - head_size : 0;
     n = cddp__connection_sendmsg(c, io, 2 /* elements */);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
@@ -4717,8 +4720,8 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
   while (*got < stop) {
     bool in_head = *got < head_size;
     uintptr_t at = in_head ? (uintptr_t)head + *got : (uintptr_t)data + (*got - head_size);
-    size_t left = (in_head ? head_size : stop) - *got; /* of the head, or of the body */
-    size_t buffered = cddp__min(left, cddp__buffer_size(&c->in));
+    size_t left = (in_head ? head_size : stop) - *got; /* bytes of the head, or of the body */
+    size_t buffered = cddp__min(left, cddp__buffer_size(&c->in)); /* those received already */
     struct iovec io[2]; /* the memory at `at`; then `in`, which is empty */
     ssize_t n;
     if (buffered > 0) {
@@ -4729,7 +4732,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
     }
     io[0].iov_base = (char *)at;
     io[0].iov_len = left;
-    io[1].iov_base = c->in.data;
+    io[1].iov_base = c->in.data; /* NULL, of 0 bytes, if `in` has no memory: no reading ahead */
     io[1].iov_len = c->in.capacity;
     n = cddp__connection_recvmsg(c, io, 2 /* elements */);
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
@@ -4757,15 +4760,15 @@ static bool cddp__connection_progress(cddp__connection *c) {
       challenge->out_size = c->sent = 0;
     } else if (challenge->state == CDDP__CHALLENGE_PROVEN) {
       c->state = CDDP__CONNECTION_UP;
-    } else if (challenge->state != CDDP__CHALLENGE_ON) { /* failed; a refusal has been sent */
-      cddp__connection_end(c, EPROTO);
+    } else if (challenge->state != CDDP__CHALLENGE_ON) { /* failed */
+      cddp__connection_end(c, EPROTO); /* a called end's refusal was in `out` of it: sent above */
     } else if (in.size > 0) {
       c->in.start += cddp__challenge_feed(challenge, in.data, in.size);
     } else if (cddp__connection_fill(c, 1 /* byte */) <= 0) {
       break; /* nothing has arrived, or the connection has ended */
     }
   }
-  if (c->state != CDDP__CONNECTION_UP) return false;
+  if (c->state != CDDP__CONNECTION_UP) return false; /* bytes wait in `out` until it is UP */
   if (cddp__buffer_size(out) > 0 && c->sent == 0) { /* else a frame that is partly sent is first */
     (void)cddp__connection_send(c, NULL /* head */, out->data, out->end,
                                 &out->start /* bytes before it are sent */, SIZE_MAX);
@@ -4774,6 +4777,7 @@ static bool cddp__connection_progress(cddp__connection *c) {
   return c->state == CDDP__CONNECTION_UP;
 }
 
+/* The parameters are the fields of the head. */
 static cddp__frame_head cddp__frame_head_of(int type, uint32_t number, int dtype, uint64_t count,
                                             uint64_t size) {
   cddp__frame_head h = {CDDP__FRAME_MAGIC, (uint32_t)type, number, (uint32_t)dtype, count, size};
@@ -4786,7 +4790,7 @@ static cddp_result cddp__connection_post(cddp__connection *c, uint32_t number, c
                                          size_t size) {
   cddp__frame_head head =
       cddp__frame_head_of(CDDP__FRAME_MESSAGE, number, CDDP_U8, size /* elements */, size);
-  if (!cddp__buffer_reserve(&c->out, sizeof head + size)) { /* so both additions succeed */
+  if (!cddp__buffer_reserve(&c->out, sizeof head + size)) { /* else both additions succeed */
     cddp__connection_end(c, ENOMEM);
     return CDDP_OUT_OF_MEMORY;
   }
@@ -4806,7 +4810,8 @@ static cddp_result cddp__post_failure(cddp__connection *c, cddp_result r, const 
 static cddp_result cddp__fail_by_message(const cddp__message *m) {
   uint32_t result = m->head.number - CDDP__FAILED;
   if (m->head.number < CDDP__FAILED) return CDDP_OK;
-  if (result == CDDP_OK || result >= CDDP__RESULT_COUNT) result = CDDP_MISMATCH; /* damaged */
+  if (result == CDDP_OK || result >= CDDP__RESULT_COUNT) /* no failure has such a result */
+    result = CDDP_MISMATCH;
   return cddp__fail((cddp_result)result, "%.*s", (int)cddp__min(m->head.size, CDDP__ERROR_MAX),
                     m->head.size > 0 ? (const char *)(m + 1) : "another rank has failed");
 }
@@ -4826,13 +4831,13 @@ static void cddp__connection_say_bye(cddp__connection *c, uint32_t flags) {
                           0 /* elements */, 0 /* bytes */);
   if (cddp__connection_is_idle(c) &&
       send(c->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
-    cddp__connection_end(c, errno);
+    cddp__connection_end(c, errno); /* EAGAIN: the socket's buffer is full, so there is no BYE */
 }
 
-/* Receives more of the next frame's head, unless an earlier frame's body is next. Returns whether
-   in_head is complete. */
+/* Receives more of the next frame's head, unless the body of the frame before it is still awaited.
+   Returns whether the next frame's head is complete in in_head. */
 static bool cddp__connection_peek(cddp__connection *c) {
-  if (c->message != NULL) return false; /* its body is next */
+  if (c->message != NULL) return false; /* the bytes that arrive next are its body's */
   return c->got >= sizeof c->in_head ||
          cddp__connection_read(c, &c->in_head, NULL /* body */, 0 /* its size */, &c->got,
                                SIZE_MAX) > 0;
@@ -4846,29 +4851,29 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
   cddp__message *m;
   if (c->message == NULL) {
     size_t esize;
-    bool good;
+    bool valid;
     if (!cddp__connection_peek(c)) return NULL;
     /* The head holds the size twice: a damaged head does not allocate a wrong amount. */
-    esize = cddp__dtype_size(head->dtype);
-    good = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
-           head->size % esize == 0 && head->size / esize == head->count &&
-           head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE;
-    if (good && head->type == CDDP__FRAME_PIECE) return NULL; /* >>hosts reads the body */
+    esize = cddp__dtype_size(head->dtype); /* 0: no dtype */
+    valid = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
+            head->size % esize == 0 && head->size / esize == head->count &&
+            head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE; /* no BYE */
+    if (valid && head->type == CDDP__FRAME_PIECE) return NULL; /* >>hosts reads the body */
     if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
       c->peer_failed = (head->number & CDDP__BYE_BROKEN) != 0;
       c->peer_over = (head->number & CDDP__BYE_OVER) != 0;
       cddp__connection_end(c, c->peer_failed ? 0 /* alive: only its group failed */ : CDDP__LEFT);
       return NULL;
     }
-    if (good)
+    if (valid)
       c->message = (cddp__message *)cddp__malloc(
           c->in.allocator,
           sizeof *m + (c->into != NULL ? 0 /* the receive has the memory */ : (size_t)head->size));
     if (c->message == NULL) {
-      cddp__connection_end(c, good ? ENOMEM : EPROTO);
+      cddp__connection_end(c, valid ? ENOMEM : EPROTO);
       return NULL;
     }
-    c->message->next = NULL;
+    c->message->next = NULL; /* in no list yet */
     c->message->from = c->rank;
     c->message->head = *head;
   }
@@ -4876,7 +4881,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
   if (cddp__connection_read(c, head, c->into != NULL ? c->into->call.recv : (void *)(m + 1),
                             head->size, &c->got, SIZE_MAX) <= 0)
     return NULL;
-  c->got = 0; /* of the next frame */
+  c->got = 0; /* no bytes of the next frame */
   c->message = NULL; /* the caller owns it now */
   return m;
 }
@@ -4892,12 +4897,12 @@ static short cddp__connection_events(const cddp__connection *c) {
 /* Blocks until `out` is sent and `in` holds at least n bytes. The error text lacks the peer's
    name, which callers put before it. */
 static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, double deadline) {
-  cddp_result r = c->out.failed ? CDDP_OUT_OF_MEMORY : CDDP_OK;
+  cddp_result r = c->out.failed /* the message is incomplete */ ? CDDP_OUT_OF_MEMORY : CDDP_OK;
   while (r == CDDP_OK) {
     if (cddp__connection_progress(c) && cddp__buffer_size(&c->out) == 0) { /* UP, all is sent */
       size_t have = cddp__buffer_size(&c->in);
       if (have >= n) return CDDP_OK;
-      if (cddp__connection_fill(c, n - have) > 0) continue;
+      if (cddp__connection_fill(c, n - have) > 0) continue; /* else it has ended, or must wait */
     }
     if (c->state == CDDP__CONNECTION_ENDED && c->error == ENOMEM)
       r = CDDP_OUT_OF_MEMORY; /* cddp__malloc has set the text */
@@ -4917,7 +4922,7 @@ static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, doub
 static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
                                           cddp__connection *const *list, size_t n, int *listeners,
                                           size_t listener_count, double until) {
-  struct pollfd few[32], *fds = few; /* few: a wait for some peers needs no memory */
+  struct pollfd few[32], *fds = few; /* few: up to 32 connections need no allocation */
   size_t i, total = n + listener_count; /* in fds: the connections, then the listeners */
   cddp_result r = CDDP_OK;
   if (total > sizeof few / sizeof *few)
@@ -4931,10 +4936,10 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
     fds[i].revents = 0;
   }
   if (cddp__poll(fds, total, cddp__poll_ms(until, CDDP__POLL_MAX_MS)) < 0 && errno != EINTR)
-    r = cddp__fail_errno("poll");
+    r = cddp__fail_errno("poll"); /* revents are still 0: nothing is ready */
   for (i = 0; i < n; i++)
     if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
-  for (; i < total; i++)
+  for (; i < total; i++) /* i is n: the listeners */
     if (fds[i].revents == 0) listeners[i - n] = -1;
   if (fds != few) cddp__free(allocator, fds);
   return r;
