@@ -9895,7 +9895,7 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
    waiting thread serves them all. A thread that holds served_lock takes p2p.lock by trylock, since
    cddp__serve_in_waits is called with p2p.lock held. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp_group *cddp__served; /* cddp__served_lock; read without it: is it NULL? */
+static cddp_group *cddp__served; /* the first; cddp__served_lock. Without it: whether it is NULL */
 
 /* Runs in a forked child, which can have copied a locked lock. The groups are the parent's. */
 static void cddp__reset_served(void) {
@@ -9916,7 +9916,7 @@ static void cddp__serve_in_waits(cddp_group *g) {
   pthread_mutex_lock(&cddp__served_lock);
   g->p2p.is_served = true;
   g->p2p.next_served = cddp__served;
-  __atomic_store_n(&cddp__served, g, __ATOMIC_RELEASE);
+  __atomic_store_n(&cddp__served, g, __ATOMIC_RELEASE); /* atomic: it is read without the lock */
   pthread_mutex_unlock(&cddp__served_lock);
 }
 
@@ -9941,10 +9941,11 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__wait_read_clock(w);
-  if (cddp__serve_all_recvs(g)) w->since = w->now; /* short sleeps: more messages are likely */
+  if (cddp__serve_all_recvs(g)) w->since = w->now; /* sleeps are short again: more can follow */
   if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
   cddp__join_serve(g->host, CDDP__JOIN_POLL); /* answers joining processes */
-  /* Stores how the next process in the ring has ended: head, 4. */
+  /* Stores how the next process in the ring has ended: head, 4. Without slots or a pidfd none is
+     known. `ended` not 0: it is stored already. */
   if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->ranks[next].pidfd, host->ranks[next].pid, &status))
@@ -9961,7 +9962,7 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   double left = w->deadline - cddp__now(), sleep = w->now - w->since; /* seconds */
   if (sleep < CDDP__SLEEP_MIN_S) sleep = CDDP__SLEEP_MIN_S;
   if (sleep > CDDP__SLEEP_MAX_S) sleep = CDDP__SLEEP_MAX_S;
-  cddp__add32(sleepers, 1); /* a full fence: `broken` and *word are read after it */
+  cddp__add32(sleepers, 1); /* a full fence: if the reads below miss a change, its rank sees this */
   if (!cddp__is_broken(g) && cddp__load32(word) == value)
     cddp__futex_wait(word, value, sleep < left ? sleep : left);
   cddp__add32(sleepers, (uint32_t)-1);
@@ -9969,7 +9970,8 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
 
 /* Notifies a rank that a send from or for it has changed, or a message has arrived. The caller has
    executed a full fence after that change. On one host a rank without event_sleepers needs no
-   notification: before it sleeps it increments these, then looks for messages once more. */
+   notification: before it sleeps it increments these, then looks for messages once more. On several
+   hosts a thread can sleep in epoll_wait, uncounted: cddp__hosts_pause compares `events` first. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *slot = cddp__slot_of(g, rank);
   if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->event_sleepers) == 0)) return;
@@ -9994,19 +9996,20 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
   bool published = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  uint32_t seen; /* the word's value, while which this thread sleeps */
+  uint32_t seen; /* value of *word when it was read last: this thread sleeps until it changes */
   cddp__wait_begin(&w, g->timeout_s);
   w.yields = g->yields;
   while (r == CDDP_OK && (seen = cddp__load32(word)) != want) {
     if (cddp__wait_yields(&w)) continue; /* has yielded; false: from now on it sleeps */
     CDDP__POINT("waits");
     r = cddp__wait_tick(g, &w);
+    /* *word is read again: once the round is complete, a rank can end, and this one is in time. */
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) r = cddp__check_wait(g, &published);
     if (r == CDDP_OK && w.late && cddp__load32(word) != want)
       r = cddp__break_late(g, -1 /* no rank is known to be late */);
     if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, seen);
   }
-  if (published) cddp__clear_wait(g, r != CDDP_OK);
+  if (published) cddp__clear_wait(g, r != CDDP_OK /* failed */);
   return r;
 }
 
@@ -10032,17 +10035,18 @@ static bool cddp__is_absent(const cddp__op_header *header) {
    that absent ranks take part in: cddp_ddp_wait, _step, _sync_buffers. */
 static bool cddp__calls_match(const cddp__op_header *reference, const cddp__op_header *header) {
   uint32_t kind = cddp__code_kind(reference->call);
-  bool joinable = cddp__code_phase(reference->call) == CDDP__PHASE_CALL &&
-                  (kind == CDDP__KIND_DDP_WAIT || kind == CDDP__KIND_DDP_STEP ||
-                   kind == CDDP__KIND_DDP_BUFFERS);
+  /* An absent rank announces DDP_JOIN in the first round of a call; then it makes the call too. */
+  bool allows_absent = cddp__code_phase(reference->call) == CDDP__PHASE_CALL &&
+                       (kind == CDDP__KIND_DDP_WAIT || kind == CDDP__KIND_DDP_STEP ||
+                        kind == CDDP__KIND_DDP_BUFFERS);
   if (reference->fp_mode != header->fp_mode) return false; /* absent ranks reduce too */
-  if (joinable && cddp__is_absent(header)) return true;
+  if (allows_absent && cddp__is_absent(header)) return true;
   return reference->call == header->call && reference->count == header->count &&
          reference->root == header->root;
 }
 
 /* Example: "rank 1 called all_reduce(count 4, f32, sum) at train.c:120". If the reference's call
-   has the same text, the difference follows. */
+   has the same text, but the headers differ, the difference follows. */
 static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
                                       const cddp__op_header *reference) {
   const cddp__op_header *header = cddp__op_header_of(g, rank, g->round);
@@ -10050,9 +10054,10 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
   bool site_known = cddp__load32(&slot->site_round) == g->round;
   cddp__text call = cddp__describe_call(header->call, header->count, header->root), expected;
   cddp__text t = cddp__textf(
-      "rank %d called %s%.*s", rank, call.s, site_known ? CDDP__SITE_MAX - 1 : 0, slot->site);
+      "rank %d called %s%.*s" /* 0 bytes of an unknown site */, rank, call.s,
+      site_known ? CDDP__SITE_MAX - 1 : 0, slot->site);
   expected = cddp__describe_call(reference->call, reference->count, reference->root);
-  if (header == reference || strcmp(expected.s, call.s) != 0) return t; /* the texts show it */
+  if (header == reference || strcmp(expected.s, call.s) != 0) return t; /* the two texts differ */
   if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER) /* count: a hash of logged calls */
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
   else if (reference->fp_mode != header->fp_mode)
@@ -10073,7 +10078,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__slot *mine = cddp__slot_of(g, g->rank);
   const cddp__op_header *reference;
   cddp__wait w;
-  int p, first = 0, different = 0; /* first: the reference's rank */
+  int p, first = 0, different = 0; /* first: the reference's rank; if all are absent, the last */
   while (first + 1 < g->size && cddp__is_absent(cddp__op_header_of(g, first, g->round)))
     first++;
   reference = cddp__op_header_of(g, first, g->round);
@@ -10083,7 +10088,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
   cddp__store32(&mine->site_round, g->round); /* the site is complete */
   cddp__wait_begin(&w, 0.1); /* s, for the others' call sites: a rank can have just died */
-  for (p = 0; p < g->size; p++) /* only ranks of this host write theirs here */
+  for (p = 0; p < g->size; p++) /* ranks of other hosts write theirs in another control block */
     while (g->host_index[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
            !cddp__is_broken(g) && cddp__wait_pause(&w)) {}
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
@@ -10093,11 +10098,13 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
     if (cddp__calls_match(reference, cddp__op_header_of(g, p, g->round)) ||
         ++different > 2 /* only counted */)
       continue;
+    /* continues the text of cddp__fail above */
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, reference).s);
   }
   if (different > 2)
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree", different - 2);
-  return cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* they compare the same headers */
+  /* The other hosts get no notice: their ranks compare the same headers. */
+  return cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW);
 }
 
 /* --- rounds --- */
@@ -10106,10 +10113,11 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
    the round by the last rank of this host to arrive. `arrivals` is never reset, so its target
    grows. */
 static cddp_result cddp__arrive(cddp_group *g) {
-  uint32_t arrived = cddp__add32(&g->block->arrivals, 1); /* with this rank */
+  uint32_t arrived = cddp__add32(&g->block->arrivals, 1); /* the new number: this rank counts */
   g->arrive_target += (uint32_t)g->local_size;
   if (arrived != g->arrive_target) { /* not the last */
-    /* On several hosts the leader arrives last: it waits for all others of its host before. */
+    /* Several hosts: the leader sleeps on `arrivals` until all others of its host have arrived, in
+       cddp__hosts_exchange, and then arrives. The last of the others wakes it. */
     if (g->hosts != NULL && arrived + 1 == g->arrive_target &&
         cddp__load32(&g->block->sleepers) != 0)
       cddp__futex_wake(&g->block->arrivals);
@@ -10131,7 +10139,7 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
   cddp_result r;
   int p, size = g->size;
   for (p = 0; p < size; p++, header += 2 /* a rank has two */) {
-    if (p == g->rank || (!all && g->host_index[p] < 0)) continue;
+    if (p == g->rank || (!all && g->host_index[p] < 0 /* on another host */)) continue;
     if (!g->oversubscribed /* else cddp__arrive has waited */ &&
         (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK)
       return r;
@@ -10159,7 +10167,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
                                           const void *payload, size_t bytes) {
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL /* one host has all ranks */;
-  bool of_model = call->kind >= CDDP__KIND_DDP_CREATE;
+  bool of_model = call->kind >= CDDP__KIND_DDP_CREATE; /* models compute in every step */
   bool computes = /* so all ranks must use one floating-point mode */
       all && (of_model || (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
   uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
@@ -10176,10 +10184,10 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   cddp__exchange32(&mine->seq, g->round); /* announces; a full fence before `sleepers` is read */
   CDDP__POINT("announced");
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
-    g->hosts->local_only = !all;
+    g->hosts->local_only = !all; /* then no remote rank is awaited: cddp__find_late */
     /* The program survived the loss that broke another group: early notices must not name it. */
     if (all && cddp__has_cause(&g->hosts->net->loss))
-      cddp__store32(&g->hosts->net->loss.state, 1); /* 1: no text, and no later loss either */
+      cddp__store32(&g->hosts->net->loss.state, 1); /* 1: no text, and cddp__set_cause adds none */
     /* The leader exchanges the headers before it arrives below: its arrival releases the others. */
     if (all && (r = cddp__hosts_exchange(g)) != CDDP_OK) return r;
   }
@@ -10202,13 +10210,15 @@ static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cd
    host; it does not compare. */
 static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
                                const void *payload, size_t bytes) {
-  cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
+  cddp__call call = cddp__make_call(kind, NULL, NULL /* buffers */, (size_t)count, CDDP_F32,
+                                    CDDP_SUM, -1 /* root */);
   return cddp__round_of(g, &call, phase, payload, bytes);
 }
 static cddp_result cddp__local_round(cddp_group *g, int kind, enum cddp__phase phase,
                                     uint64_t count) {
-  cddp__call call = cddp__make_call(kind, NULL, NULL, (size_t)count, CDDP_F32, CDDP_SUM, -1);
-  return cddp__run_round(g, CDDP__ROUND_OF_HOST, &call, phase, NULL /* payload */, 0);
+  cddp__call call = cddp__make_call(kind, NULL, NULL /* buffers */, (size_t)count, CDDP_F32,
+                                    CDDP_SUM, -1 /* root */);
+  return cddp__run_round(g, CDDP__ROUND_OF_HOST, &call, phase, NULL /* payload */, 0 /* bytes */);
 }
 
 /* The functions cddp__carrier.split and .leave of a carrier that keeps no data for a group. */
@@ -10290,7 +10300,8 @@ static cddp__connection *cddp__link_alloc(const cddp_allocator *a) {
                hello and proof.
    Lock of the link: net.lock until its group has claimed it, then the group's p2p.lock. */
 static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double seconds) {
-  /* Keepalive: the first probe follows probe_s without bytes, the others are probe_s apart. */
+  /* Keepalive: the first probe follows probe_s without bytes, the others are probe_s apart. With
+     the wait for the last answer that is CDDP__UNANSWERED_S; options have whole seconds. */
   int probe_s = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, probes = 3;
   c->fd = fd;
   c->caller = caller;
@@ -10369,10 +10380,10 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
       cddp__connection_end(c, ECONNREFUSED);
     else if (!c->caller && !cddp__link_hello_ok(n, h))
       cddp__connection_end(c, EPROTO);
-    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE /* contains its proof */)
+    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE /* its body has a proof */)
       c->state = CDDP__CONNECTION_UP;
-    else
-      (void)cddp__connection_begin_proof(c, n->secret, "link", h, sizeof *h); /* PROVING */
+    else /* PROVING; a failure ends c */
+      (void)cddp__connection_begin_proof(c, n->secret, "link", h, sizeof *h);
   }
   return cddp__connection_progress(c);
 }
@@ -10398,7 +10409,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   cddp__link_begin(c, fd, CDDP__END_CALLER, CDDP__UNANSWERED_S);
   c->peer = peer;
   cddp__address_set_port(&to, entry->port);
-  cddp__address_set_port(&from, 0); /* any */
+  cddp__address_set_port(&from, 0); /* the system chooses one */
   cddp__set_scope(&to.v6, &from); /* a link-local address needs this host's interface */
   if (from.sa.ss_family == to.sa.ss_family)
     (void)!bind(fd, &from.any, from.size); /* the address in the table of ranks, if possible */
@@ -10414,8 +10425,8 @@ static bool cddp__link_is_cut(const cddp__connection *c) {
 }
 
 /* Connects a link again if its peer, which can have too many connections, closed it before it was
-   UP (ended_early). Returns whether the link can still come up: it connects again now, or in a
-   later call. */
+   UP (ended_early). Only the caller does, until the link's first deadline. Returns whether the link
+   can still come up: it connects again now, or in a later call. */
 static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
@@ -10503,7 +10514,7 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
       if (!cddp__gets_notice(n, world, size, p)) continue;
       if (cddp__link_connect(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group,
                              &links[count]) != CDDP_OK)
-        continue;
+        continue; /* no memory or descriptor: this rank gets none */
       cddp__notice_proof(n, links[count], body, body + CDDP__NOTICE_PROOF_AT);
       cddp__buffer_add(&links[count]->out, body, sizeof body);
       count++;
@@ -10525,8 +10536,8 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   for (p = 0; p < g->size; p++)
     arrived[p] =
         g->host_index[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
-  list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* for the round */);
-  if (list.s[0] != 0)
+  list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* the round's digits */);
+  if (list.s[0] != 0) /* some rank has arrived */
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
                        CDDP__NOTICE_ARRIVED |
                            (uint32_t)CDDP_TIMEOUT /* not used, but 0 would not be valid */,
@@ -10565,17 +10576,19 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
   memcpy(saved, cddp__error_text, sizeof saved);
   cddp__notice_proof(n, c, body, proof);
   code = cddp__get32(body);
-  if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0; /* ignored */
+  if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof))
+    code = 0; /* CDDP_OK: no failure, so the loop below does nothing */
   body[CDDP__NOTICE_PROOF_AT - 1] = 0; /* ends the text in any case */
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_ARRIVED);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
-    if (g->hosts == NULL || g->hosts->net != n || g->id != c->hello.group) continue; /* another */
+    if (g->hosts == NULL || g->hosts->net != n || g->id != c->hello.group)
+      continue; /* not the group of the notice */
     if (code & CDDP__NOTICE_ARRIVED)
       cddp__record_arrivals(g, text);
     else if (code & CDDP__NOTICE_EARLY)
       cddp__set_cause(&g->block->cause, (cddp_result)result, text);
-    else
+    else /* HOSTS_KNOW: the sender notifies all hosts */
       (void)cddp__break_here(g, cddp__fail((cddp_result)result, "%s", text), CDDP__HOSTS_KNOW);
   }
   pthread_mutex_unlock(&h->lock);
@@ -10608,7 +10621,7 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
   int i, fd;
   for (i = 0; i < 64 /* strangers can connect without a pause */; i++) {
     if (*spare == NULL) *spare = cddp__link_alloc(a);
-    if (*spare == NULL) errno = ENOMEM;
+    if (*spare == NULL) errno = ENOMEM; /* an allocator need not set it */
     fd = *spare != NULL ? cddp__accept(listener) : -1;
     if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue; /* of one connection */
     none = fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM);
@@ -10644,15 +10657,16 @@ static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
    does this now. */
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   cddp__connection **at, *c;
-  int silent = 0, proving = 0, most = cddp__unproven_most(n->size); /* limit of each */
+  int silent = 0, proving = 0; /* links without a hello, without a proof */
+  int most = cddp__unproven_most(n->size); /* limit of each; the list's first are the newest */
   bool few; /* few descriptors are left */
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->spare, &n->starved);
   for (at = &n->incoming; (c = *at) != NULL;) {
-    bool up = cddp__link_progress(n, c), group_left = false;
+    bool up = cddp__link_progress(n, c), group_left;
     if (up && c->hello.purpose == CDDP__LINK_NOTICE) {
-      cddp__notice_receive(h, n, c);
-      up = false; /* an incomplete notice is unproven, too */
+      cddp__notice_receive(h, n, c); /* ends c if the notice is complete */
+      up = false; /* an incomplete one counts as unproven */
     }
     /* two limits, so that silent callers do not push out those with a good hello */
     if (!up && ((few && cddp__now() > c->deadline) ||
@@ -10675,7 +10689,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
 /* Ends a use of the net, if it is not NULL. The last user frees it, and closes its listener. */
 static void cddp__net_release(cddp__net *n) {
   cddp_allocator a;
-  if (n == NULL || cddp__add32(&n->uses, UINT32_MAX /* -1 */) > 0) return; /* uses that remain */
+  if (n == NULL || cddp__add32(&n->uses, UINT32_MAX /* -1 */) > 0) return; /* other users remain */
   a = n->allocator;
   cddp__links_free(n->incoming);
   cddp__link_free(n->spare);
@@ -10742,14 +10756,15 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    and host. A rendezvous runs on the thread that calls cddp_init. */
 
 #define CDDP__PROBLEM_S 1.0 /* after a misfit: time for missing ranks to connect, and fail too */
-#define CDDP__BLOCKED_S 6.0 /* after it a port of another host is blocked; or timeout_s / 3 */
+#define CDDP__BLOCKED_S 6.0 /* after it a port of another host counts as blocked: _blocked_s */
 #define CDDP__RESOLVE_S 60 /* limit of tries to resolve MASTER_ADDR */
 
 /* Messages are frames of type MESSAGE with this number, and a struct as their body: the frame's
    magic number and cddp__rank_info.version show hosts of another byte order or version. */
 enum {
   CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
-  CDDP__RENDEZVOUS_WAIT, /* the answer to a first RANK: from now on the end of either is a loss */
+  CDDP__RENDEZVOUS_WAIT, /* the answer to a first RANK: from now on the connection's end is the
+                            loss of a rank */
   CDDP__RENDEZVOUS_PORT, /* from rank 0, a client: root.proof_salt, and the descriptor of a socket
                              that listens for coordinators */
   CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
@@ -10791,10 +10806,11 @@ typedef struct cddp__job_info {
   cddp__join_table table; /* info: this process's own; the rest is sent to joining processes, or
                              was received by this one */
   char node_name[48]; /* name of the node's socket; the prefix of its ranks' socket names */
-  uint32_t node_hash; /* of node_name; not 0: unused in cddp__node_hashes */
+  uint32_t node_hash; /* of node_name; never 0, which marks an unused entry of cddp__node_hashes */
   bool endpoint_here; /* the endpoint is an address of this host */
   char master[256]; /* MASTER_ADDR; with `port` for joins from other hosts */
-  int port; /* MASTER_PORT, where ranks can listen; 0: not set, or a launcher listens there */
+  int port; /* MASTER_PORT, where ranks listen for joins from other hosts; 0: they cannot, as it is
+               not set or a launcher listens there */
   uint32_t foreign; /* a joining process's; bit i: address i of MASTER_ADDR is another job's */
   double timeout_s; /* limit of a joining process's search for the job */
   char endpoint[96]; /* where the ranks meet, for error texts: "port 29500" */
@@ -10806,8 +10822,8 @@ typedef struct cddp__job_info {
 typedef struct cddp__registration { /* a rank, or another process with a rank's number */
   cddp__rank_info info;
   int node; /* number of its node; 0: this rank's own */
-  int link_fd; /* its listening socket for links, opened by its coordinator; -1: not yet, or sent
-                  to the rank */
+  int link_fd; /* its listening socket for links, opened by its coordinator, which closes it when
+                  the rank has its own copy; -1: none now */
   bool fits; /* it matches this rank, and its number is unique; false: a misfit */
 } cddp__registration;
 
@@ -10822,7 +10838,7 @@ typedef struct cddp__channel { /* a connection to the parent or a child */
 } cddp__channel;
 
 typedef struct cddp__root_search { /* how a coordinator finds the root */
-  int fds[CDDP__ADDRESSES_MAX]; /* rank 0's and the root's: sockets that listen for coordinators */
+  int fds[CDDP__ADDRESSES_MAX]; /* on rank 0 and the root: sockets that listen for coordinators */
   int fd_count;
   char key[160]; /* in the launcher's store: RUN/meeting */
   cddp_store *store; /* a launcher's, or file://, locked by rank 0; NULL: none, or not open */
@@ -10830,11 +10846,13 @@ typedef struct cddp__root_search { /* how a coordinator finds the root */
      covers it: it shows that a coordinator has read the store or the file. */
   unsigned char proof_salt[32];
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* where the root can listen */
-  int address_count, next; /* next: index of the address to try next; address_count: all tried */
+  int address_count, next; /* next: index of the address to try next; all were tried if it is
+                              address_count */
   double resolved_at; /* when MASTER_ADDR was resolved */
   double next_look; /* when to look for the root again */
   double pause; /* seconds between two looks; grows */
-  double try_s; /* limit of the next connection, in seconds; grows */
+  double try_s; /* limit of the next connection, in seconds. Short, as this rank serves its clients
+                   only between tries; doubles up to 8 s */
   double closed_since; /* since when connections end unanswered: cddp__fail_connect; 0: no */
   bool closed; /* a connection ended unanswered since addresses[0] was tried */
   cddp__text blocked; /* why the last try failed to reach the root; "": it did not fail */
@@ -10855,7 +10873,7 @@ typedef struct cddp__rendezvous {
   cddp__root_search root;
   cddp__address address; /* of this host, for ranks of other nodes; loopback if not known better */
   int node_socket; /* listening for clients; -1: this rank is a client */
-  cddp__channel parent; /* connection.fd -1: none, so far or any more */
+  cddp__channel parent; /* connection.fd -1: none: not connected, or this rank is the root */
   cddp__channel *children; /* and accepted connections that have not sent RANK */
   size_t child_count, child_capacity;
   cddp__registration *registered; /* this rank, [0], and all below it, in order of registration */
@@ -10878,7 +10896,7 @@ static uint64_t cddp__host_identity(void) {
   char boot[128] = "";
   struct stat st;
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
-  if (file == NULL || fgets(boot, 37 /* a UUID */, file) == NULL)
+  if (file == NULL || fgets(boot, 37 /* a UUID and NUL */, file) == NULL)
     (void)gethostname(boot, sizeof boot - 1); /* an empty text would match all machines */
   if (file != NULL) fclose(file);
   if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0; /* no /proc */
@@ -10917,16 +10935,16 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   unsigned char mac[32];
   struct stat pids, times; /* namespaces: ranks in both see the same pids and start times */
   bool here = false; /* the endpoint is an address of this host */
-  bool once = config->rank == 0 && !config->client_only && config->listen_fd < 0;
+  bool will_listen = config->rank == 0 && !config->client_only && config->listen_fd < 0;
   double resolve_end =
-      cddp__earlier_deadline(once ? 0 : CDDP__RESOLVE_S, cddp__now() + config->timeout_s);
+      cddp__earlier_deadline(will_listen ? 0 : CDDP__RESOLVE_S, cddp__now() + config->timeout_s);
   int n = 0, i;
   cddp_result r = CDDP_OK;
   while (config->port != 0 && /* else a path or a name, as it is */
          (r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
          cddp__now() < resolve_end)
     cddp__sleep(0.1); /* a container's name can appear in DNS later */
-  cddp__append_origin(config, r);
+  cddp__append_origin(config, r); /* CDDP_OK: appends nothing */
   if (r != CDDP_OK) return r;
   snprintf(endpoint, sizeof endpoint, "%s", config->init_method);
   for (i = 0; i < n /* 0: the endpoint is no address */ && !here; i++) {
@@ -11072,10 +11090,10 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     if (error == 0) (void)cddp__peer_process(fd, peer);
     if (error == 0) (void)!send(fd, CDDP__CLAIM, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     pid = peer[0]; /* 0: not known */
-    ended = error != 0 || /* or its process does not exist, or is a zombie: */
+    ended = error != 0 /* none listens */ || /* or the holder does not exist, or is a zombie: */
             (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
                           cddp__exit_status(-1 /* pidfd */, pid, &status)));
-    /* EAGAIN: its queue is full. An answer: it lived, and has failed because of this, and ended. */
+    /* EAGAIN: its queue is full. An answer, "!": it lived when it got the claim, which ended it. */
     if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1)) ended = false;
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
@@ -11087,7 +11105,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
                    "ranks of both: stop it too");
       return r;
     }
-    /* The rank has ended (a child of its can hold the name), or does not listen yet: again. */
+    /* The holder has ended (a process that it forked can hold the name), or does not listen yet. */
     cddp__sleep(0.001);
   }
   return CDDP_OK; /* not bound: only this check is lost */
@@ -11118,7 +11136,7 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
         recv(fd, &byte, 1, MSG_DONTWAIT) == 1 && byte == CDDP__CLAIM[0] &&
         cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid())
       second = peer[0];
-    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* any byte: it lives */
+    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* any byte: it is alive */
     cddp__close_fd(&fd);
   }
   return second;
@@ -11126,15 +11144,18 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
 
 /* --- registered ranks --- */
 
-/* The process that fits and has registered with this rank, or NULL. */
-static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, uint32_t rank) {
+/* The entry in `registered` of the process with this number as its rank, misfits left out. NULL:
+   there is none. */
+static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, uint32_t number) {
   size_t i;
   for (i = 0; i < rdv->registered_count; i++)
-    if (rdv->registered[i].fits && rdv->registered[i].info.rank == rank) return &rdv->registered[i];
+    if (rdv->registered[i].fits && rdv->registered[i].info.rank == number)
+      return &rdv->registered[i];
   return NULL;
 }
 
-/* Fails if `other` does not match this rank, `own`: then it is a misfit. */
+/* Fails if `other` does not match `own`: then it is a misfit. Only a process that joins can have a
+   number beyond the world size. */
 static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *other) {
   if (other->version != own->version)
     return cddp__fail(CDDP_MISMATCH,
@@ -11170,7 +11191,7 @@ static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
    only without memory. */
 static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_info *info,
                                        int node) {
-  const cddp__registration *other = cddp__find_registered(rdv, info->rank); /* with its number */
+  const cddp__registration *other = cddp__find_registered(rdv, info->rank); /* has that number */
   cddp__registration *list, *entry;
   cddp_result r = rdv->registered_count > 0 /* [0] is this rank, which compares with nothing */
                       ? cddp__compare_ranks(&rdv->registered[0].info, info)
@@ -11193,8 +11214,8 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
   entry->node = node;
   entry->link_fd = -1;
   entry->fits = r == CDDP_OK;
-  if (node == 0 /* this one */ && info->rank == 0) rdv->with_rank_0 = true;
-  if (info->world_size > rdv->expected) rdv->expected = info->world_size;
+  if (node == 0 /* this node */ && info->rank == 0) rdv->with_rank_0 = true;
+  if (info->world_size > rdv->expected) rdv->expected = info->world_size; /* also a misfit's */
   return CDDP_OK;
 }
 
@@ -11219,7 +11240,7 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   if (c->state == CDDP__CONNECTION_PROVING || c->ended_early) return NULL;
   m = cddp__connection_receive(c, most);
   if (m == NULL && c->got >= sizeof c->in_head && c->in_head.type == CDDP__FRAME_PIECE)
-    cddp__connection_end(c, EPROTO); /* pieces are for >>hosts only */
+    cddp__connection_end(c, EPROTO); /* only >>hosts receives pieces: no stranger may send one */
   return m;
 }
 
@@ -11256,8 +11277,8 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                     net != NULL ? net->hosts[net->ranks[0].host].name /* the root's */ : "");
 }
 
-/* Makes `channel` a connection at socket fd; -1: none, it counts as ended. Begins the proof of the
-   secret on TCP (not local). caller: CDDP__END_*. */
+/* Makes `channel` a connection at socket fd; -1: none, which others see by connection.fd. Begins
+   the proof of the secret on TCP (not local). caller: CDDP__END_*. */
 static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, int fd, bool local,
                                bool caller) {
   cddp__connection *c = &channel->connection;
@@ -11306,7 +11327,7 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
     all.sin6_family = AF_INET6;
     a = cddp__internet_address(&all); /* "::", which accepts IPv4 too */
     r = cddp__listen_all(&a, 1, fd, &count);
-    if (r == CDDP_NETWORK) { /* no IPv6 */
+    if (r == CDDP_NETWORK) { /* no IPv6 here: all addresses of the family of *at */
       a = *at;
       cddp__address_to_all(&a);
       cddp__address_set_port(&a, 0); /* any */
@@ -11355,7 +11376,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
     bool none = error == EMFILE || error == ENFILE; /* no descriptor is left */
     bool few = none || (error == 0 && !cddp__has_spare_fd(fd));
     /* Ranks of this host are not strangers. If no descriptor is left, one must be closed. */
-    size_t limit = !few || local ? most : none ? 1 : CDDP__FEW_UNPROVEN;
+    size_t limit = !few || local ? most : none ? 1 /* any silent child */ : CDDP__FEW_UNPROVEN;
     size_t i, oldest = 0, silent = 0; /* silent: number of children that have not sent RANK */
     cddp__channel *children;
     if (error == EINTR || error == ECONNABORTED) continue;
@@ -11407,7 +11428,8 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   return false;
 }
 
-/* The root receives rank 0's PORT: one of its listening sockets, and the salt of proofs there. */
+/* The root receives rank 0's PORT: one of its listening sockets, and the salt of proofs there. The
+   caller has checked that root.fds has a free entry. */
 static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c,
                                       const cddp__message *m) {
   cddp__root_search *root = &rdv->root;
@@ -11439,13 +11461,14 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   memcpy(&info, m + 1, sizeof info);
   info.host.name[sizeof info.host.name - 1] = 0;
   info.joins = 0; /* else its rank could be beyond WORLD_SIZE: cddp__compare_ranks */
-  *admitted = info.pid != 0 && info.port >= 0 && info.port <= 65535 &&
+  *admitted = info.pid != 0 && info.port >= 0 && info.port <= 65535 /* else damaged */ &&
               (child->rank_received || cddp__admit_rank(rdv, c, &info) /* sends WAIT or FAIL */);
   if (!*admitted) return CDDP_OK;
-  /* This host's address for other nodes is that of the first connection that is not by loopback. */
+  /* This host's address for other nodes is this end of the first coordinator's connection
+     (node_count 1) or, while that is by loopback, of a later one. */
   if (!c->local && (rdv->node_count == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
-  node = c->local               ? 0 /* this one */
+  node = c->local               ? 0 /* this node */
          : child->rank_received ? rdv->registered[child->entry].node
                                 : rdv->node_count++; /* a new coordinator */
   if (r == CDDP_OK) r = cddp__register_rank(rdv, &info, node);
@@ -11472,8 +11495,8 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
     uint32_t kind = m->head.number;
     bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than any job has */
     bool failed = kind >= CDDP__FAILED; /* FAIL */
-    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* a stranger */
-    /* A misfit can send only RANK and, if it is rank 0, PORT. */
+    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* so it is not valid */
+    /* end_is_loss: the child fits. A misfit can send only RANK and, if it is rank 0, PORT. */
     valid = kind == CDDP__RENDEZVOUS_PORT ? child->rank_received : child->end_is_loss;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
       r = cddp__receive_rank(rdv, child, m, &valid);
@@ -11517,7 +11540,7 @@ static bool cddp__check_table(cddp__net *net, int rank) {
   for (i = 0; i < net->host_count && net->hosts[i].size > 0; i++) {}
   net->host = net->ranks[rank].host;
   return i == net->host_count /* every host has ranks */ &&
-         net->ranks[rank].pid == (uint32_t)getpid();
+         net->ranks[rank].pid == (uint32_t)getpid() /* not of another process with this rank */;
 }
 
 /* Makes a received TABLE this rank's rdv->net, and takes the descriptors that a coordinator has
@@ -11525,11 +11548,12 @@ static bool cddp__check_table(cddp__net *net, int rank) {
 static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *m) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
-  size_t size = (size_t)m->head.size, without_hosts = cddp__table_bytes(ranks, 0),
-         hosts = size > without_hosts ? (size - without_hosts) / sizeof(cddp__host_entry) : 0;
-  if (hosts == 0 || hosts > (size_t)ranks || size != cddp__table_bytes(ranks, (int)hosts))
+  size_t size = (size_t)m->head.size, without_hosts = cddp__table_bytes(ranks, 0 /* hosts */),
+         host_count = size > without_hosts ? (size - without_hosts) / sizeof(cddp__host_entry) : 0;
+  if (host_count == 0 || host_count > (size_t)ranks ||
+      size != cddp__table_bytes(ranks, (int)host_count) /* a remainder */)
     return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
-  rdv->net = cddp__net_new(&rdv->host->allocator, ranks, (int)hosts);
+  rdv->net = cddp__net_new(&rdv->host->allocator, ranks, (int)host_count);
   if (rdv->net == NULL) return CDDP_OUT_OF_MEMORY;
   memcpy(rdv->net->token, m + 1, size); /* hosts and ranks are behind the token */
   if (!cddp__check_table(rdv->net, rdv->config->rank)) {
@@ -11537,8 +11561,8 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
     rdv->net = NULL;
     return cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
   }
-  if (!c->local) return CDDP_OK;
-  if (c->fds[0] < 0 || (hosts > 1 && c->fds[1] < 0))
+  if (!c->local) return CDDP_OK; /* a coordinator: it has made its node's memory and listeners */
+  if (c->fds[0] < 0 || (host_count > 1 && c->fds[1] < 0)) /* dropped above the limit */
     return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of the shared memory");
   rdv->memory_fd = c->fds[0];
   rdv->registered[0].link_fd = cddp__disconnect_in_forks(c->fds[1]);
@@ -11609,13 +11633,13 @@ static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool p
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; choose a free port, the same for all ranks");
   cddp__append_origin(config, r);
-  if (r == CDDP_MISMATCH) return CDDP_NETWORK; /* final */
+  if (r == CDDP_MISMATCH) return CDDP_NETWORK; /* no more tries: the port is another program's */
   if (r != CDDP_NETWORK && r != CDDP_TIMEOUT) return r;
   root->blocked = cddp__textf("rank %d on %s: %s", config->rank, rdv->host->name, cddp_error());
   root->port_blocked = port_blocked;
   root->next_look = now;
   if (root->next < root->address_count) return CDDP_OK; /* the next address immediately */
-  root->next_look += root->pause * (0.5 + (double)jitter / 1024); /* factor 0.5 to 1.5 */
+  root->next_look += root->pause * (0.5 + (double)jitter / 1024); /* spreads the nodes' tries */
   root->pause = root->pause < 0.125 ? 2 * root->pause : 0.25; /* at most 0.25 s */
   return CDDP_OK;
 }
@@ -11642,7 +11666,7 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
    */
 static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   cddp__root_search *root = &rdv->root;
-  const cddp__address at = root->addresses[root->next - 1]; /* tried last; a copy: see below */
+  const cddp__address at = root->addresses[root->next - 1]; /* a copy: _read_root_file sets them */
   const cddp__challenge *challenge = &rdv->parent.connection.challenge; /* the root's proof */
   unsigned char old_salt[sizeof root->proof_salt];
   /* A store or a file has the address of the root's own port: there it surely listens. */
@@ -11659,7 +11683,8 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
     root->closed = root->closed || error == 0 || error == ECONNRESET;
     r = cddp__fail_connect(&at, error, &root->closed_since);
   }
-  /* A refusal is final only if the file, read again, still has this root's salt. */
+  /* A refusal is final only if the file, read again, still has this root's salt. With a launcher's
+     store it never is: the key can have an earlier root's. */
   memcpy(old_salt, root->proof_salt, sizeof old_salt);
   if (r != CDDP_NETWORK && root->store != NULL &&
       (rdv->config->client_only || cddp__read_root_file(rdv) != CDDP_OK ||
@@ -11735,7 +11760,8 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
   list[n] = parent; /* fd -1 if there is none: ignored */
-  if (rdv->node_socket >= 0 && rdv->net == NULL) /* a client's sockets are served by the root */
+  /* Not on rank 0 if it is a client: the root serves its sockets. With a table none is awaited. */
+  if (rdv->node_socket >= 0 && rdv->net == NULL)
     for (i = 0; i < (size_t)rdv->root.fd_count; i++) listeners[listener_count++] = rdv->root.fds[i];
   r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
                              cddp__earlier_deadline(0.05 /* s */, until));
@@ -11749,10 +11775,10 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
     rdv->root.refused_count += c->challenge.state == CDDP__CHALLENGE_WRONG; /* another secret */
     cddp__remove_child(rdv, i);
   }
-  if (r == CDDP_OK && listeners[0] /* rank_claim_fd */ >= 0 &&
+  if (r == CDDP_OK && listeners[0] >= 0 /* rank_claim_fd has a caller */ &&
       (pid = cddp__find_second_claim(rdv->job)) != 0) {
     cddp__rank_info info = rdv->registered[0].info;
-    info.pid = pid; /* another process with this rank */
+    info.pid = pid; /* registering another process with this rank sets rdv->problem */
     r = cddp__register_rank(rdv, &info, 0 /* this node */);
   }
   if (r == CDDP_OK && cddp__has_news(parent)) r = cddp__receive_from_parent(rdv);
@@ -11821,12 +11847,13 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
     if (root->try_s < 8) root->try_s *= 2; /* a distant or busy server gets more time */
   }
   if (r != CDDP_OK) return r;
-  root->try_s = 0.25; /* for the root, as at the start */
+  root->try_s = 0.25; /* tries to reach the root begin short again */
   root->store->timeout_s = rdv->deadline - cddp__now(); /* limit of its requests */
   if (root->store->timeout_s < 0.2) root->store->timeout_s = 0.2; /* time for an answer */
   if (rdv->with_rank_0) {
     r = cddp__publish_root(rdv);
   } else {
+    /* CHECK first: servers differ in what they answer to GET if the key is missing. */
     q = cddp__request_of(CDDP__STORE_CHECK, &key, 1);
     r = cddp__store_run(root->store, &q);
     found = r == CDDP_OK && q.number == 0; /* no key is missing */
@@ -11871,7 +11898,7 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   if (scheme == CDDP__URL_UNIX) {
     root->address_count = 1;
     cddp__unix_name(&root->addresses[0], name);
-  } else if (root->address_count == 0 || cddp__now() > root->resolved_at + 5 /* s */) {
+  } else if (root->address_count == 0 || cddp__now() > root->resolved_at + 5 /* s: can change */) {
     r = cddp__resolve(config->host, config->port, root->addresses, &root->address_count);
     root->resolved_at = cddp__now();
   }
@@ -11891,7 +11918,8 @@ static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
 static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   double start = rdv->deadline - rdv->config->timeout_s, deadline = cddp__try_deadline(rdv),
-         most_pause = 0.02 + 1e-5 * rdv->config->world_size; /* s, between two looks into a store */
+         /* s, between two looks into a store; in large jobs more coordinators look */
+         most_pause = 0.02 + 1e-5 * rdv->config->world_size;
   int fd, error;
   cddp_result r = CDDP_OK;
   if (cddp__now() < root->next_look) return CDDP_OK;
@@ -11904,7 +11932,7 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
       return r;
     }
     if (r != CDDP_OK) return cddp__look_again(rdv, r, false /* port_blocked */);
-    root->blocked.s[0] = 0;
+    root->blocked.s[0] = 0; /* finding the addresses no longer fails */
   }
   if (root->fd_count > 0) return CDDP_OK; /* this rank is the root: its address is published */
   if (root->address_count == 0) { /* the root's is not published yet */
@@ -11937,9 +11965,10 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   char own_text[CDDP__ERROR_MAX];
   cddp_result answer = CDDP_OK;
   snprintf(own_text, sizeof own_text, "%s", cddp_error());
-  root->try_s = 1;
+  root->try_s = 1; /* s: there is only one try */
   root->next_look = 0; /* now */
-  if (cddp__find_addresses(rdv) == CDDP_OK && !cddp__address_is_local(&root->addresses[0]))
+  if (cddp__find_addresses(rdv) == CDDP_OK && /* not this host's own address: */
+      !cddp__address_is_local(&root->addresses[0]))
     answer = cddp__try_root(rdv);
   if (c->fd >= 0)
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL /* fds */, deadline);
@@ -12033,7 +12062,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->node_count = 1; /* this rank's own */
   rdv->expected = (uint32_t)config->world_size;
   snprintf(root->key, sizeof root->key, "%s/meeting", config->run);
-  root->try_s = 0.25; /* at first; grows to 8 s */
+  root->try_s = 0.25; /* short: between tries this rank serves its clients; doubles up to 8 s */
   root->pause = 0.002; /* at first */
   /* The first look is delayed: if rank 0 registers with this coordinator first, none is needed. */
   root->next_look = cddp__now() + 0.002;
@@ -12091,7 +12120,8 @@ static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
     CDDP__POINT("hello");
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, &entry->info, sizeof entry->info,
                              NULL /* fds */, rdv->deadline);
-    for (k = 0; k < rdv->root.fd_count && entry == rdv->registered /* own */ && c->local; k++) {
+    /* Rank 0 on a client (c->local) sends its sockets after its own RANK. Others have none. */
+    for (k = 0; k < rdv->root.fd_count && entry == rdv->registered && c->local; k++) {
       int fds[2] = {rdv->root.fds[k], -1 /* none */};
       (void)cddp__send_message(c, CDDP__RENDEZVOUS_PORT, rdv->root.proof_salt,
                                sizeof rdv->root.proof_salt, fds, rdv->deadline);
@@ -12139,20 +12169,20 @@ static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
     cddp__registration *entry = &rdv->registered[i];
     const cddp__rank_entry *listed = /* %: a misfit's number can be too large */
         &net->ranks[entry->info.rank % (uint32_t)net->size];
-    if (!entry->fits || entry->node != 0 ||
+    if (!entry->fits || entry->node != 0 /* its coordinator checks it */ ||
         (listed->host == net->host && listed->pid == entry->info.pid))
       continue;
-    entry->fits = false;
+    entry->fits = false; /* the table has another process with its number */
     cddp__note_problem(rdv, cddp__fail_rank_taken(rdv->job, (int)entry->info.rank, listed->pid,
                                                   net->hosts[listed->host].name, entry->info.pid,
                                                   entry->info.host.name));
   }
-  for (i = 0; i < rdv->child_count; i++) /* the other children get no TABLE */
+  for (i = 0; i < rdv->child_count; i++) /* cddp__send_table leaves out the other children */
     rdv->children[i].end_is_loss =
         rdv->children[i].rank_received && rdv->registered[rdv->children[i].entry].fits;
   net->listener = rdv->registered[0].link_fd;
   rdv->registered[0].link_fd = -1;
-  if (rdv->job->secret[0] == 0 || rdv->config->launcher_secret /* not for links */ ||
+  if (rdv->job->secret[0] == 0 /* none */ || rdv->config->launcher_secret /* not for links */ ||
       net->host_count == 1 /* no links */)
     return CDDP_OK;
   net->secret = cddp__strdup(&rdv->host->allocator, rdv->job->secret);
@@ -12166,6 +12196,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   enum { MOST_PORTS = 32 };
   const cddp__net *net = rdv->net;
   double deadline = cddp__now() + cddp__blocked_s(rdv),
+         /* A refusal: a firewall, or the rank has died. In that case FAIL arrives by then. */
          refused_end = cddp__earlier_deadline(1 /* s */, deadline);
   cddp__connection *links[MOST_PORTS];
   cddp__address a;
@@ -12177,7 +12208,8 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   for (i = 1; i < net->size && n < MOST_PORTS; i++) {
     p = (net->rank + i) % net->size;
     if (net->ranks[p].host == net->host) continue;
-    if (cddp__link_connect(net, p, CDDP__LINK_NOTICE, 0 /* group */, &links[n]) != CDDP_OK) break;
+    if (cddp__link_connect(net, p, CDDP__LINK_NOTICE, 0 /* group */, &links[n]) != CDDP_OK)
+      break; /* no memory or descriptor: checks those so far */
     n++;
   }
   for (i = 0; i < n; i++) {
@@ -12281,7 +12313,8 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     double until = rdv->deadline + 0.5; /* a client's deadline, the latest of all: see `late` */
     bool late, mismatch, alone; /* alone: this rank has no proven parent */
     bool complete; /* this rank is the root, and all ranks have registered */
-    if (up->fd < 0 && rdv->node_socket < 0) r = cddp__connect_node(rdv);
+    if (up->fd < 0 && rdv->node_socket < 0) /* neither client nor coordinator yet */
+      r = cddp__connect_node(rdv);
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
     if (r == CDDP_OK && !alone) r = cddp__inform_parent(rdv);
     if (alone) until = rdv->deadline;
@@ -12427,7 +12460,7 @@ static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__cha
      g   the group that this rank has built; NULL: none */
 static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX], remote[CDDP__ERROR_MAX]; /* for ranks of this host; for others */
-  cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem);
+  cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem); /* sets its text */
   double deadline;
   int passes = 0;
   size_t k, draining; /* draining: number of children that have to read FAIL */
@@ -12444,7 +12477,8 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
       cddp__channel *child = &rdv->children[k];
       bool fits = child->rank_received && rdv->registered[child->entry].fits;
       draining += child->fail_sent;
-      if (child->fail_sent || (r == CDDP_OK && (!child->rank_received || fits))) continue;
+      if (child->fail_sent || (r == CDDP_OK && (!child->rank_received || fits)))
+        continue; /* has FAIL; or r is CDDP_OK and the child is no misfit */
       if (!cddp__registered_before(rdv, child))
         cddp__channel_fail(child, result, child->connection.local ? text : remote);
       /* A Unix socket delivers FAIL after close(2) too; new connections need the descriptor. */
@@ -12458,7 +12492,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
   if (r == CDDP_OK) return;
   if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote)); /* for ranks that use it already */
-  if (rdv->host->net != NULL)
+  if (rdv->host->net != NULL) /* ranks of other hosts can use group 0 already, too */
     cddp__send_notices(rdv->host->net, 0 /* group */, NULL, rdv->net->size, (uint32_t)r, remote);
   cddp__fail(r, "%s", text); /* this thread's error again */
 }
@@ -12484,7 +12518,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
   cddp__close_fd(&rdv->node_socket);
   if (store != NULL && store->file >= 0 && cddp__file_has_name(store->file, store->name))
     unlink(store->name); /* file:// on rank 0: a later job must not find it */
-  cddp__close_port(rdv, r == CDDP_OK && !rdv->config->client_only);
+  cddp__close_port(rdv, r == CDDP_OK && !rdv->config->client_only /* keep */);
   if (store != NULL) cddp__store_free(store);
   if (rdv->net != rdv->host->net) cddp__net_release(rdv->net); /* unused: one host, or failed */
   cddp__free(allocator, rdv->children);
@@ -12504,7 +12538,8 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
 
 #define CDDP__JOIN_WAIT_S 0.02 /* most that a rank waits for messages of joining processes */
 #define CDDP__JOB_GONE_S 2.0 /* without a living rank on this host: then the job has ended */
-#define CDDP__JOB_SILENT_S 20.0 /* on others, where none listens while all compute after a loss */
+/* The same if MASTER_ADDR is another host. Longer: after a loss none listens while all compute. */
+#define CDDP__JOB_SILENT_S 20.0
 #define CDDP__JOIN_CALLS 64 /* most connections of a joining process at the same time */
 
 /* Opens the sockets for joining processes, unless they are open. One is at this rank's socket name.
@@ -12514,7 +12549,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
 static void cddp__join_listen(cddp__host *host) {
   const cddp__job_info *job = host->job_info;
   cddp__address a;
-  int defer_s = 5 /* a connection without bytes is accepted after it */, error = 0;
+  int defer_s = 5 /* only then a connection without bytes is accepted */, error = 0;
   if (job == NULL) return; /* no process can join */
   if (job->table.several_hosts != 0 && job->port != 0 && host->joins.tcp_fd < 0) {
     a = cddp__internet_address(&job->table.address);
@@ -12559,7 +12594,7 @@ static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
 /* Answers a call: posts TABLE and, on a Unix socket, the memfd. A failure ends c. */
 static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   cddp__join_table *table = &host->job_info->table;
-  table->info.fp_mode = cddp__fp_mode();
+  table->info.fp_mode = cddp__fp_mode(); /* of this thread, which can have changed it */
   table->job = host->record != NULL ? host->record->job : 0;
   table->local_size = host->size;
   c->send_fds[0] = host->arena.fd; /* on TCP none is sent */
@@ -12578,8 +12613,8 @@ static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
 static int cddp__join_continue(cddp__host *host, double begin, cddp__connection **waiting,
                                int most, bool few) {
   cddp__connection **at = &host->joins.calls, *c;
-  int limit = few ? CDDP__FEW_UNPROVEN : cddp__unproven_most(host->size); /* of each: */
-  int silent = 0, proving = 0, n = 0;
+  int limit = few ? CDDP__FEW_UNPROVEN : cddp__unproven_most(host->size);
+  int silent = 0, proving = 0 /* `limit` is that of each */, n = 0;
   while ((c = *at) != NULL) {
     bool began = c->challenge.messages_received > 0;
     if (cddp__connection_progress(c) /* proven */ && c->peer < 0) cddp__join_answer(host, c);
@@ -12723,8 +12758,10 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
 
 /* Seconds without a rank after which the job has ended. */
 static double cddp__job_gone_s(const cddp__job_info *job, const cddp__join_search *search) {
-  bool here = job->endpoint_here && cddp__env("CDDP_HOST_ID") == NULL; /* living ranks have names */
-  bool foreign = job->foreign == (1u << search->address_count) - 1; /* all addresses */
+  bool here = /* ranks run on this host, where a living one holds its name */
+      job->endpoint_here && cddp__env("CDDP_HOST_ID") == NULL;
+  bool foreign = /* all addresses of MASTER_ADDR are another job's */
+      job->foreign == (1u << search->address_count) - 1;
   return here || foreign ? CDDP__JOB_GONE_S : CDDP__JOB_SILENT_S;
 }
 
@@ -12737,7 +12774,8 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
   const char *blocked = search->blocked.s;
   bool alive = search->count > 0; /* a rank or its process was seen */
   bool has_master = job->port != 0;
-  bool has_model = job->table.lead.model.params != 0; /* then its ranks are in `calls` */
+  /* The job has answered this process before: only ranks of its model count, and are in `calls`. */
+  bool has_model = job->table.lead.model.params != 0;
   double now = cddp__now(), gone_s = cddp__job_gone_s(job, search);
   int rank, fd;
   for (rank = 0; rank < (int)own->world_size && !alive && !has_model; rank++) {
@@ -12790,7 +12828,8 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
     if (r == CDDP_OK) r = cddp__join_check_time(host, &search, deadline);
     for (i = 0; i < search.count; i++) polled[i] = &search.calls[i];
     if (r == CDDP_OK)
-      r = cddp__connections_poll(&host->allocator, polled, (size_t)search.count, NULL, 0,
+      r = cddp__connections_poll(&host->allocator, polled, (size_t)search.count,
+                                 NULL, 0 /* listeners */,
                                  cddp__earlier_deadline(0.1 /* s */, deadline));
     for (i = search.count; i-- > 0 && r == CDDP_OK && !answered;) {
       if (polled[i]->ready) {
@@ -12932,7 +12971,7 @@ static void cddp__claim_links(cddp_group *g) {
    already ended. */
 static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
   cddp__peer *p = &g->hosts->peers[rank];
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   cddp__connection *link;
   if (p->link[0] == NULL) cddp__claim_links(g); /* the rank can have connected to this one */
   if (p->link[0] != NULL) return CDDP_OK;
@@ -12982,7 +13021,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
   bool received = false; /* a whole frame */
   uint64_t one = 1; /* a write adds it to the eventfd */
   cddp__message *m;
-  cddp__link_progress(hosts->net, link); /* sends */
+  cddp__link_progress(hosts->net, link); /* sends; until the link is UP: hello and proof */
   while (link->state == CDDP__CONNECTION_UP &&
          (purpose == CDDP__FOR_FRAME || hosts->stored_bytes <= CDDP__STAGED_MAX ||
           cddp__is_awaited(g, link->rank))) {
@@ -12992,7 +13031,8 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
       link->into->from = link->rank;
       link->into->result = CDDP_OK; /* valid once it is done */
     }
-    if ((m = cddp__connection_receive(link, SIZE_MAX / 16 /* most: any size */)) == NULL) break;
+    m = cddp__connection_receive(link, SIZE_MAX / 16 /* most: any size, without an overflow */);
+    if (m == NULL) break; /* incomplete, a piece, or the link has ended */
     if (link->into != NULL) { /* the receive is complete */
       link->into->filling = false;
       link->into->done = true;
@@ -13009,7 +13049,8 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
   cddp__handle_link_end(g, link);
   if (!received && link->got == got_before) return; /* no bytes */
   cddp__notify(g, g->rank); /* wakes this rank's threads that sleep on slot.events */
-  if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* ends one's epoll_wait */
+  if (hosts->polling) /* one of them is in epoll_wait, which this ends */
+    (void)!write(hosts->wake_fd, &one, sizeof one);
 }
 
 /* Sends waiting bytes on all links. Returns how many are left on links that have not ended. */
@@ -13107,7 +13148,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   struct epoll_event unused[16]; /* the caller looks at all links */
   double start;
-  /* Of the sleep. Shorter if a rank of this host is awaited, since it does not end epoll_wait. */
+  /* ms: limit of the sleep; short for a rank of this host, which cannot end epoll_wait */
   int p, ms = peer != CDDP_ANY && g->host_index[peer] < 0 ? 5 : 1;
   bool polls; /* this thread polls for all */
   cddp__connection *link;
@@ -13116,7 +13157,8 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
     if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
   for (link = hosts->links; w->due && link != NULL; link = link->next)
     cddp__link_end_if_unacked(link); /* a host that no longer answers */
-  polls = !hosts->polling && cddp__load32(&slot->events) == events; /* else it need not sleep */
+  /* If slot.events has changed, this thread can continue: cddp__wait_sleep returns immediately. */
+  polls = !hosts->polling && cddp__load32(&slot->events) == events;
   hosts->polling = hosts->polling || polls;
   pthread_mutex_unlock(&g->p2p.lock);
   if (!polls) {
@@ -13188,7 +13230,7 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   cddp__connection *link = g->hosts->links;
   CDDP_ASSERT(work->filling); /* by one of the links: */
   while (link->into != work) link = link->next;
-  if (link->state != CDDP__CONNECTION_ENDED)
+  if (link->state != CDDP__CONNECTION_ENDED) /* else the rest does not arrive */
     m = (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)link->in_head.size);
   if (m != NULL) {
     *m = *link->message;
@@ -13293,7 +13335,7 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
   if (link->state != CDDP__CONNECTION_UP ||
       cddp__connection_read(link, &link->in_head, data, size, &link->got, CDDP__PIECE_FRAME) <= 0)
     return false;
-  link->got = 0;
+  link->got = 0; /* the next frame can begin */
   return true;
 }
 
@@ -13315,6 +13357,7 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
       if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__ensure_link(g, frame.rank);
       else cddp__claim_links(g); /* the lower rank connects: one link, not two */
     }
+    /* stuck_pass: an earlier frame to, or from, this rank is incomplete; this one must follow it */
     for (k = 0; !done && p->stuck_pass[frame.out] != hosts->pass && k < links; k++) {
       cddp__connection *link = p->link[k];
       size_t before = link == NULL ? 0 : frame.out ? link->sent : link->got; /* bytes */
@@ -13323,7 +13366,7 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
       *moved = *moved || (frame.out ? link->sent : link->got) != before;
       cddp__handle_link_end(g, link);
     }
-    *moved = *moved || done;
+    *moved = *moved || done; /* a whole frame can leave `sent` and `got` at 0, as before */
     if (done) continue;
     p->stuck_pass[frame.out] = hosts->pass; /* the rank's later frames wait for this one */
     hosts->posted[kept++] = frame;
@@ -13382,7 +13425,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
     late = cddp__move_frames(g, due_step, &moved, &r);
     pthread_mutex_unlock(&g->p2p.lock);
     r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* OUT_OF_MEMORY: connects again */
-    if (late < 0 || moved || r != CDDP_OK) continue;
+    if (late < 0 || moved || r != CDDP_OK) continue; /* to the loop's condition */
     if (cddp__wait_yields_spent(&w))
       r = cddp__await_frames(g, &w, late, events);
     else if (!polls || w.yields % CDDP__POLLS_PER_YIELD == 0)
@@ -13414,7 +13457,7 @@ static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *hea
       kind >= CDDP__KIND_GROUP_NEW /* no data */ || !cddp__dtype_ok(dtype) /* damaged */)
     return 0;
   element = cddp__dtype_size(dtype);
-  if (cddp__shapes[kind].scatters) element *= (size_t)g->size;
+  if (cddp__shapes[kind].scatters) element *= (size_t)g->size; /* a share for each rank */
   if (header->count > g->staging_size / element || header->count <= CDDP__PAYLOAD / element)
     return 0; /* the share takes more than this round, or is in the header */
   if (cddp__shapes[kind].from_root && rank != header->root) return 0; /* sends nothing */
@@ -13636,11 +13679,11 @@ static size_t cddp__view_shares(const cddp__flow *f) { /* number of shares in a 
 static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__call *c = f->c;
-  size_t share = cddp__view_shares(f) > 1 ? (size_t)p : 0, at; /* at: in elements */
+  size_t index = cddp__view_shares(f) > 1 ? (size_t)p : 0 /* of the share */, at /* elements */;
   if (f->g->buffers[t] == NULL) /* the view is in scratch, which has the chunks of all shares */
     return hosts->scratch[t] +
-           ((size_t)f->scratch_half * CDDP__SCRATCH_HALF + share * f->n * c->esize);
-  at = share * c->count;
+           ((size_t)f->scratch_half * CDDP__SCRATCH_HALF + index * f->n * c->esize);
+  at = index * c->count;
   if (c->shares != NULL && cddp__is_pairwise(f) && t != f->g->local_rank)
     at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].peer_at; /* of this rank's share there */
   else if (c->shares != NULL) /* this rank's view, or all_gather_v: all have the same positions */
@@ -13669,7 +13712,8 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
   int host_count = f->hosts_sum_whole ? 1 : hosts->count; /* hosts that share the slices */
   bool one_buffer = cddp__in_one_buffer(f->c); /* else each rank owns its share: [0, n) */
   *begin = 0;
-  if (one_buffer && p->local_rank >= hosts->min_locals) return 0; /* each host has as many owners */
+  if (one_buffer && p->local_rank >= hosts->min_locals)
+    return 0; /* no owner: each host has min_locals of them */
   if (one_buffer) /* the hosts' owners with one local rank have neighbouring slices */
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
                 p->local_rank * host_count + (f->hosts_sum_whole ? 0 : p->host), begin, &end);
@@ -13849,7 +13893,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     r = cddp__deliver(
         g, s == last || f->hosts_sum_whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
     if (r != CDDP_OK) break;
-    if (shape->reduces && s >= 0 && s < f->pieces) {
+    if (shape->reduces && s >= 0 && s < f->pieces) { /* all contributions to piece s are here */
       n = cddp__piece_elements(f, g->rank, s, &begin);
       if (n > 0) cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
     }
@@ -13884,7 +13928,8 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   f->hosts_sum_whole = f->c->kind == CDDP__KIND_ALL_REDUCE &&
                        f->n / owners * sum_bytes <= whole_most; /* all hosts' sums of a slice */
   if (!f->hosts_sum_whole) owners *= host_count;
-  if (one_buffer) longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
+  if (one_buffer) /* granules of the chunk, the last can be short; then of each owner, rounded up */
+    longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->piece_max = longest;
   if (!f->hosts_sum_whole && (one_buffer || f->shape->reduces)) /* else one piece */
     f->piece_max = cddp__min(longest, piece * host_count / sum_bytes);
@@ -14067,7 +14112,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   }
   hosts->mine = hosts->peers[g->rank].host;
   if (hosts->count <= CDDP__DIRECT_HOSTS) { /* else 0: leaders send no shares */
-    g->staging_size = cddp__piggyback_bytes(g->size) / (size_t)g->size;
+    g->staging_size = cddp__piggyback_bytes(g->size) / (size_t)g->size; /* for one rank's shares */
     g->staging_size -= g->staging_size % CDDP__CACHE_LINE; /* no line has two writers */
   }
   for (h = 0; h < hosts->count; h++) {
