@@ -17992,11 +17992,12 @@ struct cddp__ddp_memory {
   /* Called first by a public call of a step: select_device, and a check. CDDP_UNSUPPORTED: a graph
      is being captured that cannot contain this model's calls. */
   cddp_result (*enter)(const cddp_ddp *d);
-  cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream); /* in the stream */
+  /* On a device these two, `sum` and `scale` are enqueued on the stream. */
+  cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
   cddp_result (*alloc)(cddp_ddp *d); /* sets d->arena, zeroed memory of layout.arena_bytes */
   void (*free)(cddp_ddp *d);         /* the device's memory; NULL: all is host memory */
-  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* memory until the next call */
+  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* valid until the next call */
   /* Sets *met if ranks need no round before this wait or step, since NCCL's watchers compare
      `check`. NULL: they always need one. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
@@ -18009,7 +18010,7 @@ struct cddp__ddp_memory {
   /* The caller's stream (on a host: the caller) waits for all buckets of the step. part: it needs
      only this rank's part of the mean. */
   cddp_result (*fence)(cddp_ddp *d, bool part);
-  cddp_result (*await)(cddp_ddp *d); /* the host waits for the caller's stream */
+  cddp_result (*await)(cddp_ddp *d); /* the host waits for the caller's stream; NULL: no stream */
   cddp_result (*broadcast)(cddp_ddp *d, int n); /* starts the first n d->scratch.calls together */
   /* Multiplies n elements by factor. */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
@@ -18162,7 +18163,7 @@ static void cddp__set_layout(cddp_ddp *d) {
     tensor->dense_offset = layout->bytes; /* behind the dense gradients; for place_rows */
     if (d->group->backend->on_device) /* kernels read the mean as a dense gradient */
       layout->bytes += cddp__round_up(sparse->rows * sparse->row_bytes, CDDP__CACHE_LINE);
-    if (!d->desc.elastic) continue;
+    if (!d->desc.elastic) continue; /* else joining ranks receive its states too */
     tensor->offset = layout->model_bytes; /* its states have a place behind the dense ones */
     tensor->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     layout->model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
@@ -18243,7 +18244,7 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   bool exchanged = !g->carrier->shares_memory; /* buckets go to other hosts, or through MPI */
   cddp__ref ref;
   memset(&ref, 0, sizeof ref); /* kind NONE */
-  if (p == NULL || (gradient && bytes == 0)) return ref;
+  if (p == NULL || (gradient && bytes == 0)) return ref; /* an empty gradient stays COPIED */
   if (gradient &&
       (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->shards.uses_slots) ||
        (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
@@ -18492,9 +18493,11 @@ enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   cddp__shard_node *own = d->shards.own_nodes;
   cddp__shard_node of_shard = {shard, 1 /* width */, -1 /* no slot */, 0 /* rank: unused here */};
-  int *count = &d->shards.own_node_count, free_slot = cddp__free_slot(own, *count);
+  int *count = &d->shards.own_node_count;
+  int free_slot = cddp__free_slot(own, *count);
   cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
-  int *slot = &merge.node.slot, at = 0; /* at: the shard's index in merge.slots */
+  int *slot = &merge.node.slot; /* where the new node will be; -1: in the gradients */
+  int at = 0; /* the shard's index in merge.slots */
   bool cleared = false; /* the gradients are zeroed already */
   bool needs_slot = more || merge.count > 1 || cddp__gathers_nodes(d) /* reads slots only */;
   cddp_result r = CDDP_OK;
@@ -18502,7 +18505,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   while (merge.slots[at] >= 0) at++; /* only the shard is not in a slot */
   if (at < merge.count - 1 && *slot != free_slot) {
     /* cddp__gpu_sum needs a shard in gradients last, so this one moves to a slot first. */
-    r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1, more);
+    r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1 /* node */, more);
     merge.slots[at] = free_slot;
     merge.widths[at] = -1; /* one shard, in the compute type */
     cleared = true; /* if `more` */
@@ -18685,14 +18688,14 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   int i;
   if (!d->shards.uses_slots) /* one shard per rank, numbered as it; else cddp__end_shard did */
     r = cddp__keep_rows(d, g->rank);
-  if (r == CDDP_OK && g->hosts != NULL) {
+  if (r == CDDP_OK && g->hosts != NULL) { /* several hosts: packets are sent, in equal sizes */
     cddp__put64(size, d->rows.bytes);
     r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0 /* count */, size, sizeof size);
     for (i = 0; r == CDDP_OK && i < g->size; i++)
       longest = cddp__max(
           longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
     if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
-  } else if (r == CDDP_OK) { /* ranks read each other's packets */
+  } else if (r == CDDP_OK) { /* ranks read each other's packets in shared memory */
     r = cddp__exchange_refs(g, kind, d->rows.packet, 0 /* bytes: ranks' differ */, packets);
     if (r == CDDP_OK) r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
@@ -18873,7 +18876,8 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   void *copy = NULL;
   cddp_result r = CDDP_OK;
   if (cddp__dtype_size(b->dtype) <= 2) return (backend->start)(b->group, &c, NULL /* no handle */);
-  if (backend->scratch != NULL) r = (backend->scratch)(b->group, 2 * b->count, &copy);
+  if (backend->scratch != NULL) /* elements of the copy have 2 bytes */
+    r = (backend->scratch)(b->group, 2 * b->count, &copy);
   else copy = cddp__arena_alloc(b->group->host, 2 * b->count, CDDP__EXTENT_OPEN); /* peers write */
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
@@ -19080,7 +19084,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   void *mine = NULL, *states;
   cddp__ref ref;
   unsigned char payload[sizeof ref + 8]; /* the reference, and a hash of optim->steps */
-  cddp__text here = cddp__describe_current_call(g);
+  cddp__text here = cddp__describe_current_call(g); /* for the error text */
   cddp_result r;
   int k = 0, i;
   memset(&ref, 0, sizeof ref); /* kind NONE */
@@ -19450,7 +19454,7 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
     }
     for (; at < high; at += n * esize) {
       /* A block ends at a multiple of `block`, since cddp__add_squares sums whole norm blocks. */
-      n = cddp__min(block - at % block, high - at) / esize;
+      n = cddp__min(block - at % block, high - at) / esize; /* elements */
       if (steps) cddp__fuse_block(pass, i, &u, at, n);
       else cddp__keep_mean(pass, i, at, n);
     }
@@ -19562,7 +19566,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   pass.can_fuse = optim != NULL && !averaged && !d->shards.uses_slots &&
                   d->step.active_count == size /* one host, no rank absent */ && fusable_size;
   if (r == CDDP_OK && (optim == NULL || d->desc.max_grad_norm > 0))
-    r = cddp__mean_part(&pass, kind);
+    r = cddp__mean_part(&pass, kind); /* else the pass below takes the means as it steps */
   if (r != CDDP_OK) return r;
   /* reduce_scatter clips here, since the caller steps; else the pass below does. */
   for (i = 0; optim == NULL && pass.clip != 1 && i < d->partition_count; i++) {
@@ -20839,8 +20843,8 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 #define CDDP__CUT_S 3.0
 typedef struct cddp__link_cuts {
   uint64_t life;   /* of the member; 0: its last connection was not cut */
-  double first_at; /* time of the first cut */
-  double retry_at; /* time of the next attempt to connect */
+  double first_at; /* time, of cddp__now, of the first cut */
+  double retry_at; /* earliest time of the next attempt to connect */
 } cddp__link_cuts;
 
 typedef struct cddp__meeting {
@@ -20848,15 +20852,15 @@ typedef struct cddp__meeting {
   uint64_t steps; /* cddp_ddp_steps when the meeting began: error texts and log lines name it */
   cddp__model_info model; /* a joining process compares its own */
   int capacity; /* the most members: the model's shards */
-  size_t report_bytes; /* of a report, with `ended` */
+  size_t report_bytes; /* of a report, with `ended`; a multiple of 8 */
   size_t ended_at; /* offset in a report of `ended`: [capacity] as in the field below */
   cddp__net *net; /* connections among the members */
   cddp__member *members; /* [capacity + 1] by number; the last: this process while it joins */
   int me; /* this rank's member number; `capacity` while it joins */
-  int leader; /* number of the member that leads this meeting, or led the last */
+  int leader; /* number of the member that leads this meeting, or led the last; -1: none known */
   bool self_joining; /* this process joins, and has not received the weights yet */
   bool admits; /* the next meeting makes joining processes members */
-  uint64_t epoch; /* number of tables so far */
+  uint64_t epoch; /* number of the last table, from 1; 0: none yet */
   cddp__connection **links; /* [capacity + JOIN_REQUESTS] by number: to the leader, or (leader) to
                                the members; from [capacity] on to joining processes */
   cddp__message **reports; /* [capacity + JOIN_REQUESTS] the reports from these links */
@@ -21129,7 +21133,7 @@ static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links,
   int listener = m->net->listener;
   (void)cddp__connections_poll(&m->net->allocator, links, (size_t)n, &listener, 1 /* listeners */,
                                cddp__now() + 0.005);
-  cddp__serve_all_recvs(NULL); /* the program's receives: senders can wait for them */
+  cddp__serve_all_recvs(NULL); /* the program's receives: members that send can block on them */
 }
 
 /* Sends r and the error text to a process that is no member, says BYE, and frees the link. */
@@ -21276,7 +21280,7 @@ static void cddp__answer_joins(cddp__meeting *m) {
   table->record_number = (int)m->epoch + 1; /* names the joining process's flight record */
   cddp__join_listen(host); /* unless it listens already */
   pthread_mutex_unlock(&host->joins.lock);
-  cddp__join_serve(host, CDDP__JOIN_WAIT);
+  cddp__join_serve(host, CDDP__JOIN_WAIT); /* accepts their calls, and answers them */
 }
 
 /* Begins to connect to a member, in m->links[member], and posts `data`: a report or a call. The
@@ -21299,8 +21303,8 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
   return r;
 }
 
-/* Leader: continues the wait for a member's report, without blocking. *waits: it is still awaited;
-   false: it is here, or the member is lost. Fails without memory or a socket, or if the others
+/* Leader: continues the wait for a member's report, without blocking. *waits: the report is still
+   awaited; false: it has arrived, or the member is lost. Fails without memory or a socket, or if the others
    continue without this rank. */
 static cddp_result cddp__continue_report(cddp__meeting *m, int member, bool *waits) {
   cddp__connection **link = &m->links[member];
@@ -21426,7 +21430,7 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
     all->head.size += bytes;
   }
   for (p = 0; p < m->capacity && r == CDDP_OK; p++) {
-    if (links[p] == NULL /* this rank */ || reports[p] == NULL /* lost */) continue;
+    if (links[p] == NULL /* this rank, or no member */ || reports[p] == NULL /* lost */) continue;
     r = cddp__connection_post(links[p], CDDP_OK /* number: no failure */, all + 1, all->head.size);
     CDDP__POINT("elastic answer");
     (void)cddp__link_progress(net, links[p]); /* sends what the socket takes */
@@ -21499,7 +21503,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   if (r == CDDP_OK) r = cddp__meeting_send_table(m, table);
   reports[m->me] = NULL; /* the caller frees it */
   for (p = 0; p < m->capacity; p++) { /* links with reports stay, for _meeting_confirm */
-    if (reports[p] == NULL) cddp__drop_link_and_report(m, p); /* only a call's link is left */
+    if (reports[p] == NULL) cddp__drop_link_and_report(m, p); /* of this rank's call to it */
     cddp__free(&m->group->host->allocator, reports[p]);
     reports[p] = NULL;
   }
@@ -21555,7 +21559,7 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__join_table table; /* of another rank: only `lead` is valid here */
   cddp_result r = CDDP_OK;
   int memfd = -1;
-  if (lead->self.life == 0) { /* a former call has used it */
+  if (lead->self.life == 0) { /* an earlier call has used the answer: asks again */
     r = cddp__find_job(host, deadline, &memfd, &table);
     cddp__close_fd(&memfd); /* cddp_init has mapped the memory */
     if (r == CDDP_PEER_LOST || /* no rank answers, although one did in cddp_init */
@@ -21571,7 +21575,7 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the answer of a rank of the job is damaged");
   memcpy(m->net->token, lead->token, sizeof lead->token);
   cddp__set_member(m, &lead->self);
-  lead->self.life = 0; /* used: a later call asks again */
+  lead->self.life = 0; /* it is used: a later call asks again */
   return CDDP_OK;
 }
 
