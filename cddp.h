@@ -18260,12 +18260,12 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
 static cddp_result cddp__map_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = 2 * (size_t)d->count, j; /* j: 2 * i for parameter i's weights, + 1: its gradient */
-  cddp__ref *mine = (cddp__ref *)cddp__malloc(
+  cddp__ref *mine = (cddp__ref *)cddp__malloc( /* [n], then `all` */
       &g->host->allocator, ((size_t)g->size + 1) * n * sizeof *mine);
   cddp__ref *all; /* [ranks][n] */
   cddp_result r;
   int k, local; /* a rank in the group; its index on this host */
-  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY); /* ends the others' waits */
   all = mine + n;
   for (j = 0; j < n; j++) mine[j] = cddp__param_ref(d, (int)(j / 2), j % 2 != 0);
   r = cddp__all_gather(g, mine, all, n * sizeof *mine);
@@ -19757,7 +19757,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(param >= 0 && param < d->count, "param is %d; it must be from 0 to %d", param,
               d->count - 1);
-  CDDP__CHECK(d->params[param].grad != NULL || cddp__dense_count(d, param) == 0,
+  CDDP__CHECK(d->params[param].grad != NULL || cddp__dense_count(d, param) == 0 /* sparse, empty */,
               "the parameter's grad is NULL");
   tensor = &d->tensors[param];
   host = d->group->host;
@@ -19844,7 +19844,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   int p, differing = 0; /* ranks that have another number `at` than `first` */
   cddp_result r;
   mine = (double *)cddp__calloc(a, 1, 2 * n * sizeof *mine + (size_t)g->size * sizeof *all);
-  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY); /* ends the others' waits */
   theirs = mine + n;
   all = (cddp__difference *)(void *)(theirs + n);
   if (optim != NULL) {
@@ -19907,7 +19907,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   own.lr = optim != NULL ? optim->desc.lr : 0;
   own.optim = optim != NULL ? optim->number : 0;
   own.absent = d->uneven.absent;
-  g->calls++;
+  g->calls++; /* of d->control, for error texts and records */
   r = cddp__round(g, kind, CDDP__PHASE_CALL, 0 /* count */, &own, sizeof own);
   if (r != CDDP_OK) return r;
   d->step.active_count = 0;
@@ -20165,6 +20165,7 @@ static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_opti
 /* Whether NCCL reduces each part of the next step's buckets only to the rank that steps it, not to
    all. Buckets start before the next call is known: it is assumed to be like this one. */
 static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *optim) {
+  /* With a hook, a clip or sums of shards each rank needs the whole mean. */
   return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues &&
          !cddp__gathers_nodes(d) && d->group->size > 1 && d->desc.comm_hook == NULL &&
          !(d->desc.max_grad_norm > 0);
@@ -20506,7 +20507,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
   theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
-  if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY); /* ends the others' waits */
   for (i = CDDP__SETTINGS; g->rank == 0 && i < d->count; i++) theirs[i + 1] = cddp__describe(d, i);
   r = cddp__broadcast(g, theirs, ((size_t)count + 1) * sizeof *theirs, 0 /* root */);
   /* The settings have the number of parameters: if that differs, the loop ends there. */
@@ -20544,7 +20545,7 @@ static void cddp__ddp_free(cddp_ddp *d) {
     if (cddp__has_cause(&d->failure) || cddp__is_broken(d->control) ||
         cddp__copy_shared(optim) != CDDP_OK) {
       memset(optim->steps, 0, (size_t)optim->count * sizeof *optim->steps);
-      cddp__renew_masters(optim);
+      cddp__renew_masters(optim); /* the next step copies them from the weights */
     }
     if (optim->own_shared != NULL) /* freed with the group's block: others can copy until then */
       cddp__arena_free_with(host, optim->own_shared, d->control->block);
@@ -21005,7 +21006,8 @@ static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capaci
   m->links = (cddp__connection **)(void *)(m->cuts + n);
   m->reports = (cddp__message **)(void *)(m->links + link_count);
   m->ended = (unsigned char *)(m->reports + link_count);
-  /* hosts: the job's, one for each member without shared memory, one while this process joins */
+  /* Ranks: the members, and this process while it joins. Hosts: the job's, one for each member
+     without shared memory, and one while this process joins. */
   m->net = cddp__net_new(allocator, capacity + 1, 2 * capacity + 1);
   if (m->net == NULL) return CDDP_OUT_OF_MEMORY;
   m->net->rank = m->me;
@@ -21180,16 +21182,16 @@ static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
 static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__message *message,
                                 bool leads) {
   cddp__report *report = cddp__report_at(m, message, 0);
-  cddp__member *self = &report->self;
+  cddp__member *sender = &report->self;
   int n = m->capacity, p = 0, k; /* p: the sender's number; n: none */
-  bool sound = message->head.size == m->report_bytes && self->life != 0 && self->pid != 0 &&
-               self->host >= 0 && self->port > 0 && self->port < 65536; /* else damaged */
-  if (sound) (void)cddp__revive_member(m, link->peer, self->life);
-  while (sound && p < n && m->members[p].life != self->life) p++;
-  if (sound) self->name[sizeof self->name - 1] = 0; /* it can lack its end */
+  bool sound = message->head.size == m->report_bytes && sender->life != 0 && sender->pid != 0 &&
+               sender->host >= 0 && sender->port > 0 && sender->port < 65536; /* else damaged */
+  if (sound) (void)cddp__revive_member(m, link->peer, sender->life);
+  while (sound && p < n && m->members[p].life != sender->life) p++;
+  if (sound) sender->name[sizeof sender->name - 1] = 0; /* a damaged one can lack its NUL */
   link->next = NULL; /* it has left net->incoming */
   if (sound && p < n && p != m->me && leads) {
-    *self = m->members[p]; /* after a leader's death, a member might not know its number */
+    *sender = m->members[p]; /* after a leader's death, a member might not know its number */
     cddp__drop_link_and_report(m, p); /* of its earlier attempt, or this rank's call to it */
     m->ended[p] = 0; /* it lives */
     m->cuts[p].life = 0; /* not cut */
@@ -21200,11 +21202,11 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
   } else if (sound && report->joining != 0 && m->requests < CDDP__JOIN_REQUESTS) {
     p = n + m->requests++;
     for (k = n; k < p; k++) /* ends its earlier requests: cddp__admit_joining discards them */
-      if (cddp__report_at(m, m->reports[k], 0)->self.life == self->life)
+      if (cddp__report_at(m, m->reports[k], 0)->self.life == sender->life)
         cddp__connection_end(m->links[k], 0 /* error */);
   } else {
     if (sound && p == n && report->joining == 0) /* this rank has a table without it */
-      cddp__refuse_lost(m, link, self->rank);
+      cddp__refuse_lost(m, link, sender->rank);
     else /* damaged, too early, or one request too many: a living sender tries again */
       cddp__link_free(link);
     cddp__free(&m->group->host->allocator, message);
@@ -21304,8 +21306,8 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
 }
 
 /* Leader: continues the wait for a member's report, without blocking. *waits: the report is still
-   awaited; false: it has arrived, or the member is lost. Fails without memory or a socket, or if the others
-   continue without this rank. */
+   awaited; false: it has arrived, or the member is lost. Fails without memory or a socket, or if
+   the others continue without this rank. */
 static cddp_result cddp__continue_report(cddp__meeting *m, int member, bool *waits) {
   cddp__connection **link = &m->links[member];
   const cddp__link_cuts *cuts = &m->cuts[member];
@@ -21353,24 +21355,24 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
   }
 }
 
-/* Sets *number to a number for a joining process, `self`: that of a lost member with its rank, else
-   the lowest free one. Fails with -1 if the process cannot join. */
-static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member *self,
+/* Sets *number to a number for a joining process: that of a lost member with its rank, else the
+   lowest free one; -1 if it fails, since the process cannot join. */
+static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member *joining,
                                      int *number) {
   int p;
   *number = -1;
   for (p = m->capacity - 1; p >= 0; p--) {
     const cddp__member *member = &m->members[p];
-    if (member->life == 0) { /* free: replaces *number, unless only *number had self's rank */
-      if (*number < 0 || m->members[*number].rank != self->rank || member->rank == self->rank)
+    if (member->life == 0) { /* free: chosen, unless only *number had joining's rank */
+      if (*number < 0 || m->members[*number].rank != joining->rank || member->rank == joining->rank)
         *number = p;
-    } else if (member->rank == self->rank) {
+    } else if (member->rank == joining->rank) {
       return CDDP__REFUSE("CDDP_JOIN: %s is in the job; give each process its own RANK",
                           cddp__member_name(m, p).s);
-    } else if (member->gpu == self->gpu && member->gpu != 0) {
+    } else if (member->gpu == joining->gpu && member->gpu != 0) {
       return CDDP__REFUSE("CDDP_JOIN: %s uses the GPU of rank %d, but NCCL needs one GPU for each "
                           "rank: set another device",
-                          cddp__member_name(m, p).s, self->rank);
+                          cddp__member_name(m, p).s, joining->rank);
     }
   }
   if (*number >= 0) return CDDP_OK;
@@ -21385,17 +21387,17 @@ static void cddp__admit_joining(cddp__meeting *m) {
   if (!m->admits) return; /* they retry */
   for (k = m->capacity; k < m->capacity + m->requests; k++) {
     cddp__connection *link = m->links[k];
-    cddp__member *self = &cddp__report_at(m, m->reports[k], 0)->self;
-    cddp_result r = cddp__find_number(m, self, &number);
+    cddp__member *joining = &cddp__report_at(m, m->reports[k], 0)->self;
+    cddp_result r = cddp__find_number(m, joining, &number);
     CDDP__POINT("elastic number");
     /* reads from the link to detect that it has ended; the process sends nothing now */
     cddp__free(&m->group->host->allocator, cddp__connection_receive(link, 0 /* most bytes */));
     if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
-      self->number = number;
-      if (self->host >= 2 * m->capacity) /* it shares no memory with the members */
-        self->host = m->capacity + number;
-      self->since = m->epoch + 1;
-      cddp__set_member(m, self);
+      joining->number = number;
+      if (joining->host >= 2 * m->capacity) /* it shares no memory with the members */
+        joining->host = m->capacity + number;
+      joining->since = m->epoch + 1;
+      cddp__set_member(m, joining);
       cddp__drop_link_and_report(m, number); /* of a member that was lost in this meeting, if any */
       m->reports[number] = m->reports[k];
       m->links[number] = link;
@@ -21584,11 +21586,11 @@ static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *ta
   int ranks = (int)(table->head.size / m->report_bytes), last = -1, k;
   bool sound = ranks > 0 && ranks <= m->capacity;
   for (k = 0; sound && k < ranks; k++) {
-    cddp__member *self = &cddp__report_at(m, table, k)->self;
-    sound = self->number > last && self->number < m->capacity && self->host >= 0 &&
-            self->host < m->net->host_count;
-    last = self->number;
-    self->name[sizeof self->name - 1] = 0; /* it can lack its end */
+    cddp__member *member = &cddp__report_at(m, table, k)->self;
+    sound = member->number > last && member->number < m->capacity && member->host >= 0 &&
+            member->host < m->net->host_count;
+    last = member->number;
+    member->name[sizeof member->name - 1] = 0; /* a damaged one can lack its NUL */
   }
   return sound ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the elastic model's table is damaged");
 }
