@@ -15324,7 +15324,7 @@ static void cddp__engine_run(cddp__engine *engine) {
   cddp__add32(engine->works, (uint32_t)-1); /* `work` may be freed from here on */
   cddp__store32(&engine->awaited, 0); /* the waiting thread can continue: it is not stuck */
   if (cddp__load32(&engine->waiters) != 0) pthread_cond_broadcast(&engine->changed);
-  if (engine->first != NULL) pthread_cond_signal(&engine->work); /* the thread checks the next one */
+  if (engine->first != NULL) pthread_cond_signal(&engine->work); /* it can be due */
 }
 
 /* If the engine's own work is held, runs it on this thread, without a lock. Returns whether it
@@ -15404,7 +15404,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
   if (work == &engine->own && cddp__load32(engine->works) == 0) { /* none is queued or running */
     cddp__store32(&engine->own_state, CDDP__OWN_HELD);
-    if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK; /* the next poll sees it */
+    if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK; /* the thread polls */
     pthread_mutex_lock(&engine->lock);
     (void)cddp__engine_queue_held(engine); /* the sleeping thread cannot find a held operation */
   } else {
@@ -15634,8 +15634,8 @@ static bool cddp__cpu_done(cddp_work *work) {
    each kind with both copies, and use non-temporal ones if these are a fifth faster. */
 
 #define CDDP__NT_MIN ((size_t)16 << 10) /* smallest chunk with non-temporal copies, bytes */
-#define CDDP__NT_LARGE ((size_t)64 << 10) /* chunks from here on have timings of their own */
-#define CDDP__NT_SHARE ((size_t)32 << 20) /* bytes; larger shares are copied past the cache */
+#define CDDP__NT_LARGE ((size_t)64 << 10) /* bytes: chunks from here on have separate timings */
+#define CDDP__NT_SHARE ((size_t)32 << 20) /* bytes; from here on shares are copied past the cache */
 #define CDDP__TIMING_PERIOD 2048u /* chunks from one timing to the next */
 #define CDDP__TIMING_RUNS 4u /* chunks timed with each kind of copy: cached, then non-temporal */
 #define CDDP__NT_BLOCK 4096 /* bytes of a sum between two non-temporal copies */
@@ -15645,7 +15645,7 @@ static bool cddp__cpu_done(cddp_work *work) {
 /* Bytes of a staging buffer to prefetch for the next call. memcpy prefetches larger ones. */
 #define CDDP__PREFETCH_MAX ((size_t)2 << 10)
 #define CDDP__PIPELINE_CHUNKS 16 /* of a one-sided call: the next is written while one is read */
-#define CDDP__SLICES_MIN ((size_t)16 << 10) /* bytes of a chunk; up to here one round is faster */
+#define CDDP__SLICES_MIN ((size_t)16 << 10) /* bytes of a chunk: up to here without slices */
 
 /* A call's elements [begin, begin + n) of each share. */
 typedef struct cddp__chunk {
@@ -15653,8 +15653,8 @@ typedef struct cddp__chunk {
   bool in_header; /* small: in headers, else in staging buffers */
 } cddp__chunk;
 
-/* The chunk's place at rank 0: header payload or staging buffer. *apart: bytes to the next rank's:
-   each has 2, for even and odd rounds. */
+/* The chunk's place at rank 0: header payload or staging buffer. *apart: bytes from a rank's place
+   to the next rank's. Each rank has 2 places, for even and odd rounds. */
 static char *cddp__chunk_memory(const cddp_group *g, uint32_t round, const cddp__chunk *chunk,
                                 size_t *apart) {
   *apart = 2 * (chunk->in_header ? sizeof(cddp__op_header) : g->staging_size);
@@ -15671,9 +15671,9 @@ static bool cddp__is_one_sided(const cddp__call *call) {
    share cores, or this is the only one of a one-sided call: its writer would time half of it. */
 static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
                                           const cddp__chunk *chunk) {
-  size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call);
+  size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call); /* that a rank writes */
   if (CDDP__LIKELY(bytes < CDDP__NT_MIN)) return NULL;
-  if (cddp__is_one_sided(call) && chunk->n == call->count) return NULL;
+  if (cddp__is_one_sided(call) && chunk->n == call->count) return NULL; /* the only chunk */
   if (g->oversubscribed || g->staging_size == 0 /* none is staged */ || g->local_size == 1)
     return NULL;
   return &g->timings[call->kind][bytes >= CDDP__NT_LARGE];
@@ -15702,9 +15702,9 @@ static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
    out: they find the buffers as the other kind of copy has left them. Of the rest the fastest
    replaces the time of the last period. */
 static void cddp__end_chunk_timing(cddp__copy_timing *timing, size_t bytes) {
-  uint32_t n = timing->chunks % CDDP__TIMING_RUNS; /* with the present kind of copy */
-  double *least = &timing->seconds[cddp__uses_nontemporal(timing)];
-  double took = timing->clock / (double)bytes; /* seconds per byte */
+  uint32_t n = timing->chunks % CDDP__TIMING_RUNS; /* timed chunks before, with this kind of copy */
+  double *least = &timing->seconds[cddp__uses_nontemporal(timing)]; /* that kind's */
+  double took = timing->clock / (double)bytes; /* seconds per byte, if the chunk was timed */
   if (cddp__is_timed(timing) && (n == 2 || (n > 2 && took < *least))) *least = took;
   timing->chunks++;
 }
@@ -15714,7 +15714,8 @@ static void cddp__end_chunk_timing(cddp__copy_timing *timing, size_t bytes) {
 static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize;
   if (CDDP__LIKELY(bytes <= CDDP__SLICES_MIN) || call->kind != CDDP__KIND_ALL_REDUCE) return false;
-  if (g->oversubscribed && bytes <= CDDP__OVERSUBSCRIBED_READ / (size_t)g->size) return false;
+  if (g->oversubscribed && bytes <= CDDP__OVERSUBSCRIBED_READ / (size_t)g->size)
+    return false; /* a rank reads all ranks' chunks sooner than a second round ends */
   return g->size > 2 && g->hosts == NULL; /* several hosts stage only short calls */
 }
 
@@ -15722,7 +15723,7 @@ static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const c
    staging_ready exist. Without memory breaks the group: a write would end the process (SIGBUS). */
 CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) {
   const char *mine = (const char *)cddp__staging_of(g, g->rank, 0), *block = (char *)g->block;
-  /* offset in the memfd of this rank's first buffer */
+  /* offset in the memfd of this rank's first buffer; the job's first block (ref NONE) is at 0 */
   uint64_t at = g->block_ref.base + g->block_ref.offset + (uint64_t)(mine - block);
   size_t have = g->staging_ready, k;
   bytes = cddp__round_up(bytes, cddp__page_size());
@@ -15743,7 +15744,7 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
   cddp__copy_timing *timing = cddp__timing_of(g, call, chunk);
   bool nontemporal = cddp__uses_nontemporal(timing);
   if (CDDP__UNLIKELY(timing != NULL)) {
-    timing->clock = 0;
+    timing->clock = 0; /* of the chunk before */
     cddp__clock_chunk(timing, CDDP__CLOCK_START); /* also if this rank only reads: see below */
   }
   if (!cddp__sends(call, g->rank)) return CDDP_OK;
@@ -15752,7 +15753,7 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
     if (r != CDDP_OK) return r;
   }
   space += (size_t)g->rank * apart; /* this rank's place */
-  if (CDDP__UNLIKELY(call->shares != NULL)) { /* lengths differ */
+  if (CDDP__UNLIKELY(call->shares != NULL)) { /* each place is as long as the longest share's */
     for (p = 0; p < shares; p++, space += bytes)
       memcpy(space, cddp__share_for(call, (int)p) + chunk->begin * call->esize,
              cddp__out_bytes(call, (int)p, chunk->begin, chunk->n));
@@ -15774,13 +15775,16 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
   return CDDP_OK;
 }
 
-/* Adds up or copies this rank's result of the chunk to the receive buffer. from[p]: rank p's share
-   for this rank. Of a broadcast or scatter only the root's is used. */
-static void cddp__read_result(const cddp_group *g, const cddp__call *call, const cddp__chunk *chunk,
-                              void *const *from) {
+/* Writes this rank's result of the chunk to the receive buffer: the sum of the ranks' shares for
+   this rank (reductions), or copies of them.
+     from   [size] where the chunk's elements of each rank's share begin: in that rank's buffer, or
+            in its header or staging buffer. A broadcast or scatter uses only the root's */
+static void cddp__write_result(const cddp_group *g, const cddp__call *call,
+                               const cddp__chunk *chunk, void *const *from) {
   bool from_root = cddp__shapes[call->kind].from_root;
   size_t at = chunk->begin * call->esize;
-  /* Each rank starts with its own share, so that the readers spread over the owners. */
+  /* Number of shares, and the rank whose share is copied: first its own, so that at each time the
+     ranks read different owners' memory. */
   int i, n = from_root ? 1 : g->size, p = from_root ? call->root : g->rank;
   if (cddp__shapes[call->kind].reduces) {
     cddp__reduce((char *)call->recv + at, (const void *const *)from, g->size, chunk->n,
@@ -15800,13 +15804,13 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
   size_t apart, p;
   char *space = cddp__chunk_memory(g, g->round, chunk, &apart);
   if (!cddp__is_written(call, g->rank)) return; /* this rank gets no result */
-  if (cddp__shapes[call->kind].scatters) /* among a rank's shares the one for this rank */
+  if (cddp__shapes[call->kind].scatters) /* to the share for this rank, among each rank's */
     space += (size_t)g->rank * chunk->n * call->esize;
   for (p = 0; p < (size_t)g->size; p++, space += apart) g->slices[p] = space;
-  if (cddp__sends(call, g->rank)) /* its own share: in place */
+  if (cddp__sends(call, g->rank)) /* its own share: in its buffer, where the cache has it */
     g->slices[g->rank] =
         (void *)(uintptr_t)(cddp__share_for(call, g->rank) + chunk->begin * call->esize);
-  cddp__read_result(g, call, chunk, g->slices);
+  cddp__write_result(g, call, chunk, g->slices);
 }
 
 /* Adds up this rank's slice of all ranks' arrays of n elements, block by block. Writes the sums to
@@ -15815,9 +15819,9 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
-  unsigned char sums[CDDP__NT_BLOCK]; /* nontemporal: of a block, in the cache */
-  size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES;
-  size_t block; /* elements */
+  unsigned char sums[CDDP__NT_BLOCK]; /* nontemporal: a block's sums, before the copy */
+  size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES; /* at most */
+  size_t block; /* elements of the present block */
   int p;
   cddp__slice(n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
   for (; begin < end && !cddp__is_broken(g); begin += block) {
@@ -15833,7 +15837,8 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, siz
 }
 
 /* Adds up this rank's slice of an all_reduce's chunk, into its staging buffer of the next round.
-   Reads the other ranks' slices after that round. So each value is read twice, not by all ranks. */
+   Reads all slices' sums after that round. So each value is read by one rank only, and each sum by
+   all, in place of all values by all ranks. */
 static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
                                          const cddp__chunk *chunk, bool nontemporal) {
   size_t apart, begin, end;
@@ -15846,8 +15851,8 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   /* cddp__write_shares does not stage a rank's own slice. */
   g->buffers[g->rank] = (char *)(uintptr_t)call->send + chunk->begin * call->esize;
   cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
-  r = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0);
-  for (p = 0; r == CDDP_OK && p < g->size; p++, sums += apart) {
+  r = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0 /* no payload */);
+  for (p = 0; r == CDDP_OK && p < g->size; p++, sums += apart) { /* slice p is in rank p's buffer */
     cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, p, &begin, &end);
     memcpy(recv + begin * call->esize, sums + begin * call->esize, (end - begin) * call->esize);
   }
@@ -15861,6 +15866,7 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, s
   size_t limit = cddp__max(g->staging_size, CDDP__PAYLOAD); /* bytes of a chunk */
   size_t all = call->count * element;
   cddp__chunk k;
+  /* Not if ranks share cores: then none can read while another writes. */
   if (all > CDDP__STAGING_MIN && cddp__is_one_sided(call) && !g->oversubscribed && g->hosts == NULL)
     limit = cddp__min(limit, cddp__max(all / CDDP__PIPELINE_CHUNKS, CDDP__STAGING_MIN));
   k.begin = begin;
@@ -15883,10 +15889,10 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
     timing = cddp__timing_of(g, call, &k);
     if (!written) {
       r = cddp__write_shares(g, call, &k);
-      if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_STAGED, NULL, 0);
+      if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_STAGED, NULL, 0 /* no payload */);
       if (r != CDDP_OK) return r;
     }
-    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call))
+    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) /* else it runs still */
       cddp__clock_chunk(timing, CDDP__CLOCK_START);
     if (cddp__is_sliced(g, call, &k)) /* with a second round */
       r = cddp__exchange_slices(g, call, &k, cddp__uses_nontemporal(timing));
@@ -15896,8 +15902,8 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
       cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
       cddp__end_chunk_timing(timing, k.n * call->esize);
     }
-    if (k.in_header && !cddp__is_one_sided(call)) /* with few writers a prefetch costs more */
-      cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
+    if (k.in_header && !cddp__is_one_sided(call)) /* else few ranks write: a prefetch costs more */
+      cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1)); /* the next round's */
   }
   return r;
 }
@@ -15914,6 +15920,7 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
 CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize, apart, i;
   cddp__chunk all = {0 /* begin */, call->count, bytes <= CDDP__PAYLOAD /* in_header */};
+  /* g->slices serves as scratch: */
   const void **srcs = (const void **)(void *)g->slices; /* [size] each rank's array */
   bool broadcasts = call->kind == CDDP__KIND_BROADCAST;
   bool sends = !broadcasts || g->rank == call->root;
@@ -15921,7 +15928,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
   char *space;
   cddp_result r;
   int p;
-  if (staged && CDDP__UNLIKELY(bytes > g->staging_ready) &&
+  if (staged && CDDP__UNLIKELY(bytes > g->staging_ready) && /* the buffer lacks pages */
       (r = cddp__commit_staging(g, bytes)) != CDDP_OK)
     return r;
   if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1 /* next */), call->send, bytes);
@@ -15939,7 +15946,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
     return CDDP_OK;
   }
   for (p = 0; p < g->size; p++, space += apart)
-    srcs[p] = p == g->rank ? call->send /* its header can be in a peer's cache */ : space;
+    srcs[p] = p == g->rank ? call->send /* faster: its header can be in a peer's cache */ : space;
   cddp__reduce(call->recv, srcs, g->size, call->count, (cddp_dtype)call->dtype, (cddp_op)call->op);
   if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
@@ -15952,7 +15959,7 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
   size_t begin, end, n, bytes = call->count * call->esize;
   int p;
   for (p = 0; p < g->size && bufs[p] != NULL; p++) {}
-  if (p < g->size) { /* rank p's is NULL, so only p itself can write to it */
+  if (p < g->size) { /* rank p's is NULL, so only p itself can write to it: each rank copies all */
     cddp__copy(call->recv, bufs[call->root], bytes);
     return;
   }
@@ -15970,7 +15977,7 @@ static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, 
    reads it, or can. Fails if the group has broken: copies end early then. */
 static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void *const *bufs) {
   const cddp__shape *shape = &cddp__shapes[call->kind];
-  cddp__chunk all = {0, call->count, false /* in_header */};
+  cddp__chunk all = {0 /* begin */, call->count, false /* in_header */};
   size_t at; /* in elements: the share for this rank in bufs[p] */
   int p;
   if (call->kind == CDDP__KIND_BROADCAST) {
@@ -15982,12 +15989,12 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
     for (p = 0; p < g->size; p++) {
       if (!cddp__sends(call, p)) continue;
       at = (size_t)g->rank * call->count;
-      if (call->shares != NULL) at = call->shares[p].peer_at;
+      if (call->shares != NULL) at = call->shares[p].peer_at; /* with counts: p has announced it */
       if (!shape->scatters) at = 0; /* one share for all ranks */
       g->slices[p] = p == g->rank ? (void *)(uintptr_t)cddp__share_for(call, p)
                                   : (char *)bufs[p] + at * call->esize;
     }
-    cddp__read_result(g, call, &all, g->slices);
+    cddp__write_result(g, call, &all, g->slices);
   }
   return cddp__check_group(g);
 }
@@ -15999,9 +16006,11 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   size_t sent, received;
   memset(&ref, 0, sizeof ref);
   cddp__call_bytes(g, call, &sent, &received);
-  if (!cddp__in_one_buffer(call) && (sent == 0 || !cddp__is_read(call, g->rank)))
+  if (!cddp__in_one_buffer(call) /* else each rank reads or writes it */ &&
+      (sent == 0 || !cddp__is_read(call, g->rank)))
     ref.kind = CDDP__REF_UNUSED;
-  if (ref.kind == CDDP__REF_UNUSED || cddp__is_in_place_all_to_all(call)) return ref; /* NONE: 0 */
+  if (ref.kind == CDDP__REF_UNUSED || cddp__is_in_place_all_to_all(call) /* ref is NONE: zeros */)
+    return ref;
   return cddp__ref_of(g->host, call->send, sent);
 }
 
@@ -16028,7 +16037,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
       written = written && !cddp__is_read(call, p); /* p has an address, so it has staged nothing */
       if (p == g->rank)
         g->buffers[p] = (void *)(uintptr_t)call->send;
-      else if (direct) {
+      else if (direct) { /* so far; else mapping it would be useless */
         r = cddp__map_ref(g->host, theirs, &g->buffers[p]);
         if (r != CDDP_OK) r = cddp__break(g, r);
       }
@@ -16039,7 +16048,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   } else if (r == CDDP_OK) {
     r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
-    if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0);
+    if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0 /* no payload */);
   }
   return cddp__end_access(g, r); /* harmless without cddp__begin_access */
 }
@@ -16053,7 +16062,7 @@ static cddp_result cddp__run_by_size(cddp_group *g, const cddp__call *call) {
   size_t most = g->round_max; /* bytes of this rank's shares */
   if (g->hosts != NULL ? shape->scatters : shape->gathers && !shape->scatters && !g->oversubscribed)
     most /= 2;
-  if (call->count <= most && call->count * element <= most) /* no overflow, no slow division */
+  if (call->count <= most /* so the product cannot overflow */ && call->count * element <= most)
     return cddp__run_staged(g, call, CDDP__NOT_WRITTEN);
   return (g->carrier->run)(g, call);
 }
@@ -16067,14 +16076,15 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   cddp__count_notice *sent = (cddp__count_notice *)(void *)(call->shares + g->size);
   cddp__count_notice *received = sent + g->size;
   size_t most = 0; /* largest length here, then of all ranks */
-  cddp__call counts = *call;
+  cddp__call counts = *call; /* moves the notices, as a call without counts */
   cddp_result r;
   int p;
   for (p = 0; p < g->size; p++)
     most = cddp__max(most, cddp__max(call->shares[p].out, call->shares[p].in));
   for (p = 0; p < g->size; p++) {
     sent[p].count = call->shares[p].out;
-    sent[p].at = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at; /* peer_at */
+    /* becomes peer_at there */
+    sent[p].at = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at;
     sent[p].most = most;
     sent[p].on_host = *host_memory;
   }
@@ -16125,7 +16135,7 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
    and end. record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
   cddp__call sized; /* with the largest count */
-  bool host_memory = true; /* this function runs only such calls */
+  bool host_memory = true; /* calls on device memory do not run here */
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) goto done; /* records the failure */
   g->calls++; /* the call's number, for texts and the record */
@@ -16175,7 +16185,7 @@ static cddp_result cddp__all_gather(cddp_group *g, const void *mine, void *all, 
   return cddp__run_call(g, &c);
 }
 
-enum { CDDP__PACKET_ARRAYS = 256 };
+enum { CDDP__PACKET_ARRAYS = 256 }; /* most arrays of a packet */
 
 /* Broadcasts of many arrays in host memory. Small arrays are sent together, in a packet: a round
    for each would take longer than their bytes. */
@@ -16238,8 +16248,8 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
    Without such a rank `all` receives all ranks' n bytes of payload. g NULL: this process alone. */
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
                                    void *all) {
-  size_t each = n + 4, at, most; /* each: bytes of a vote, which is a result and the payload */
-  char *votes, *own, text[CDDP__ERROR_MAX]; /* text: this rank's; then of the failing rank */
+  size_t each = n + 4, at, most; /* each: bytes of a vote: a result in 4 bytes, and the payload */
+  char *votes, *own /* behind all ranks' */, text[CDDP__ERROR_MAX]; /* text: at first this rank's */
   cddp_result r;
   int p;
   if (g == NULL || g->size == 1) { /* no other rank */
@@ -16258,13 +16268,14 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
     cddp_result theirs = (cddp_result)cddp__get32(vote);
     if (n > 0) memcpy((char *)all + (size_t)p * n, vote + 4, n);
     if (theirs == CDDP_OK) continue;
-    for (at = 0; r == CDDP_OK && at < sizeof text; at += most) { /* in headers: needs no memory */
+    /* Rank p broadcasts its text, in pieces that fit into headers: they need no memory. */
+    for (at = 0; r == CDDP_OK && at < sizeof text; at += most) {
       most = cddp__min(CDDP__PAYLOAD, sizeof text - at);
       r = cddp__broadcast(g, text + at, most, p);
       if (memchr(text + at, 0, most) != NULL) break; /* the text's NUL */
     }
-    if (r != CDDP_OK) break;
-    r = cddp__fail(theirs, "%s", text);
+    if (r != CDDP_OK) break; /* a failed broadcast has set another text */
+    r = cddp__fail(theirs, "%s", text); /* ends the loop: the lowest failing rank is p */
     if (p != g->rank) r = cddp__fail_in(r, "rank %d: ", p);
   }
   cddp__free(&g->host->allocator, votes);
@@ -16379,7 +16390,7 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
   /* byte offset of this rank's share in the larger buffer */
   own = call->shares != NULL ? call->shares[g->rank].in_at * call->esize
                          : (uintptr_t)g->rank * call->count * call->esize;
-  if (call->kind != CDDP__KIND_ALL_TO_ALL_V)
+  if (call->kind != CDDP__KIND_ALL_TO_ALL_V) /* which is never in place */
     in_place = sent > received   ? recv == send + own
                : sent < received ? send == recv + own : send == recv;
   if (in_place) return NULL;
@@ -16391,7 +16402,8 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
    EFAULT), then refuses `how`. */
 static bool cddp__host_reads(const void *p) {
   uintptr_t word = (uintptr_t)p & ~(uintptr_t)7; /* does not cross into the next page */
-  return syscall(SYS_rt_sigprocmask, -1 /* how */, word, NULL, 8) == 0 || errno != EFAULT;
+  return syscall(SYS_rt_sigprocmask, -1 /* how */, word, NULL /* old */, 8 /* bytes */) == 0 ||
+         errno != EFAULT;
 }
 
 #define CDDP__NO_HOST_MEMORY "is not memory of the host: if it is on a GPU, the group needs " \
@@ -16413,7 +16425,7 @@ static const char *cddp__memory_error(const cddp_group *g, const cddp__call *cal
 /* Refuses device memory in a group without a device. */
 static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *params, int count) {
   int k;
-  for (k = 0; k < 2 * count && !g->backend->on_device; k++) { /* data and grad of each */
+  for (k = 0; k < 2 * count && !g->backend->on_device; k++) { /* even k: data; odd k: grad */
     const cddp_param *p = &params[k / 2];
     const void *at = k % 2 == 0 ? p->data : p->grad;
     if (p->count > 0 && at != NULL && !cddp__host_reads(at))
@@ -16430,13 +16442,13 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
   bool one_buffer = cddp__in_one_buffer(call), message = cddp__is_message(call);
   const char *wrong = NULL;
   if (g == NULL) return CDDP__REFUSE("the group is NULL");
-  if ((message || shape->from_root || shape->to_root) &&
+  if ((message || shape->from_root || shape->to_root) && /* others have no root: -1 */
       (call->root < 0 || call->root >= g->size) &&
       (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV)) /* a receive: from any rank */
     return CDDP__REFUSE("%s is %d; the group has ranks 0 to %d", message ? "peer" : "root",
                         call->root, g->size - 1);
   if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* a quick test: small calls never divide */
-      call->shares == NULL &&
+      call->shares == NULL && /* else count is CDDP__COUNTED: cddp__start_counted checks the sums */
       call->count > SIZE_MAX / 2 / call->esize / (one_buffer ? 1 : (size_t)g->size))
     return CDDP__REFUSE("count %zu is beyond the address space", call->count);
   if (!cddp__dtype_ok(call->dtype))
@@ -16448,7 +16460,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
     wrong = "tag is negative";
   else if (call->count > 0 &&
            (!one_buffer || call->send == NULL || cddp__misaligned(call->send, call->esize)))
-    wrong = cddp__buffer_error(g, call); /* left out for one aligned buffer: that is good */
+    wrong = cddp__buffer_error(g, call); /* not needed for one buffer that exists and is aligned */
   if (wrong == NULL && call->count > 0) wrong = cddp__memory_error(g, call);
   return wrong == NULL ? CDDP_OK : CDDP__REFUSE("%s", wrong);
 }
@@ -16472,7 +16484,8 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
      members   [size] their indices on this host; -1: on another host; NULL: all ranks of the job */
 static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int rank, int size,
                                      const int *members, char *block, double timeout_s) {
-  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)); /* bytes of 4 arrays */
+  /* Bytes of 4 arrays behind the group: buffers, slices; host_index, slot_index. */
+  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *));
   size_t bytes, l2; /* of a staging buffer; of the cache */
   cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
@@ -16494,7 +16507,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->block_generation = cddp__load32(&g->block->generation);
   g->timeout_s = timeout_s;
   for (i = 0; i < size; i++) g->local_size += g->host_index[i] >= 0; /* ranks of this host */
-  for (i = 0; i < size; i++) /* ranks of other hosts share a slot */
+  for (i = 0; i < size; i++) /* ranks of other hosts share the slot behind this host's */
     g->slot_index[i] = g->host_index[i] >= 0 ? slot_count++ : g->local_size;
   g->local_rank = g->slot_index[rank]; /* slots of this host's ranks are numbered like these */
   g->slots = (cddp__slot *)(void *)(block + cddp__slots_at(size));
@@ -16523,7 +16536,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->p2p.send_blocks = 1;
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&host->lock);
-  if (host->groups == NULL && size > 1) host->slots = g->slots; /* the job's first group */
+  if (host->groups == NULL && size > 1) host->slots = g->slots; /* g is the job's first group */
   g->next = host->groups;
   host->groups = g;
   pthread_mutex_unlock(&host->lock);
@@ -16538,14 +16551,14 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
    memory, so all hosts of a lead are freed together, after all groups of all threads. */
 static void cddp__host_release(cddp__host *host) {
   cddp__host *lead = host != NULL ? host->lead : NULL;
-  int left; /* references */
+  int left; /* number of references that remain */
   if (host == NULL) return;
   pthread_mutex_lock(&lead->lock);
   left = --lead->refs;
   pthread_mutex_unlock(&lead->lock);
-  while (left == 0 && lead != NULL) {
+  while (left == 0 && lead != NULL) { /* frees the lead, then each sibling */
     host = lead;
-    lead = host->sibling;
+    lead = host->sibling; /* the next one */
     cddp__job_info_free(host);
     cddp__net_release(host->net);
     cddp__host_free(host);
@@ -16559,7 +16572,7 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
   for (p = 0; color >= 0 && p < g->size; p++) {
     const int32_t *theirs = cddp__op_header_of(g, p, g->round)->u.split; /* color, key */
     if (theirs[0] != color) continue;
-    for (i = n++; i > 0; i--) { /* insertion: ranks with larger keys move up */
+    for (i = n++; i > 0; i--) { /* insertion: only larger keys move up, so ranks break ties */
       if (cddp__op_header_of(g, members[i - 1], g->round)->u.split[1] <= theirs[1]) break;
       members[i] = members[i - 1];
     }
@@ -16589,7 +16602,7 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
   cddp_result r;
   size_t bytes;
   int first = 0, here = 0, i; /* index of the first member on this host; number of members here */
-  for (i = n - 1; i >= 0; i--) {
+  for (i = n - 1; i >= 0; i--) { /* downwards: the last assignment is that of the first member */
     if (g->host_index[members[i]] < 0) continue;
     first = i;
     here++;
@@ -16613,7 +16626,7 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
   }
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0 /* count */, ref, sizeof *ref);
   if (r != CDDP_OK || n == 0) return r;
-  *ref = cddp__op_header_of(g, members[first], g->round)->u.ref;
+  *ref = cddp__op_header_of(g, members[first], g->round)->u.ref; /* that rank has allocated */
   /* NONE: the allocating rank has failed, and alone reports it: cddp__agree tells the others. */
   if (ref->kind != CDDP__REF_NONE && (*mine = cddp__map_ref(g->host, ref, &p)) == CDDP_OK)
     *block = (char *)p;
@@ -16629,7 +16642,7 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   g->models += (int)change; /* LEAVE_GROUP is 0 */
   host->models += (int)change;
   if (change == CDDP__LEAVE_GROUP) cddp__store32(&g->left, 1);
-  last = cddp__load32(&g->left) != 0 && g->models == 0;
+  last = cddp__load32(&g->left) != 0 && g->models == 0; /* this call ends the last use of g */
   pthread_mutex_unlock(&host->lock);
   if (!last) return;
   (g->backend->close)(g); /* frees a device's context */
@@ -16642,13 +16655,13 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
    continues. The block stays if one ends later, when all others have left. */
 static void cddp__leave_for_ended(cddp_group *g) {
   int k;
-  for (k = 0; k < g->size && g->host->arena.fd >= 0; k++) {
+  for (k = 0; k < g->size && g->host->arena.fd >= 0 /* else ranks are threads */; k++) {
     cddp__slot *slot = cddp__slot_of(g, k);
     if (k != g->rank && g->host_index[k] >= 0 /* on this host */ &&
         cddp__load32(&slot->state) == CDDP__SLOT_TAKEN &&
         cddp__process_gone(g->host, g->host_index[k]) &&
         cddp__compare_swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_ENDED))
-      cddp__add32(&g->block->left, 1);
+      cddp__add32(&g->block->left, 1); /* only one rank does this: the swap fails on others */
   }
 }
 
@@ -16672,8 +16685,9 @@ static void cddp__group_leave(cddp_group *g) {
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* peers can still receive open messages */
     if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(host, cddp__send_at(g, i)->stage);
     else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block); /* when all have left */
-  for (i = 1; i < g->p2p.send_blocks; i++) cddp__arena_free_with(host, g->p2p.sends[i], g->block);
-  (g->carrier->leave)(g);
+  for (i = 1; i < g->p2p.send_blocks; i++) /* block 0 is in the slot */
+    cddp__arena_free_with(host, g->p2p.sends[i], g->block);
+  (g->carrier->leave)(g); /* frees MPI's communicator */
   (void)cddp__compare_swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT); /* DEAD stays */
   cddp__wake_all(g); /* peers that wait for this rank see that it has left */
   if (host->elastic) cddp__leave_for_ended(g);
@@ -16681,7 +16695,7 @@ static void cddp__group_leave(cddp_group *g) {
   if (g->block_ref.kind == CDDP__REF_NONE) { /* the job's first group: its block is no extent */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
     if (host->record != NULL) host->record->left = 1; /* this process ends in good order */
-    host->slots = NULL;
+    host->slots = NULL; /* waits in other groups no longer publish here */
     if (!host->one_process || g->size == 1) /* else all threads use this mapping */
       munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }
@@ -16702,11 +16716,12 @@ static void cddp__group_leave(cddp_group *g) {
 static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
                                cddp_group **out) {
   const cddp_allocator *allocator = &g->host->allocator;
-  /* [n] ranks of g; from g->size on [n] their indices on this host, later their ranks in the job */
+  /* [n] the new group's members, as ranks of g; from g->size on [n] their indices on this host,
+     later their ranks in the job */
   int *members = (int *)cddp__calloc(allocator, 2 * (size_t)g->size, sizeof *members);
-  int n, i, rank = 0;
+  int n, i, rank = 0; /* number of members; this rank's number in the new group */
   int32_t mine[2]; /* color, key */
-  uint64_t record, hashed[3];
+  uint64_t record, hashed[3]; /* flight record; what the new group's id is a hash of */
   cddp__ref ref;
   char *block = NULL;
   cddp_result r, built; /* of all ranks; of this rank's part */
@@ -16740,6 +16755,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     hashed[2] = (uint64_t)color;
     (*out)->id = cddp__hash64(0 /* seed */, hashed, sizeof hashed) | 1; /* odd: of a split */
     for (i = 0; g->world != NULL && i < n; i++) members[g->size + i] = g->world[members[i]];
+    /* The groups of an elastic model have a net of their own, that of its members. */
     built = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
                                members + g->size);
   }
@@ -16747,8 +16763,8 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   r = cddp__agree(g, built); /* all ranks get the failure of one */
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* its leaders connect */
     r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0 /* no payload */);
-  if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank);
-  if (*out != NULL && r != CDDP_OK) { /* built, but another rank failed */
+  if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank /* key: the same order */);
+  if (*out != NULL && r != CDDP_OK) { /* built, but this or another rank failed later */
     cddp__group_leave(*out);
     *out = NULL;
   }
@@ -16765,7 +16781,7 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
   cddp_result r;
   cddp__engine_drain(g); /* earlier calls with a handle run first */
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if ((r = (g->backend->prepare)(g)) != CDDP_OK) return r; /* of the device */
+  if ((r = (g->backend->prepare)(g)) != CDDP_OK) return r; /* waits for work on the device */
   r = cddp__split(g, color, key, check, out);
   if (r != CDDP_OK || *out == NULL) return r;
   r = (g->backend->open)(g, *out);
@@ -16788,18 +16804,18 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   cddp_result r;
   /* This process locks its life byte, which shows that it lives. It also locks the use bytes of all
      processes, as it can read their memory. */
-  if (fd >= 0 && (!cddp__arena_lock(host, F_WRLCK, host->index, 1) ||
-                  !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size)))
+  if (fd >= 0 && (!cddp__arena_lock(host, F_WRLCK, host->index, 1 /* byte */) ||
+                  !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size /* bytes */)))
     return cddp__fail_errno("lock on the shared memory");
   for (i = 0; fd >= 0 && i < host->size; i++) host->ranks[i].use_locked = i != host->index;
-  if (fd >= 0 && host->index == 0 &&
+  if (fd >= 0 && host->index == 0 && /* the first rank of the host does it */
       (r = cddp__commit_block(host, 0, size, host->size)) != CDDP_OK) return r;
   block = cddp__map_memory(fd, 0, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
   if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP); /* not in core dumps */
   r = cddp__group_build(out, host, config->rank, size, NULL /* all */, block, config->timeout_s);
   if (r != CDDP_OK) munmap(block, bytes);
-  if (r != CDDP_OK || host->joined) return r;
+  if (r != CDDP_OK || host->joined /* the group works with no other rank */) return r;
   cddp__count_cores(host, (*out)->block->processors); /* adds this rank's: cddp__init counts all */
   return cddp__hosts_attach(*out, host->net, NULL /* all ranks */);
 }
@@ -16821,7 +16837,7 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
    group of all ranks. After a failure *out can be a group too, which the caller destroys. */
 static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host) {
   cddp__rendezvous rdv;
-  int next; /* the process that this rank watches */
+  int next; /* index on the host of the process that this rank watches */
   cddp_result r = cddp__rendezvous_init(&rdv, config, host);
   if (r == CDDP_OK) r = cddp__claim_rank(&rdv); /* fails if a living process has this rank */
   if (r == CDDP_OK) r = cddp__listen_endpoint(&rdv);
@@ -16849,7 +16865,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
     if (r == CDDP_OK) r = cddp__await_ready(&rdv);
   }
 #endif
-  r = cddp__rendezvous_end(&rdv, *out, r);
+  r = cddp__rendezvous_end(&rdv, *out, r); /* sends a failure to the other ranks */
   if (r != CDDP_OK) return r;
   host->started_before = cddp__boot_ticks(); /* all ranks have started before now */
   /* For cddp__wait_tick, which stores how the next process has ended. If seccomp forbids
@@ -16879,7 +16895,7 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
       "rank %d has joined the job (CDDP_JOIN) and does not belong to the group of its "
       "first ranks: use cddp_ddp_group, the group of the current ranks, and skip "
       "cddp_load (the job sends its weights and states)", config->rank);
-  (void)cddp__break(*out, CDDP_UNSUPPORTED);
+  (void)cddp__break(*out, CDDP_UNSUPPORTED); /* all calls on it fail with this text */
   if (table->job != 0) /* 0: the job has no flight recorder */
     r = cddp__record_open(&host->record, table->job, config->rank, world_size,
                           table->record_number);
@@ -16900,7 +16916,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__config config;
   cddp__host *host;
   cddp_group *g = NULL;
-  int size;
+  int size; /* of the world, or larger: see below */
   cddp_result r = cddp__discover(&config, d);
   if (r != CDDP_OK) return r;
   /* A process that joins can have a rank above world_size. */
@@ -16918,8 +16934,9 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     r = config.joins ? cddp__join_job(&g, &config, host)
         : config.world_size == 1 ? cddp__world_group(&g, host, &config)
         : cddp__start_job(&g, &config, host);
+  /* Still open in a job of one rank, which does not listen. A process uses CDDP_LISTEN_FD once. */
   if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
-  cddp__close_fd(&config.listen_fd); /* not closed yet in a job of one rank */
+  cddp__close_fd(&config.listen_fd);
   cddp__host_release(host); /* frees it if there is no group, which would have a reference */
   if (r == CDDP_OK && !config.joins) {
     cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
