@@ -5145,36 +5145,36 @@ enum cddp__put { CDDP__PUT_SETS, CDDP__PUT_APPENDS };
    or the value would be too long. */
 static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value,
                           enum cddp__put how) {
-  cddp__entry **link = cddp__map_link(server, key), *e = *link;
-  size_t old_size = e != NULL ? e->value.end : 0;
-  size_t size = (how == CDDP__PUT_APPENDS ? old_size : 0) + value.size;
-  size_t capacity = e != NULL ? e->value.capacity : 0; /* already part of server->stored */
-  bool fresh = e == NULL;
-  size_t overhead = fresh ? sizeof *e + key.size : 0; /* bytes besides the value's buffer */
-  /* The value is not in e's buffer, which is overwritten or freed here. */
-  CDDP_ASSERT(capacity == 0 || value.data < e->value.data ||
-              value.data >= e->value.data + capacity);
+  cddp__entry **link = cddp__map_link(server, key), *entry = *link;
+  size_t old_size = entry != NULL ? entry->value.end : 0;
+  size_t size = (how == CDDP__PUT_APPENDS ? old_size : 0) + value.size; /* of the new value */
+  size_t capacity = entry != NULL ? entry->value.capacity : 0; /* already part of server->stored */
+  bool fresh = entry == NULL;
+  size_t overhead = fresh ? sizeof *entry + key.size : 0; /* bytes besides the value's buffer */
+  /* The value is not in the entry's buffer, which is overwritten or freed here. */
+  CDDP_ASSERT(capacity == 0 || value.data < entry->value.data ||
+              value.data >= entry->value.data + capacity);
   if (size > CDDP__VALUE_MAX) return false;
   if (size > capacity && /* the buffer must grow: to `size` at least */
       server->stored - capacity + size + overhead > CDDP__STORE_MEMORY)
     return false;
   if (fresh) {
-    e = (cddp__entry *)cddp__calloc(&server->allocator, 1, sizeof *e + key.size);
-    if (e == NULL) return false;
-    e->key_size = key.size;
-    e->value.allocator = &server->allocator;
-    e->value.total = &server->stored; /* the buffer adds its capacity to it */
-    cddp__copy(e + 1, key.data, key.size); /* the key follows the entry */
-    *link = e;
+    entry = (cddp__entry *)cddp__calloc(&server->allocator, 1, sizeof *entry + key.size);
+    if (entry == NULL) return false;
+    entry->key_size = key.size;
+    entry->value.allocator = &server->allocator;
+    entry->value.total = &server->stored; /* the buffer adds its capacity to it */
+    cddp__copy(entry + 1, key.data, key.size); /* the key follows the entry */
+    *link = entry;
     server->keys++;
     server->stored += overhead;
   }
-  e->value.end = size - value.size; /* where the new bytes begin */
-  if (cddp__buffer_reserve(&e->value, value.size)) {
-    cddp__buffer_add(&e->value, value.data, value.size); /* cannot fail: reserved */
+  entry->value.end = size - value.size; /* where the new bytes begin */
+  if (cddp__buffer_reserve(&entry->value, value.size)) {
+    cddp__buffer_add(&entry->value, value.data, value.size); /* cannot fail: reserved */
     return true;
   }
-  e->value.end = old_size; /* no memory: the key keeps its value, or remains absent */
+  entry->value.end = old_size; /* no memory: the key keeps its value, or remains absent */
   if (fresh) cddp__map_drop(server, link);
   return false;
 }
@@ -5215,7 +5215,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
   bool ok = true, found, swap;
   switch (parser->code) {
   case CDDP__STORE_VALIDATE:
-    ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0;
+    ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0; /* c10d's magic number */
     break;
   case CDDP__STORE_SET:
   case CDDP__STORE_MULTI_SET:
@@ -5261,7 +5261,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     number = server->keys;
     break;
   case CDDP__STORE_DELETE_KEY:
-    number = cddp__map_drop(server, cddp__map_link(server, cddp__parse_string(&p)));
+    number = cddp__map_drop(server, cddp__map_link(server, cddp__parse_string(&p))); /* 0 or 1 */
     break;
   case CDDP__STORE_CANCEL_WAIT:
     number = 1;
@@ -5296,7 +5296,8 @@ typedef struct cddp__client { /* Owner: the server's thread */
 } cddp__client;
 
 /* Sets the events of fd that epoll watches. action: EPOLL_CTL_*. source: what epoll reports with an
-   event: the index of fd in server->fds, or the address of its cddp__client. */
+   event: the index of fd in server->fds, or the address of its cddp__client. Returns false with
+   errno set. */
 static bool cddp__server_watch(const cddp__server *server, int fd, int action, uint32_t events,
                                uint64_t source) {
   struct epoll_event event;
@@ -5305,6 +5306,7 @@ static bool cddp__server_watch(const cddp__server *server, int fd, int action, u
   return epoll_ctl(server->epoll, action, fd, &event) == 0;
 }
 
+/* Also counts the blocked clients, in server->waiting. */
 static void cddp__client_set_blocked(cddp__server *server, cddp__client *client, bool blocked) {
   server->waiting += blocked - client->blocked; /* by 1, 0 or -1 */
   client->blocked = blocked;
@@ -5334,6 +5336,7 @@ static void cddp__client_advance(cddp__server *server, cddp__client *client) {
 static void cddp__client_execute(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->connection;
   int result = cddp__server_execute(server, &client->parser, c->in.data + c->in.start, &c->out);
+  /* closed also if this answer, or all buffers together, are too large */
   if (result == CDDP__COMMAND_FAILED || server->buffered > CDDP__SERVER_MEMORY ||
       cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
     cddp__client_close(server, client);
@@ -5356,7 +5359,7 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c); /* sets state */
   if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client); /* empties c->in */
   in = cddp__buffer_span(&c->in);
-  if (in.size == 0 || c->state != CDDP__CONNECTION_UP) return false;
+  if (in.size == 0 || c->state != CDDP__CONNECTION_UP /* no proof yet */) return false;
   if (client->blocked) {
     if (in.size == client->parser.end || /* no command follows the WAIT */
         in.data[client->parser.end] != CDDP__STORE_CANCEL_WAIT)
@@ -5407,7 +5410,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
 /* Handles the events that epoll reports. */
 static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
   cddp__connection *c = &client->connection;
-  bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0;
+  bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0; /* between commands */
   int got = 0;
   if (c->fd < 0) return; /* closed since epoll_wait returned, and freed after the last event */
   if (events & EPOLLIN)
@@ -5499,7 +5502,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
 /* Accepts up to 64 connections. If no descriptor is left, closes spare_fd to accept one, which then
    replaces a client or is refused. */
 static void cddp__server_accept(cddp__server *server, int listener) {
-  int i, fd = 0;
+  int i, fd = 0; /* -1: no connection waits, or none can be accepted */
   for (i = 0; i < 64 && fd >= 0; i++) {
     bool exhausted;
     fd = cddp__accept(listener);
@@ -6190,8 +6193,8 @@ static void cddp__store_close(cddp_store *store) {
 /* Connects to the server; retries until the deadline, as ranks can start long before the server.
    file://: CDDP_OK with store->file >= 0 says that this process must serve instead. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
-  double pause = 0.001 /* s, doubled up to 0.25 */, begin = cddp__now();
-  uint64_t spread = cddp__hash64((uint64_t)getpid(), &begin, sizeof begin) % 1024;
+  double pause = 0.001 /* s, doubled up to 0.25 */, now = cddp__now();
+  uint64_t spread = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024; /* random */
   double jitter = 0.5 + (double)spread / 1024; /* below 1.5: ranks retry at different times */
   cddp_result r;
   for (;;) {
@@ -7148,7 +7151,7 @@ static uint64_t cddp__extent_base(const cddp__extent *extent) { /* its offset in
 /* Returns this rank's next extent in use after `extent` (NULL: the first in segment *at); NULL: no
    more. *at: in and out, the index of its segment in arena.own; 0 before the first call. */
 static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
-  for (; *at < host->arena.own.count; ++*at, extent = NULL) {
+  for (; *at < host->arena.own.count; ++*at, extent = NULL /* the next segment's first */) {
     const cddp__segment *segment = host->arena.own.list[*at];
     for (extent = extent == NULL ? segment->extents : extent + 1;
          extent < segment->extents + segment->size / segment->extent_size; extent++)
@@ -7221,6 +7224,7 @@ static bool cddp__populate(const cddp__host *host, char *address, uint64_t base,
   return cddp__arena_commit(host, base, size); /* the pages that do not exist yet */
 }
 
+/* Whether p, an address in this process, is in the segment. */
 static bool cddp__segment_has(const cddp__segment *segment, const void *p) {
   return (uintptr_t)p - (uintptr_t)segment->address < segment->size; /* if p is lower: it wraps */
 }
@@ -7937,8 +7941,8 @@ CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
   uint32_t exponent = magnitude >> 23, mantissa = (magnitude & 0x7fffff) | 0x800000;
   uint32_t kept = exponent > 112 ? magnitude - (112u << 23) : mantissa;
   uint32_t shift = exponent > 112 ? 13 : exponent < 96 ? 31 /* to 0 */ : 126 - exponent;
-  uint32_t even = kept >> shift & 1; /* ties go to even */
-  uint32_t half = (kept + (1u << (shift - 1)) - 1 + even) >> shift;
+  uint32_t odd = kept >> shift & 1; /* the last place that remains: a tie rounds up if it is 1 */
+  uint32_t half = (kept + (1u << (shift - 1)) - 1 + odd) >> shift;
   half = magnitude >= 0x477ff000 ? 0x7c00 : half; /* 65520 and larger values round to infinity */
   half = magnitude > 0x7f800000 ? 0x7e00 | ((magnitude >> 13) & 0x1ff) : half; /* a quiet NaN */
   return (uint16_t)((bits >> 16 & 0x8000) | half);
@@ -8443,7 +8447,7 @@ static void cddp__fold_pair(const cddp__fold *fold, void *d, const void *a, cons
                             bool last) {
   const void *s[] = {a, b};
   double factor = last && !fold->divide ? fold->factor : 1.0;
-  if (fold->uses_sum) (fold->compute_loops->sum)(d, s, 2 /* sources */, n, factor);
+  if (fold->uses_sum) (fold->compute_loops->sum)(d, s, 2 /* sources */, n, factor); /* and scales */
   else if (fold->op >= CDDP_BAND) /* BAND, BOR or BXOR */
     (fold->compute_loops->bits)(d, a, b, n * fold->compute_size /* bytes */, fold->op);
   else fold->compute_loops->pair(d, a, b, n, fold->op, fold->flip);
@@ -8496,9 +8500,9 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
   size_t bytes = cddp__fold_block_bytes(fold);
   for (k = 0; k < CDDP__FOLD_DEPTH; k++) bufs[k] = (char *)space + (size_t)k * bytes;
   while (i < fold->nsrcs) {
-    for (k = most; k > fold->nsrcs - i; k /= 2) continue; /* at most all that are left */
+    for (k = most; k > fold->nsrcs - i; k /= 2) continue; /* 8, 4, 2 or 1, at most all left */
     results[depth] = cddp__fold_leaf(fold, bufs[depth], i, k, at, n);
-    sizes[depth++] = fold->widths != NULL ? abs(fold->widths[i]) : k;
+    sizes[depth++] = fold->widths != NULL ? abs(fold->widths[i] /* -1: one leaf */) : k;
     i += k;
     while (depth > 1 && (i == fold->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
       bool last = i == fold->nsrcs && depth == 2; /* gives the root of the tree */
@@ -8690,7 +8694,7 @@ static void cddp__slice(size_t n, size_t granule, int slices, int slice, size_t 
                         size_t *end) {
   size_t granules = n / granule + (n % granule != 0) /* rounded up */, i = (size_t)slice;
   size_t each = granules / (size_t)slices, small = (size_t)slices - granules % (size_t)slices;
-  /* of this slice, in granules: */
+  /* this slice's first granule, and its number of them: */
   size_t first = each * i + (i > small ? i - small : 0), count = each + (i >= small);
   CDDP_ASSERT(slice >= 0 && slice < slices);
   *begin = first >= granules ? n : first * granule;
@@ -8699,7 +8703,7 @@ static void cddp__slice(size_t n, size_t granule, int slices, int slice, size_t 
 
 /* The shards of a rank: a contiguous range. The first `more` ranks have one shard more. */
 static void cddp__rank_shards(int shards, int ranks, int rank, int *first, int *count) {
-  int each = shards / ranks, more = shards % ranks;
+  int each = shards / ranks, more = shards % ranks; /* more: ranks with a shard more */
   *first = each * rank + (rank < more ? rank : more);
   *count = each + (rank < more);
 }
@@ -8734,9 +8738,9 @@ typedef struct cddp__node_merge {
    halves. nodes: [count], ascending. */
 static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int count,
                                           cddp__shard_node shard, int shards) {
-  const cddp__shard_node *source;
+  const cddp__shard_node *source; /* one of those that become one */
   cddp__node_merge merge;
-  int begin = shard.first, end = begin + 1, at = 0, size, i;
+  int begin = shard.first, end = begin + 1 /* the node's shards so far */, at = 0, size, i;
   while (at < count && nodes[at].first < begin) at++; /* the shard belongs before nodes[at] */
   merge.low = merge.high = at;
   for (size = 1; size < shards; size *= 2) { /* [begin, end): the node, of up to `size` shards */
@@ -8825,12 +8829,12 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
 static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *params, int count,
                               const int *order, const size_t *limits, int limit_count) {
   int *bucket_of = sorted + count; /* of the i-th in `order`; buckets are numbered as created */
-  int *closed_at = bucket_of + count; /* each bucket's position in order of closing */
+  int *closed_at = bucket_of + count; /* each bucket's position in order of closing, for `order` */
   struct {
     int bucket, limit; /* the open bucket, -1: none; index of the current limit */
     size_t bytes;      /* in the open bucket */
   } open[CDDP__DTYPE_COUNT] /* by dtype */, *own; /* own: of the parameter's dtype */
-  int i, b, created = 0, closed = 0;
+  int i, b, created = 0, closed = 0; /* numbers of buckets so far */
   CDDP_ASSERT(limit_count >= 1);
   memset(open, 0, sizeof open); /* limit 0: limits[0] is first */
   for (b = 0; b < CDDP__DTYPE_COUNT; b++) open[b].bucket = -1;
@@ -8858,7 +8862,7 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
   for (i = 0; i < count; i++) {
     bucket_of[i] = order != NULL ? closed_at[bucket_of[i]]
                                  : created - 1 - bucket_of[i] /* the last one is listed first */;
-    offsets[bucket_of[i] + 2]++;
+    offsets[bucket_of[i] + 2]++; /* counts the parameters of each bucket */
   }
   for (b = 0; b < created; b++) offsets[b + 2] += offsets[b + 1];
   /* Now offsets[b + 1] is the begin of bucket b. It advances, so it becomes the end of bucket b. */
@@ -8912,13 +8916,16 @@ static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t
 static bool cddp__in_one_buffer(const cddp__call *call) {
   return !cddp__shapes[call->kind].scatters && !cddp__shapes[call->kind].gathers;
 }
+/* Whether the rank has data to send; whether it receives a result. */
 static bool cddp__sends(const cddp__call *call, int rank) {
   return !cddp__shapes[call->kind].from_root || rank == call->root;
 }
-static bool cddp__is_message(const cddp__call *call) { return call->kind >= CDDP__KIND_SEND; }
 static bool cddp__receives(const cddp__call *call, int rank) {
   return !cddp__shapes[call->kind].to_root || rank == call->root;
 }
+
+/* Whether the call is cddp_send or cddp_recv. */
+static bool cddp__is_message(const cddp__call *call) { return call->kind >= CDDP__KIND_SEND; }
 
 /* Whether a call changes the rank's receive buffer. A broadcast's root keeps its contents. */
 static bool cddp__is_written(const cddp__call *call, int rank) {
