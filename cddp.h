@@ -21800,15 +21800,15 @@ struct cddp__elastic {
   cddp__meeting meeting;
   int *member_of_rank; /* [shards] member number of each rank of the groups */
   int meetings; /* since the last reduction */
-  cddp_group *broken_comm; /* the first comm that broke in this step, which cddp_ddp_group returns
-                              until the step ends. NULL: none broke */
+  cddp_group *broken_comm; /* the first comm that this rank left in this step: cddp_ddp_group
+                              returns it until the step ends. NULL: left none */
   /* this rank's sums and the last mean: */
   uint64_t updates; /* waits and steps since creation */
   uint64_t reductions; /* completed: `updates`, or `updates` + 1 if the current step has its mean */
   char *slot_area; /* this rank's slots */
   char *mean; /* the last reduction's mean, or this rank's part of it */
-  bool holds_shard; /* the gradients hold the sum of a shard that has ended: to be cleared before
-                       the next shard */
+  bool holds_shard; /* the gradients hold the sum of a shard that has ended: they must be cleared
+                       before the next shard */
   bool in_parts; /* each rank of its group has a part of the mean; false: this rank has all */
   bool has_mean; /* false: this rank has joined, and has no mean yet */
   bool gave_states; /* an optimizer has received the job's states, and has not stepped yet */
@@ -21839,8 +21839,8 @@ typedef struct cddp__rank_report {
   cddp__ref next_blocks[2];   /* for the new groups; those of a host's lowest rank are used */
 } cddp__rank_report;
 
-/* Stops listening, so this rank is lost to the others. link->over: the BYEs of the groups' links
-   prove its end. */
+/* Stops listening, so this rank is lost to the others. Marks its links as over: the last frame of
+   each, a BYE, then proves to the peer that this rank has left the model. */
 static void cddp__elastic_close(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   cddp__connection *link;
@@ -21866,11 +21866,11 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
   return NULL;
 }
 
-/* Gives this rank at least `slots` slots. The slack: _gather_nodes reads past the last one;
-   elements there can be twice as wide. */
+/* Gives this rank at least `slots` slots. The slack behind the last: cddp__gather_nodes reads past
+   a slot's end, and elements in slots can be twice as wide as in the model. */
 static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
-  size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride; /* all can be in use */
+  size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride; /* each can have a sum */
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->layout.slots) return CDDP_OK;
@@ -21902,16 +21902,17 @@ static void cddp__elastic_begin_step(cddp_ddp *d) {
 static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   cddp__shard_node *nodes = d->shards.own_nodes;
   int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0;
-  int in_gradients = -1 /* as node.slot */, width = 1 /* shard */;
+  int in_gradients = -1 /* such a node's slot */, width = 1 /* shard, as others are in slots */;
   cddp_result r = CDDP_OK;
-  while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++; /* to the node in the gradients */
+  while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++; /* finds the gradients' node */
   if (i < d->shards.own_node_count) {
     r = cddp__grow_slots(d, slot + 1);
-    if (r == CDDP_OK) r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false /* clear */);
+    if (r == CDDP_OK) /* copies the one node to the slot */
+      r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false /* clear: done below */);
     if (r == CDDP_OK) nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
-  if (r == CDDP_OK) r = cddp__zero_copied(d); /* the caller's, if copied */
+  if (r == CDDP_OK) r = cddp__zero_copied(d); /* the caller's, if the arena has copies */
   d->elastic->holds_shard = false;
   return r;
 }
@@ -21921,7 +21922,7 @@ static int cddp__find_shard(const cddp_ddp *d) {
   const int *owner = d->shards.owner;
   int i;
   for (i = 0; i < d->shards.count; i++)
-    if (i != d->shards.current && owner[i] < d->step.active_count &&
+    if (i != d->shards.current && owner[i] < d->step.active_count /* so member_of_rank has it */ &&
         d->elastic->member_of_rank[owner[i]] == d->elastic->meeting.me &&
         !cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i))
       return i;
@@ -21931,10 +21932,10 @@ static int cddp__find_shard(const cddp_ddp *d) {
 /* Makes the current shard's sum a node. On one host the last node can stay in the gradients, where
    others read it. */
 static cddp_result cddp__finish_shard(cddp_ddp *d) {
-  bool has_next = cddp__find_shard(d) >= 0; /* which needs the gradients */
-  bool to_slot = has_next || !d->elastic->one_host; /* messages are sent from slots */
+  bool has_next = cddp__find_shard(d) >= 0; /* another shard, which needs the gradients */
+  bool to_slot = has_next || !d->elastic->one_host; /* several hosts: sums are sent from slots */
   cddp_result r = CDDP_OK;
-  if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current); /* in the packet */
+  if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current); /* to d->rows.packet */
   CDDP__POINT("elastic shard end");
   if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0 /* it can merge with a node */))
     r = cddp__grow_slots(d, d->shards.own_node_count + 1);
@@ -21982,7 +21983,7 @@ static void cddp__break_groups_of(cddp__host *host, int window) {
     cddp__fail( /* sets the text for cddp__publish_failure */
         CDDP_PEER_LOST, "rank %d of the group was lost, and the elastic model continues without "
         "it: use cddp_ddp_group", k);
-    if (cddp__publish_failure(g, CDDP_PEER_LOST)) cddp__wake_all(g);
+    if (cddp__publish_failure(g, CDDP_PEER_LOST)) cddp__wake_all(g); /* else it broke meanwhile */
   }
   pthread_mutex_unlock(&host->lock);
   memcpy(cddp__error_text, saved_text, sizeof saved_text);
@@ -22024,7 +22025,7 @@ static bool cddp__window_in_use(const cddp_ddp *d, int window) {
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     for (k = 0; k < g->size && !in_use; k++)
       in_use = g->host_index[k] == window &&
-               (cddp__group_in_use(g) ||
+               (cddp__group_in_use(g) || /* or g is another model's; d's are new */
                 (other_models && g != d->group && (g->models > 0 || g->of_model)));
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     in_use = g->block_ref.kind == CDDP__REF_EXTENT &&
@@ -22045,15 +22046,15 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
     pthread_mutex_lock(&host->lock);
     p->member = false;
     p->lost_in_step = 1 + d->elastic->updates; /* 0: not lost */
-    /* Those of the first ranks stay open: other threads use them. */
+    /* The pidfds of the job's first ranks stay open: other threads use them. */
     if (p->window >= host->size) cddp__close_fd(&p->pidfd);
     pthread_mutex_unlock(&host->lock);
     if (host->arena.fd >= 0) cddp__break_groups_of(host, p->window); /* else nothing is shared */
   }
 }
 
-/* Whether a process lost in `step` or later still lives: it is stopped, or failed for a local
-   reason. It can write to control blocks of that time. */
+/* Whether a process that was lost in `step` or later still lives: it is stopped, or failed for a
+   local reason. It can still write to the control blocks of groups that it was in. */
 static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   cddp__process *p = NULL;
   if (host->arena.fd < 0) return false; /* nothing is shared */
@@ -22077,13 +22078,14 @@ static void cddp__free_lost(cddp_ddp *d) {
       cddp__arena_free_lost_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = kept;
-  if (host->arena.fd >= 0) cddp__find_processes(host); /* those that ended as they joined, too */
+  if (host->arena.fd >= 0) cddp__find_processes(host); /* adds those that ended as they joined */
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
-    if (p->lost_in_step == 0 || p->lost_in_step > elastic->updates /* lost in it */ ||
-        host->arena.fd < 0)
+    if (p->lost_in_step == 0 /* not lost */ ||
+        p->lost_in_step > elastic->updates /* lost in this step */ || host->arena.fd < 0)
       continue;
-    if (p->use_locked && cddp__window_in_use(d, p->window)) continue; /* a later step tries again */
+    /* use_locked: its memory can be mapped here. In use: a later step tries again. */
+    if (p->use_locked && cddp__window_in_use(d, p->window)) continue;
     if (p->use_locked) cddp__unmap_window(host, p);
     if (cddp__process_gone(host, p->window)) cddp__free_window(host, p);
   }
@@ -22140,12 +22142,12 @@ static void cddp__publish_own(cddp_ddp *d) {
 static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
   const cddp__ref *refs = elastic->published[elastic->member_of_rank[k]]->refs;
-  void *at[CDDP__PUBLISHED_COUNT] = {/* of this rank, if k is this rank */
+  void *at[CDDP__PUBLISHED_COUNT] = {/* this rank's own; the loop replaces them for other ranks */
                                      d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; k != d->me && r == CDDP_OK && i < CDDP__PUBLISHED_COUNT; i++)
-    /* A rank without slots or rows has no memory for them, and nothing reads its at[i]. */
+    /* A rank can have no slots or rows (NONE): then nothing reads its at[i]. */
     if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE)
       r = cddp__map_ref(d->group->host, &refs[i], &at[i]);
   if (r != CDDP_OK) return r;
@@ -22201,8 +22203,8 @@ static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k
   return header;
 }
 
-/* Checks that all members have called the same update as the oldest member with a call. A member
-   that differs and joined later fails alone, and is lost. Else all fail. */
+/* Checks that the last update of each member was the same call as that of the oldest member that
+   has made one. A member that differs and joined later fails alone, and is lost. Else all fail. */
 static cddp_result cddp__check_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   const cddp__member *members = elastic->meeting.members;
@@ -22218,7 +22220,7 @@ static cddp_result cddp__check_updates(cddp_ddp *d) {
     oldest = member;
     job = call;
   }
-  if (oldest < 0 /* the first step */ || elastic->repeat_counted /* it is an update ahead */)
+  if (oldest < 0 /* the first step */ || elastic->repeat_counted /* this rank is a step ahead */)
     return CDDP_OK;
   if (elastic->last_update.kind == 0) elastic->last_update = job; /* joined: nothing to compare */
   r = cddp__compare_update(d, &job, oldest);
@@ -22244,8 +22246,8 @@ static cddp_result cddp__await_model(cddp_ddp *d) {
    nodes have been read, and all parts exist. */
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  char **packets = (char **)d->scratch.buffers; /* free: elastic models reduce no buckets */
-  cddp__pass pass = cddp__pass_of(d, NULL, false /* averaged */);
+  char **packets = (char **)d->scratch.buffers; /* not in use: elastic models reduce no buckets */
+  cddp__pass pass = cddp__pass_of(d, NULL /* optim */, false /* averaged */);
   size_t begin, end;
   cddp_result r = CDDP_OK;
   int i;
@@ -22302,12 +22304,13 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
   size_t longest = 0;
   cddp_result r = CDDP_OK;
-  int k, unused; /* unused: most slots of a rank; this rank has grown its own */
+  int k, unused; /* unused: most slots of a rank; each shard's end has grown this rank's */
   CDDP_ASSERT(elastic->reductions == elastic->updates); /* this step has no mean yet */
   /* The sum stayed in the gradients before a process of another host joined. Now slots are sent. */
   if (!elastic->one_host && elastic->holds_shard)
     r = cddp__elastic_clear_gradients(d); /* moves the sum to a slot */
-  if (!elastic->one_host && r == CDDP_OK) r = cddp__grow_slots(d, 1); /* sent, even without sums */
+  if (!elastic->one_host && r == CDDP_OK)
+    r = cddp__grow_slots(d, 1); /* a rank without sums sends slot 0 anyway */
   if (r != CDDP_OK) return r; /* nothing announced: this rank alone fails */
   if (elastic->own != NULL) cddp__publish_own(d);
   CDDP__POINT("elastic meet");
@@ -22427,12 +22430,12 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
         int member = d->elastic->member_of_rank[link->rank];
         unsigned char *ended = &d->elastic->meeting.ended[member], unused;
-        ssize_t got = 1; /* as if open */
-        if (link->state == CDDP__CONNECTION_UP) /* its end might not be noticed yet */
+        ssize_t got = 1; /* > 0: open, with bytes */
+        if (link->state == CDDP__CONNECTION_UP) /* it can have ended since the last poll */
           got = recv(link->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT);
         if (got == 0) /* closed */
           cddp__connection_end(link, 0 /* error */);
-        else if (got < 0 && errno != EAGAIN /* open, no bytes */)
+        else if (got < 0 && errno != EAGAIN /* EAGAIN: open, no bytes */)
           cddp__connection_end(link, errno);
         if (link->state != CDDP__CONNECTION_ENDED) continue;
         if (link->peer_over || (link->error == 0 && !link->peer_failed && link->got == 0 &&
@@ -22461,7 +22464,8 @@ static void cddp__elastic_leave_both(cddp_ddp *d) {
   cddp__elastic_record_ends(d);
   for (i = 0; i < 2; i++) {
     if ((g = groups[i]) == NULL) continue; /* the last meeting failed before it was created */
-    if (g->size > 1 && cddp__publish_failure(g, cddp__fail(CDDP_PEER_LOST, "%s", text)))
+    if (g->size > 1 /* else no rank was lost, and none waits */ &&
+        cddp__publish_failure(g, cddp__fail(CDDP_PEER_LOST, "%s", text)))
       cddp__announce_failure(g, CDDP__NOTIFY_HOSTS);
     if (i == 0 /* control */ || d->elastic->broken_comm != NULL) {
       cddp__elastic_leave_group(d, g);
@@ -22480,8 +22484,9 @@ static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t
   cddp__process *p;
   if (host->one_process) return CDDP_OK; /* threads: no other processes */
   if ((p = cddp__add_process(host, window, pid)) == NULL) return CDDP_OUT_OF_MEMORY;
+  /* a new member; of the job's first ranks cddp_init has the pidfds, unless this process joined */
   if (!p->member && (window >= host->size || host->joined) && window != host->arena.window) {
-    host->started_before = cddp__boot_ticks(); /* an upper bound on its start */
+    host->started_before = cddp__boot_ticks(); /* this process has started before now */
     p->pidfd = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
   }
   return cddp__lock_use(host, p);
@@ -22503,9 +22508,10 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   const cddp__meeting *m = &elastic->meeting;
   cddp__host *host = d->group->host;
   int indices[CDDP__MAX_RANKS]; /* group.host_index */
-  int local_size = 0, lowest_local = -1, rank = 0 /* of this process */, k;
+  int local_size = 0, lowest_local = -1 /* the lowest rank on this host */;
+  int rank = 0 /* this process's, in the new group */, k;
   cddp__ref ref;
-  uint64_t hashed[3]; /* token of the model, id of the table + which: the same on all ranks */
+  uint64_t hashed[3]; /* model's token, 16 bytes; id of the table + which: equal on all ranks */
   void *block = NULL;
   cddp_result r = cddp__check_memfd(host);
   for (k = 0; k < d->step.active_count && r == CDDP_OK; k++) {
@@ -22517,7 +22523,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   }
   if (r != CDDP_OK) return r;
   ref = cddp__rank_report_at(d, table, lowest_local)->next_blocks[which];
-  /* on each rank, as any can be the first to use the block */
+  /* Each rank of the host allocates the block's pages: any can be the first to use it. */
   r = cddp__commit_block(host, ref.base + ref.offset, d->step.active_count, local_size);
   if (r != CDDP_OK) return r;
   if (lowest_local == rank) {
@@ -22531,11 +22537,11 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   r = cddp__group_build(out, host, rank, d->step.active_count, indices, (char *)block,
                         d->group->timeout_s);
   if (r != CDDP_OK) return r;
-  memcpy(hashed, m->net->token, 2 * sizeof *hashed); /* all 16 bytes */
+  memcpy(hashed, m->net->token, 2 * sizeof *hashed);
   hashed[2] = cddp__report_at(m, table, 0)->table_id + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = (*out)->of_model = true;
-  (*out)->id = cddp__hash64(1 /* seed */, hashed, sizeof hashed) & ~(uint64_t)1; /* odd: splits */
+  (*out)->id = cddp__hash64(1 /* seed */, hashed, sizeof hashed) & ~(uint64_t)1; /* odd: a split */
   r = cddp__hosts_attach(*out, m->net, elastic->member_of_rank);
   CDDP__POINT("elastic built");
   return r;
@@ -22576,7 +22582,8 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
   if (r != CDDP_OK || elastic->own == NULL || d->layout.dense_bytes == 0) return r;
-  if (!elastic->one_host) return cddp__commit_mean(d); /* on one host it writes only its part: */
+  if (!elastic->one_host) return cddp__commit_mean(d);
+  /* On one host this rank writes only its part of the mean. */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end);
   if (d->layout.dense_bytes >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
     begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
@@ -22596,7 +22603,7 @@ static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint6
       able[count++] = k;
   }
   for (i = 0; i < d->shards.count; i++) {
-    owner[i] = -1; /* no rank has its sum */
+    owner[i] = -1; /* as yet no rank has its sum */
     for (k = 0; k < d->step.active_count; k++) {
       cddp__rank_report *report = cddp__rank_report_at(d, table, k);
       if (report->reductions == next && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
@@ -22633,7 +22640,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
   next = (from != NULL ? from->reductions : 0) - elastic->repeats; /* the reduction to make */
   elastic->repeat_counted =
       elastic->repeats && (elastic->meeting.self_joining || elastic->reductions > next);
-  if (elastic->reductions != next) cddp__drop_sums(d); /* they are of another reduction */
+  if (elastic->reductions != next) cddp__drop_sums(d); /* of the reduction before, or after */
   cddp__assign_missing_shards(d, table, next);
   cddp__record_event(d->group, "assigned", (uint64_t)ranks, CDDP_OK);
   return from;
@@ -22673,7 +22680,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   size_t bytes = (size_t)from->snapshot.state_count * d->layout.state_stride;
   bool receives = elastic->meeting.self_joining;
   bool sends = elastic->member_of_rank[source] == elastic->meeting.me;
-  char *states = elastic->states; /* not NULL: this rank has joined in this step */
+  char *states = elastic->states; /* not NULL: this rank joined, and has no optimizer yet */
   cddp_result r = CDDP_OK;
   int i;
   CDDP_ASSERT(!receives || states == NULL);
@@ -22682,7 +22689,8 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
     states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_OPEN); /* peers write to it */
     if (states == NULL) return CDDP_OUT_OF_MEMORY;
     if (sends)
-      r = cddp__copy_states(d, d->optim, states, 0, d->layout.model_bytes, CDDP__TO_SHARED);
+      r = cddp__copy_states(d, d->optim, states, 0 /* begin */, d->layout.model_bytes,
+                            CDDP__TO_SHARED);
   }
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     r = cddp__elastic_broadcast(d, source, d->params[i].data, d->tensors[i].bytes);
@@ -22713,7 +22721,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   bool joins = elastic->meeting.self_joining, some_join = false, some_lack_mean = false;
   bool mean_lives = !elastic->repeats; /* else it is made again, and none receives it */
   bool lacks_mean = mean_lives && !joins && elastic->reductions < from->reductions;
-  bool has_mean = lacks_mean || (!joins && elastic->has_mean);
+  bool has_mean = lacks_mean /* then it receives it here */ || (!joins && elastic->has_mean);
   int source = 0, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
@@ -22727,7 +22735,8 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   /* from->in_parts: the mean is in parts, which the members that lack it can read. */
   if (some_lack_mean && d->layout.dense_bytes > 0 && from->in_parts == 0) {
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense_bytes, CDDP_U8, source);
-    if (elastic->own != NULL) r = cddp__commit_mean(d);
+    if (elastic->own != NULL) /* on a host, where the mean's memory is lazy: CDDP__EXTENT_LAZY */
+      r = cddp__commit_mean(d);
     if (r == CDDP_OK) r = cddp__run_model_collective(d, &call);
     if (lacks_mean) cddp__set_whole_mean(elastic);
     has_mean = true; /* also on joining ranks */
@@ -22738,7 +22747,8 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   elastic->has_mean = has_mean;
   /* A rank without the update by the repeated mean counts that mean when it is made. */
   if (elastic->repeat_counted || mean_lives) elastic->reductions = from->reductions;
-  if (elastic->reductions == elastic->updates && mean_lives) cddp__leave_broken(d); /* a new step */
+  if (elastic->reductions == elastic->updates && mean_lives)
+    cddp__leave_broken(d); /* this rank has no mean to apply: its step is new */
   return CDDP_OK;
 }
 
@@ -22753,7 +22763,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp_result r;
   int i;
   if (++elastic->meetings > 4 * d->shards.count + 16) /* more than losses and joins explain */
-    return cddp__fail(
+    return cddp__fail( /* ends the model, instead of meeting forever */
         CDDP_ABORTED, "ranks formed new groups %d times in step %" PRIu64 " and could not "
         "complete it", elastic->meetings - 1, d->steps);
   cddp__elastic_leave_both(d);
@@ -22777,7 +22787,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__elastic_connect(d); /* all ranks have created both groups */
   cddp__elastic_note_lost(d);
   if (r == CDDP_OK) r = (d->group->backend->open)(d->group, d->comm); /* on GPUs: a communicator */
-  for (i = 0; i < 2; i++) { /* frees the blocks that became no group's: those are NULL */
+  for (i = 0; i < 2; i++) { /* frees blocks that no group took; a taken one is NULL here */
     cddp__arena_free(host, elastic->next_blocks[i]);
     elastic->next_blocks[i] = NULL;
   }
@@ -22803,7 +22813,8 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   if (elastic->reductions == elastic->updates && !elastic->repeats) /* the last step is complete */
     cddp__leave_broken(d);
   cddp__join_serve(d->group->host, CDDP__JOIN_WAIT);
-  if (shard >= 0 && elastic->reductions == elastic->updates) r = cddp__finish_shard(d);
+  if (shard >= 0 && elastic->reductions == elastic->updates /* the step has no mean yet */)
+    r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d); /* the next shard's gradients are not ready */
   d->shards.current = -1;
   while (r == CDDP_OK && elastic->reductions == elastic->updates) { /* until the mean exists */
@@ -22817,7 +22828,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     if (m->requests > 0 && elastic->meetings == 0 /* no second one in a step for joins */ &&
         elastic->last_update.kind != 0 /* else it would not admit: cddp__elastic_regroup */)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
-    else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* else comm has lost a link */
+    else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* else comm lost a member */
       r = cddp__elastic_reduce(d);
     while (r == CDDP_PEER_LOST) r = cddp__elastic_regroup(d);
   }
@@ -22839,7 +22850,7 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
 /* Updates all of this rank's weights and states by the mean, on a host. Reads the parts of other
    ranks in their memory. */
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
-  /* NULL if it was created without desc.ddp; cddp__optim_prepare needs those of d. */
+  /* NULL if optim was created without desc.ddp; cddp__optim_prepare needs the model's. */
   cddp__sparse *const *own_sparse = optim->sparse;
   cddp__elastic *elastic = d->elastic;
   double clip = 1;
@@ -22853,7 +22864,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   if (r != CDDP_OK) return r; /* nothing has changed */
   if (d->desc.max_grad_norm > 0 && !elastic->in_parts) { /* else the reduction made the squares */
     pass = cddp__part_pass(d, optim, 0 /* the whole mean */, &begin, &end);
-    cddp__run_pass(&pass, begin, end); /* without `steps`: writes squares only */
+    cddp__run_pass(&pass, begin, end); /* pass.steps is false: it writes squares only */
     elastic->squares[0] = d->addresses.squares[d->me];
   }
   if (d->desc.max_grad_norm > 0) {
@@ -22948,7 +22959,8 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
     if (optim->steps[i] > 0) r = cddp__ensure_states(optim, i); /* allocates them */
   }
   if (r == CDDP_OK && from->stepped)
-    r = cddp__copy_states(d, optim, elastic->states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
+    r = cddp__copy_states(d, optim, elastic->states, 0 /* begin */, d->layout.model_bytes,
+                          CDDP__FROM_SHARED);
   if (r == CDDP_OK && from->stepped && d->group->backend->on_device)
     /* Waits for the copies, as elastic->states is freed below. The next step finds lost ranks. */
     r = cddp__await_device(d->group, CDDP__AWAIT_STREAM);
@@ -23032,9 +23044,9 @@ static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing
   pthread_mutex_unlock(&cddp__models_lock);
   if (model != NULL && when == CDDP__PAIR_NEW && model->optim != NULL &&
       !model->group->host->joined)
-    return CDDP_OK; /* joining processes get the states of the one that steps */
+    return CDDP_OK; /* d->optim stays the optimizer that steps: a joining process gets its states */
   if (model != NULL) return cddp__elastic_restore(model, optim);
-  if (!partial) return CDDP_OK; /* it has nothing to do with an elastic model that joined */
+  if (!partial) return CDDP_OK; /* no elastic model of a joined process has its parameters */
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job sends the states of one optimizer with all parameters of "
                     "the elastic model, in its order; this optimizer has %d parameters",
@@ -23081,7 +23093,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   cddp__elastic_unregister(d);
   /* What other ranks can still read is freed when all ranks have left the group. Without a group,
      or if other threads of this process can read it: never. */
-  if (d->step.active_count != 1 /* this rank alone */ && elastic->own != NULL /* on a host */) {
+  if (d->step.active_count != 1 /* others can read */ && elastic->own != NULL /* on a host */) {
     if (d->control != NULL) {
       cddp__arena_free_with(host, elastic->own, d->control->block);
       cddp__arena_free_with(host, elastic->mean, d->control->block);
@@ -23092,7 +23104,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
     if (host->one_process) elastic->slot_area = d->rows.packet = NULL; /* other threads read them */
   }
   cddp__leave_broken(d);
-  if (elastic->meeting.net != NULL) cddp__elastic_close(d);
+  if (elastic->meeting.net != NULL) cddp__elastic_close(d); /* else cddp__meeting_new has failed */
   cddp__free(&host->allocator, elastic->lost_blocks);
   host->elastic = false;
   if (host->joined && !elastic->meeting.self_joining)
@@ -23144,12 +23156,12 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_result r = cddp__elastic_new(d);
   int k;
   CDDP__POINT("elastic enter");
-  if (r == CDDP_OK) r = cddp__await_model(d); /* on GPUs: of rank 0's weights, which a loss ends */
+  if (r == CDDP_OK) r = cddp__await_model(d); /* on GPUs: for the broadcast of rank 0's weights */
   memset(&mine, 0, sizeof mine);
   if (r == CDDP_OK) r = cddp__open_own_member(&d->elastic->meeting, &mine.self);
   if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
   all = (cddp__leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
-  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY); /* the others wait in the next call */
   r = cddp__consensus(g, r, &mine, sizeof mine, all); /* fails on all ranks if one has failed */
   if (r == CDDP_OK) {
     m = &d->elastic->meeting;
@@ -23161,14 +23173,14 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     m->net->host = all[m->me].self.host;
     d->step.active_count = g->size;
     cddp__elastic_begin_step(d);
-    r = cddp__append_lives(m);
+    r = cddp__append_lives(m); /* also counts the members */
   }
   cddp__free(&g->host->allocator, all);
   for (k = 0; r == CDDP_OK && k < g->size; k++)
     if (g->host_index[k] >= 0) /* on this host */
       r = cddp__register_process(g->host, g->host_index[k], d->elastic->meeting.members[k].pid);
   if (r == CDDP_OK)
-    r = cddp__consensus(g, cddp__elastic_connect(d), NULL /* payload */, 0, NULL);
+    r = cddp__consensus(g, cddp__elastic_connect(d), NULL /* payload */, 0, NULL /* all */);
   if (r != CDDP_OK) return r;
   d->control->elastic = d->comm->elastic = true; /* from now on the model survives losses */
   cddp__answer_joins(&d->elastic->meeting);
@@ -23187,7 +23199,7 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   d->elastic->meeting.net->host = self.host;
   do r = cddp__elastic_regroup(d); /* also receives the weights */
   while (r == CDDP_PEER_LOST); /* another rank was lost meanwhile */
-  if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* the members' failure is not an error of this rank */
+  if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* the members failed, or are gone */
   if (r == CDDP_OK) cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return r;
 }
@@ -23202,7 +23214,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
     return d->group;
   else if (cddp__check_cause(&d->failure) == CDDP_OK) {
     if (d->elastic->broken_comm != NULL) return d->elastic->broken_comm;
-    if (d->comm->stream != d->group->stream) /* the program has set another one */
+    if (d->comm->stream != d->group->stream) /* the program has set another one for d->group */
       cddp_set_stream(d->comm, d->group->stream);
     return d->comm;
   }
