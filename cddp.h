@@ -22486,7 +22486,7 @@ static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t
   if ((p = cddp__add_process(host, window, pid)) == NULL) return CDDP_OUT_OF_MEMORY;
   /* a new member; of the job's first ranks cddp_init has the pidfds, unless this process joined */
   if (!p->member && (window >= host->size || host->joined) && window != host->arena.window) {
-    host->started_before = cddp__boot_ticks(); /* this process has started before now */
+    host->started_before = cddp__boot_ticks(); /* the member, like all others, ran before now */
     p->pidfd = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)pid, 0u));
   }
   return cddp__lock_use(host, p);
@@ -23245,7 +23245,7 @@ static uint32_t cddp__mt_next(cddp__mt19937 *mt) {
   uint32_t *state = mt->state, y;
   int i;
   if (mt->next == 624) {
-    for (i = 0; i < 624; i++) {
+    for (i = 0; i < 624; i++) { /* all words anew */
       y = (state[i] & 0x80000000u) | (state[(i + 1) % 624] & 0x7fffffffu);
       state[i] = state[(i + 397) % 624] ^ (y >> 1) ^ ((y & 1) != 0 ? 0x9908b0dfu : 0);
     }
@@ -23263,7 +23263,7 @@ static uint32_t cddp__mt_next(cddp__mt19937 *mt) {
 static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
   cddp__mt19937 mt;
   size_t i, k;
-  cddp__mt_seed(&mt, (uint32_t)(seed & 0xffffffffu));
+  cddp__mt_seed(&mt, (uint32_t)(seed & 0xffffffffu)); /* PyTorch, too, uses the low 32 bits */
   if (n < UINT32_MAX / 20) {
     for (i = 0; i < n; i++) a[i] = i;
     for (i = 0; i + 1 < n; i++) { /* swaps element i with one of i .. n - 1 */
@@ -23275,7 +23275,7 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
     return;
   }
   for (i = 0; i < n; i++) { /* swaps i with the element at one of 0 .. i */
-    uint64_t high = cddp__mt_next(&mt);
+    uint64_t high = cddp__mt_next(&mt); /* PyTorch draws the high half first */
     k = (size_t)((high << 32 | cddp__mt_next(&mt)) % (i + 1));
     a[i] = i;
     a[i] = a[k];
@@ -23286,9 +23286,9 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
 /* Number of samples that a rank gets of the `left` remaining ones. Unless exact, all ranks get
    equally many. */
 static size_t cddp__sampler_share(const cddp_sampler_desc *desc, int rank, size_t left) {
-  size_t world = (size_t)desc->world_size, rest = left % world;
-  bool more = desc->exact ? (size_t)rank < rest : !desc->drop_last && rest != 0;
-  return left / world + (size_t)more;
+  size_t world = (size_t)desc->world_size, rest = left % world; /* 0: equal shares */
+  bool one_more = desc->exact ? (size_t)rank < rest : !desc->drop_last && rest != 0;
+  return left / world + (size_t)one_more;
 }
 
 static void cddp__drop_order(cddp_sampler *sampler) {
@@ -23302,7 +23302,7 @@ static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t 
                                 bool resumed) {
   size_t n = sampler->desc.dataset_size;
   if (sampler->epoch != epoch) cddp__drop_order(sampler);
-  sampler->position = 0;
+  sampler->position = 0; /* of this rank's samples, counted from `start` */
   sampler->result = CDDP_OK;
   sampler->epoch = epoch;
   sampler->start = start < n ? (size_t)start : n;
@@ -23339,6 +23339,7 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *sampler, const cddp_sampler_
   CDDP__CHECK(d.rank >= 0 && d.rank < d.world_size, "rank %d is not in 0 .. world_size - 1 = %d",
               d.rank, d.world_size - 1);
   CDDP__CHECK(!d.drop_last || !d.exact, "drop_last and exact exclude each other");
+  /* so that positions, and the bytes of a permutation, cannot overflow */
   CDDP__CHECK(d.dataset_size <= SIZE_MAX / 16, "dataset_size %zu is too large", d.dataset_size);
   sampler->desc = d;
   cddp__sampler_begin(sampler, 0, 0, CDDP__EPOCH_NEW);
@@ -23362,10 +23363,10 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *sampler) {
 }
 
 CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
-  size_t next; /* position, then index */
+  size_t next; /* the position in the permutation; cddp__sampler_indices replaces it by the index */
   if (sampler == NULL) return false;
   sampler->result = CDDP_OK;
-  if (sampler->position >= sampler->size) {
+  if (sampler->position >= sampler->size) { /* the epoch has ended for this rank */
     cddp__drop_order(sampler);
     return false;
   }
@@ -23380,7 +23381,7 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
 
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch, size_t size,
                                   size_t *indices) {
-  size_t world, all, n; /* all: the shard's samples */
+  size_t world, shard_samples, n; /* n: indices of this batch */
   if (sampler == NULL) return 0;
   sampler->result = CDDP_INVALID_ARGUMENT;
   world = (size_t)sampler->desc.world_size;
@@ -23391,9 +23392,9 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
     return 0;
   }
   sampler->result = CDDP_OK;
-  all = cddp__sampler_share(&sampler->desc, shard, sampler->desc.dataset_size);
-  if (batch > all / size) return 0; /* batch * size could overflow */
-  n = cddp__min(size, all - batch * size);
+  shard_samples = cddp__sampler_share(&sampler->desc, shard, sampler->desc.dataset_size);
+  if (batch > shard_samples / size) return 0; /* behind the last; batch * size could overflow */
+  n = cddp__min(size, shard_samples - batch * size);
   sampler->result = cddp__named(
       __func__, cddp__sampler_indices(sampler, (size_t)shard + batch * size * world, n, indices));
   return sampler->result == CDDP_OK ? n : 0;
@@ -23402,7 +23403,7 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
   if (sampler == NULL) return;
   cddp__drop_order(sampler);
-  sampler->position = sampler->size = sampler->start = 0;
+  sampler->position = sampler->size = sampler->start = 0; /* cddp_sampler_next returns false */
 }
 
 /* >>safetensors --------------------------------------------------------------------------------
@@ -23491,7 +23492,7 @@ static void cddp__json_fail(cddp__json *json, const char *what) {
   if (json->result == CDDP_OK)
     json->result = cddp__fail(CDDP_IO, "its header is invalid at byte %zu: %s",
                               (size_t)(json->at - json->begin), what);
-  json->at = json->end;
+  json->at = json->end; /* nothing more is read */
 }
 
 static void cddp__json_space(cddp__json *json) {
@@ -23531,12 +23532,13 @@ static bool cddp__json_hex(cddp__json *json, uint32_t *v) { /* false: not four d
 static char *cddp__json_escape(cddp__json *json, char *to) {
   static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
   static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0}; /* marks the first of 1 + i bytes */
-  const char *k = (const char *)memchr(letters, json->at[1], sizeof letters - 1);
+  const char *letter = /* json->at[0] is the backslash */
+      (const char *)memchr(letters, json->at[1], sizeof letters - 1);
   uint32_t c, low;
   int more; /* UTF-8 bytes after the first */
-  json->at += 2;
-  if (k != NULL) {
-    *to = meant[k - letters];
+  json->at += 2; /* behind the letter */
+  if (letter != NULL) {
+    *to = meant[letter - letters];
     return to + 1;
   }
   if (json->at[-1] != 'u' || !cddp__json_hex(json, &c)) return NULL;
@@ -23567,8 +23569,8 @@ static const char *cddp__json_string(cddp__json *json) { /* "" after a failure *
   }
   if (json->at == json->end) cddp__json_fail(json, "a string does not end");
   if (json->result != CDDP_OK) return "";
-  json->at++;
-  *to = 0;
+  json->at++; /* the closing quote */
+  *to = 0; /* at most over that quote, as decoding never lengthens */
   return string;
 }
 
@@ -23646,7 +23648,7 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
   cddp_tensor_info *tensor = &file->tensors[file->count];
   uint64_t *shape = file->next_shape, offsets[2] = {0, 0};
   size_t n, offset_count = 0;
-  unsigned k, seen = 0; /* bit k: fields[k] was read */
+  unsigned k, seen = 0; /* k: index in fields, 3: none; seen bit k: fields[k] was read */
   memset(tensor, 0, sizeof *tensor);
   for (n = 0; cddp__json_item(json, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(json);
@@ -23665,7 +23667,7 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
   }
   if (seen != 7 /* all three */ || offset_count != 2)
     cddp__json_fail(json, "a tensor needs dtype, shape and two data_offsets");
-  if (json->result != CDDP_OK) return;
+  if (json->result != CDDP_OK) return; /* type, for example, can be NULL */
   if (!cddp__st_size(shape, tensor->dims, type->bits, &tensor->count, &tensor->bytes))
     cddp__json_fail(json, "a shape's size exceeds 64 bits, or is not whole bytes");
   else if (offsets[1] < offsets[0] || offsets[1] - offsets[0] != tensor->bytes)
@@ -23702,11 +23704,12 @@ static void cddp__st_metadata(cddp_safetensors *file, cddp__json *json) {
 static int cddp__st_by_position(const void *a, const void *b) {
   const cddp_tensor_info *x = (const cddp_tensor_info *)a, *y = (const cddp_tensor_info *)b;
   if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
-  if (x->bytes != y->bytes) return x->bytes < y->bytes ? -1 : 1; /* empty tensors come first */
+  if (x->bytes != y->bytes) return x->bytes < y->bytes ? -1 : 1; /* empty ones first */
   return strcmp(x->name, y->name);
 }
 
-/* Sorts the tensors by position. Checks that each byte of the data belongs to exactly one. */
+/* Sorts the tensors by position. Checks that each byte of the data belongs to exactly one. An empty
+   tensor must come before another that begins at the same byte. */
 static cddp_result cddp__st_check_offsets(cddp_safetensors *file) {
   uint64_t at = 0;
   size_t i;
@@ -23747,8 +23750,8 @@ static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
 static cddp_result cddp__st_reserve(cddp_safetensors *file) {
   static const char shortest[] = "\"\":{\"dtype\":\"\",\"shape\":[],\"data_offsets\":[0,0]}";
   size_t tensors = file->text_size / strlen(shortest) + 1; /* + an incomplete one */
-  size_t pairs = file->text_size / strlen("\"\":\"\"") + 1;
-  size_t sizes = file->text_size / strlen("0,") + CDDP__DIMS_MAX;
+  size_t pairs = file->text_size / strlen("\"\":\"\"") + 1; /* of metadata */
+  size_t sizes = file->text_size / strlen("0,") + CDDP__DIMS_MAX; /* of all shapes; some spare */
   file->tensors = (cddp_tensor_info *)cddp__malloc(
       &file->allocator, tensors * (sizeof *file->tensors + sizeof *file->by_name) +
                             pairs * sizeof *file->metadata + sizes * sizeof *file->next_shape);
@@ -23772,7 +23775,7 @@ static cddp_result cddp__st_parse(cddp_safetensors *file) {
   memset(&j, 0, sizeof j);
   j.begin = j.at = file->text;
   j.end = file->text + file->text_size;
-  if (*j.at != '{') cddp__json_fail(&j, "it must begin with {"); /* not a space, as JSON allows */
+  if (*j.at != '{') cddp__json_fail(&j, "it must begin with {"); /* no space first, unlike JSON */
   for (n = 0; cddp__json_item(&j, "{}", n, "{"); n++) {
     const char *name = cddp__json_key(&j);
     if (strcmp(name, "__metadata__") == 0)
@@ -23798,7 +23801,8 @@ static cddp_result cddp__st_parse(cddp_safetensors *file) {
 /* The size of the JSON of a file with file_bytes bytes, from its first 8 bytes. */
 static cddp_result cddp__st_header_size(const unsigned char *first, uint64_t file_bytes,
                                         size_t *size) {
-  uint64_t n = file_bytes >= 8 ? cddp__get64(first) : 2; /* no header is shorter than {} */
+  /* a file too short for N would need at least {}: the text below says so */
+  uint64_t n = file_bytes >= 8 ? cddp__get64(first) : 2;
   if (n > CDDP__HEADER_MAX)
     return cddp__fail(CDDP_IO, "it is not a safetensors file: its header would have %" PRIu64
                       " bytes, and at most %u are allowed", n, CDDP__HEADER_MAX);
@@ -23855,9 +23859,9 @@ static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
   static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
   cddp__st_add(buffer, "\"");
   for (; *s != 0; s++) {
-    const char *k = strchr(meant, *s);
-    if (k != NULL)
-      cddp__st_add(buffer, cddp__textf("\\%c", letters[k - meant]).s);
+    const char *found = strchr(meant, *s);
+    if (found != NULL)
+      cddp__st_add(buffer, cddp__textf("\\%c", letters[found - meant]).s);
     else if ((unsigned char)*s < 0x20)
       cddp__st_add(buffer, cddp__textf("\\u%04x", (unsigned)*s).s);
     else
@@ -23875,7 +23879,7 @@ static uint64_t cddp__st_write_header(const cddp_allocator *allocator, cddp__buf
   size_t i;
   if (count > 1) qsort(items, count, sizeof *items, cddp__st_by_type);
   buffer->allocator = allocator;
-  cddp__buffer_add_number(buffer, 0, 8); /* N, set below */
+  cddp__buffer_add_number(buffer, 0, 8 /* bytes */); /* N, written at the end */
   cddp__st_add(buffer, "{\"__metadata__\":{");
   for (i = 0; i < metadata_count; i++) {
     if (i > 0) cddp__st_add(buffer, ",");
@@ -24026,7 +24030,7 @@ static cddp_result cddp__remove_temporary(const char *name) {
   else if (fd >= 0 && !locked && st.st_uid == geteuid())
     r = cddp__fail(
         CDDP_IO, "another process is writing %s (with group NULL only one rank can save)", name);
-  else if ((fd < 0 /* no right to read it */ || cddp__file_has_name(fd, name) /* still */) &&
+  else if ((fd < 0 /* a link, or not readable */ || cddp__file_has_name(fd, name) /* still */) &&
            unlink(name) != 0 && errno != ENOENT /* another process has removed it */)
     r = cddp__fail(
         CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a directory that "
@@ -24039,14 +24043,15 @@ static cddp_result cddp__remove_temporary(const char *name) {
    by a hash of the whole name. Returns false if the path is too long. */
 static bool cddp__name_temporary(cddp__ckpt *ckpt) {
   const char *slash = strrchr(ckpt->path, '/'), *name = slash != NULL ? slash + 1 : ckpt->path;
-  size_t folder = (size_t)(name - ckpt->path), n = strlen(name);
-  if (folder + n + sizeof ".tmp" > sizeof ckpt->temporary) return false;
-  if (n + strlen(".tmp") <= NAME_MAX)
+  size_t folder_bytes = (size_t)(name - ckpt->path) /* with the slash */, name_bytes = strlen(name);
+  if (folder_bytes + name_bytes + sizeof ".tmp" > sizeof ckpt->temporary) return false;
+  if (name_bytes + strlen(".tmp") <= NAME_MAX)
     snprintf(ckpt->temporary, sizeof ckpt->temporary, "%s.tmp", ckpt->path);
   else
-    snprintf(ckpt->temporary, sizeof ckpt->temporary, "%.*s%s.%08x.tmp", (int)folder, ckpt->path,
+    snprintf(ckpt->temporary, sizeof ckpt->temporary, "%.*s%s.%08x.tmp", (int)folder_bytes,
+             ckpt->path,
              cddp__cut(name, NAME_MAX - strlen(".12345678.tmp")).s,
-             (unsigned)cddp__hash64(0 /* seed */, name, n));
+             (unsigned)cddp__hash64(0 /* seed */, name, name_bytes));
   return true;
 }
 
@@ -24064,11 +24069,12 @@ static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
                       S_ISLNK(ckpt->old_mode) ? "a symbolic link: pass the path of its target"
                       : S_ISDIR(ckpt->old_mode) ? "a directory" : "a device, a pipe or a socket");
   if (!cddp__name_temporary(ckpt)) return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
-  for (tries = 0; r == CDDP_OK && tries < 100; tries++) { /* processes that save can race */
+  for (tries = 0; r == CDDP_OK && tries < 100; tries++) { /* others can create or remove the file */
+    /* 0600: until cddp__close_temporary sets the old file's mode; 0666: the umask decides */
     fd = cddp__above_stdio(open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
                                 ckpt->old_mode != 0 ? 0600 : 0666));
     if (fd < 0) {
-      if (errno == EEXIST) r = cddp__remove_temporary(name); /* of a process that died */
+      if (errno == EEXIST) r = cddp__remove_temporary(name); /* left by a process that died */
       else if (errno != EINTR) r = cddp__fail_file("open", name);
       continue;
     }
@@ -24169,8 +24175,8 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
     if (s == NULL || s->dims == 0 /* none given */) continue;
     if (s->dims < -1 /* -1: a scalar */ || s->dims > 8)
       return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, s->dims);
-    if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64 /* bits */, &elements, &bytes) ||
-        elements != p->count)
+    if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64 /* bits: the widest */, &elements,
+                       &bytes) || elements != p->count)
       return CDDP__REFUSE(
           "the shape of parameter \"%s\" does not match its count, %zu", p->name, p->count);
   }
@@ -24182,7 +24188,8 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
   if (r == CDDP_OK && optim != NULL) r = cddp__check_sizes(optim);
   if (r != CDDP_OK) return r;
-  /* shared_by: after cddp_ddp_step each rank has the states of its partition, in shared memory */
+  /* shared_by: after cddp_ddp_step each rank has stepped its part of the states, in the memory that
+     the host's ranks share */
   if (optim != NULL && optim->shared_by != NULL && optim->shared_by->group->size > 1)
     owners = optim->shared_by->group;
   if (ckpt->partitioned) owners = optim->desc.ddp->group;
@@ -24244,6 +24251,7 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   size_t names = 0 /* most bytes */, n = (size_t)ckpt->count + 1 /* learning rate */;
   char *name;
   for (i = 0; optim != NULL && i < optim->count; i++, n += (size_t)states)
+    /* the longest prefix, with a NUL */
     names += (size_t)states * (sizeof "optimizer.momentum_buffer." + strlen(optim->params[i].name));
   ckpt->items = (cddp__st_item *)cddp__calloc(ckpt->allocator, 1, n * sizeof *ckpt->items + names);
   if (ckpt->items == NULL) return CDDP_OUT_OF_MEMORY;
@@ -24259,7 +24267,7 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
     shapes = NULL; /* they are of other parameters */
   for (i = 0; i < optim->count; i++) {
     const cddp_param *p = &optim->params[i];
-    for (k = 0; k < states && p->count > 0; k++) {
+    for (k = 0; k < states && p->count > 0 /* else it has no states */; k++) {
       cddp__st_item *item;
       if (k == optim->state_count) { /* the step count, read into the optimizer directly */
         item = cddp__add_item(ckpt, name, CDDP_F32, 1 /* count */, NULL /* shape */,
@@ -24325,7 +24333,7 @@ static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   if (ckpt->whole != NULL) cddp_free(ckpt->g, ckpt->whole);
   for (i = 0; i < ckpt->item_count; i++) /* states that a failed load did not commit */
     if (ckpt->items[i].file_tensor != NULL && ckpt->items[i].state_pointer != NULL &&
-        !optim->backend->on_device)
+        !optim->backend->on_device /* there `data` is the optimizer's memory */)
       cddp__free(NULL /* malloc */, ckpt->items[i].data);
   cddp__free(ckpt->allocator, ckpt->items);
   cddp__free(ckpt->allocator, ckpt->staging);
@@ -24336,8 +24344,9 @@ static void cddp__ckpt_end(cddp__ckpt *ckpt) {
 /* Collective: returns the first failure r of a rank on all ranks, and checks that all passed the
    same arguments, by a hash. */
 static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
-  uint64_t *all, h = (uint64_t)(ckpt->desc->ddp != NULL) << 2 |
-                     (uint64_t)(ckpt->desc->sampler != NULL) << 1 | ckpt->desc->partial;
+  uint64_t *all; /* [size] the ranks' hashes */
+  uint64_t h = (uint64_t)(ckpt->desc->ddp != NULL) << 2 | /* this rank's hash: first the options */
+               (uint64_t)(ckpt->desc->sampler != NULL) << 1 | ckpt->desc->partial;
   size_t i, n;
   if (ckpt->g == NULL) return r; /* one process: nothing to compare */
   for (i = 0; i < ckpt->item_count; i++) {
@@ -24348,7 +24357,7 @@ static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
   }
   n = (size_t)ckpt->g->size;
   all = (uint64_t *)cddp__calloc(ckpt->allocator, n, sizeof h);
-  if (all == NULL) return cddp__break(ckpt->g, CDDP_OUT_OF_MEMORY);
+  if (all == NULL) return cddp__break(ckpt->g, CDDP_OUT_OF_MEMORY); /* else the others would wait */
   r = cddp__consensus(ckpt->g, r, &h, sizeof h, all);
   for (i = 0; r == CDDP_OK && i < n; i++)
     if (all[i] != all[0])
@@ -24394,9 +24403,10 @@ static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t
   const cddp_sampler *sampler = desc->sampler;
   memset(v, 0, CDDP__META_COUNT * sizeof *v);
   if (sampler != NULL) {
-    size_t size = sampler->desc.dataset_size, /* used: at the end drop_last leaves some unused */
-           used = sampler->start + sampler->position * (size_t)sampler->desc.world_size;
+    size_t size = sampler->desc.dataset_size;
+    size_t used = sampler->start + sampler->position * (size_t)sampler->desc.world_size;
     v[CDDP__META_EPOCH] = sampler->epoch;
+    /* At an epoch's end all samples count as used, also those that drop_last leaves out. */
     v[CDDP__META_SAMPLES] = sampler->position < sampler->size || used == 0 ? used : size;
     v[CDDP__META_DATASET_SIZE] = size;
     v[CDDP__META_SEED] = sampler->desc.seed;
@@ -24440,9 +24450,9 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   char digits[CDDP__META_COUNT][24];
   uint64_t numbers[CDDP__META_COUNT], data_bytes;
-  unsigned own = cddp__collect_numbers(desc, numbers);
+  unsigned own_keys = cddp__collect_numbers(desc, numbers);
   cddp_metadata *all, *m; /* m: the next free one */
-  cddp_safetensors *file; /* to parse the header; no file is open */
+  cddp_safetensors *file; /* only to parse the header: without a descriptor */
   cddp_result r;
   size_t n;
   int i;
@@ -24452,13 +24462,14 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   m->key = "format"; /* some of PyTorch's loaders require it */
   m++->value = "pt";
   for (i = 0; i < CDDP__META_COUNT; i++) {
-    if ((own & 1u << i) == 0) continue;
+    if ((own_keys & 1u << i) == 0) continue;
     snprintf(digits[i], sizeof digits[i], "%" PRIu64, numbers[i]);
     m->key = cddp__meta_keys[i];
     m++->value = digits[i];
   }
   for (i = 0; i < desc->metadata_count; i++) {
-    if (strcmp(desc->metadata[i].key, "format") == 0) all[0].value = desc->metadata[i].value;
+    if (strcmp(desc->metadata[i].key, "format") == 0) /* replaces "pt" */
+      all[0].value = desc->metadata[i].value;
     else *m++ = desc->metadata[i];
   }
   cddp__select_states(ckpt);
@@ -24515,7 +24526,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
       if (r == CDDP_OK)
         r = cddp__file_io(c.fd, CDDP__FILE_WRITE, c.header.data, c.header.end, 0 /* at */);
       if (r == CDDP_OK || c.partitioned /* collective */) r = cddp__save_items(&c, r);
-      if (shares) (void)cddp__end_access(g, CDDP_OK); /* no wait: only rank 0 accesses */
+      if (shares) (void)cddp__end_access(g, CDDP_OK); /* OK: no peer uses this rank's memory */
       if (c.fd >= 0) r = cddp__close_temporary(&c, r);
     } else if (r == CDDP_OK && c.partitioned) {
       r = cddp__save_items(&c, r);
@@ -24569,21 +24580,21 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
 static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   bool partial = ckpt->desc->partial;
-  bool *taken = (bool *)cddp__calloc( /* [count] tensors of the file that are items */
-      ckpt->allocator, ckpt->file->count, sizeof *taken);
+  bool *matched = (bool *)cddp__calloc( /* [count] whether a tensor of the file is an item's */
+      ckpt->allocator, ckpt->file->count, sizeof *matched);
   const cddp__st_item *first = ckpt->items; /* first state of the current parameter */
-  cddp_result r = taken != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+  cddp_result r = matched != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
     const cddp_tensor_info *tensor = cddp__st_find(ckpt->file, item->name);
-    bool master = item->state_pointer != NULL && cddp__is_master(optim, item->state);
+    bool is_master = item->state_pointer != NULL && cddp__is_master(optim, item->state);
     if (item->param < 0 || item->param != first->param) first = item;
     if (item->param >= 0 && !ckpt->has_lr) continue; /* partial: the file has no optimizer */
     /* A parameter's states are all in the file, or none. A master can be missing alone: cddp_save
        leaves out one that differs from its weights. */
     if (tensor == NULL) {
-      if (!partial && !master && (item->param < 0 || first->file_tensor != NULL))
+      if (!partial && !is_master && (item->param < 0 || first->file_tensor != NULL))
         r = cddp__fail_missing("tensor", item->name);
       continue;
     }
@@ -24591,7 +24602,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
       r = cddp__fail_missing("tensor", first->name);
     if (r != CDDP_OK) break;
     r = cddp__check_tensor(item, tensor);
-    taken[tensor - ckpt->file->tensors] = true;
+    matched[tensor - ckpt->file->tensors] = true;
     if (item->data == &ckpt->lr) ckpt->has_lr = true; /* it precedes the states in the list */
     if (r == CDDP_OK && item->state_pointer != NULL) {
       item->data = *item->state_pointer;
@@ -24603,12 +24614,13 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     item->file_tensor = tensor;
   }
   for (i = 0; r == CDDP_OK && !partial && i < ckpt->file->count; i++)
-    if (!taken[i] && (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
+    if (!matched[i] &&
+        (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
       r = CDDP__REFUSE(
           "the file has a tensor \"%s\", which is not among the parameters%s; set "
           "partial to ignore it", cddp__cut(ckpt->file->tensors[i].name, 60).s,
           optim != NULL ? " or this optimizer's states" : "");
-  cddp__free(ckpt->allocator, taken);
+  cddp__free(ckpt->allocator, matched);
   return r;
 }
 
@@ -24630,6 +24642,7 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
     /* text[0]: strtoull also accepts blanks and signs */
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
+    /* v[0 .. i] have been read, so also the number of samples and dataset_size */
     mid_epoch = i >= CDDP__META_DATASET_SIZE && i <= CDDP__META_SHUFFLE &&
                 v[CDDP__META_SAMPLES] != 0 && v[CDDP__META_SAMPLES] < v[CDDP__META_DATASET_SIZE];
     if (v[i] != own[i] && (mid_epoch || (i == CDDP__META_SHARDS && v[i] != 0 && own[i] != 0)))
@@ -24691,7 +24704,8 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype = item->dtype;
     cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0 /* root */);
-    if (item->file_tensor == NULL || (ckpt->partitioned && item->state_pointer != NULL /* sent */))
+    if (item->file_tensor == NULL /* not in the file */ ||
+        (ckpt->partitioned && item->state_pointer != NULL /* sent */))
       continue;
     if (ckpt->has_device_memory)
       r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
@@ -24716,8 +24730,8 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     cddp_dtype dtype = item.dtype;
     cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0 /* root */);
     void *part = item.data; /* of this rank */
-    if (item.file_tensor == NULL || item.state_pointer == NULL)
-      continue; /* not in the file, or no state */
+    if (item.file_tensor == NULL /* not in the file */ || item.state_pointer == NULL /* no state */)
+      continue;
     item.data = whole;
     if (ckpt->root) r = cddp__copy_item(ckpt, &item); /* reads it from the file */
     if ((r = cddp__agree(g, r)) != CDDP_OK) break;
@@ -24742,7 +24756,8 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
     if (item.file_tensor == NULL || (!is_lr && !is_steps)) continue;
     if (is_steps) item.data = &steps; /* not yet to the optimizer */
     r = cddp__copy_item(ckpt, &item);
-    if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 counts up to 2^24 */
+    /* f32 counts up to 2^24; each comparison is false for a NaN */
+    if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216))
       r = cddp__fail(CDDP_IO, "its \"%s\" is %g", cddp__cut(item.name, 100).s, (double)steps);
     if (r == CDDP_OK && is_lr && !(ckpt->lr >= 0 && ckpt->lr <= DBL_MAX))
       r = cddp__fail(CDDP_IO, "its learning rate is %g", ckpt->lr);
@@ -24816,8 +24831,8 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   desc = c.desc; /* never NULL */
   if (r == CDDP_OK && desc->optim != NULL) {
     cddp__renew_masters(desc->optim); /* they begin anew as the loaded weights */
-    desc->optim->paired = 0; /* other optimizers' steps no longer matter */
-    if (c.has_lr) r = cddp__commit_states(&c); /* else its states stay: the file has no optimizer */
+    desc->optim->paired = 0; /* steps that other optimizers made before do not matter now */
+    if (c.has_lr) r = cddp__commit_states(&c); /* else the file has no optimizer: its states stay */
     if (r == CDDP_OK) r = (desc->optim->backend->copy)(desc->optim); /* to desc.copies */
     r = cddp__agree(c.g, r);
   }
@@ -24827,7 +24842,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
     if ((c.found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
       desc->ddp->steps = c.numbers[CDDP__META_STEPS];
     if (start > 0 && start >= c.numbers[CDDP__META_DATASET_SIZE])
-      start = UINT64_MAX; /* the epoch had ended, so it has also if the dataset is larger now */
+      start = UINT64_MAX; /* the epoch had ended: so it has now, even if the dataset has grown */
     if ((c.found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
       cddp__sampler_begin(desc->sampler, c.numbers[CDDP__META_EPOCH], start, CDDP__EPOCH_RESUMED);
     text = desc->text; /* large enough for the values: cddp__load_header has checked that */
@@ -24930,13 +24945,13 @@ typedef struct cddp__spawn_job {
   pid_t parent; /* this process: a child exits if it is dead */
   cddp__child *children; /* [n] in the memory of fds */
   int alive; /* not reaped yet */
-  bool blind;                 /* a child has no pidfd to poll: look at the children every 10 ms */
+  bool blind;                 /* a child has no pidfd to poll: all are checked every 10 ms */
   struct pollfd *fds;         /* [n + 1] pidfds, -1: none; the last: CDDP_SUPERVISOR's socket */
   cddp_result result;         /* the first failure */
   char text[CDDP__ERROR_MAX]; /* its error text */
   bool by_signal;             /* a signal killed the child that failed first */
-  int next_signal;            /* sent to the others at deadline; 0: no child has failed yet */
-  double deadline;            /* a time of cddp__now() */
+  int next_signal;            /* sent to the living at `deadline`; 0: the job has not failed */
+  double deadline;            /* by cddp__now(): for next_signal, if not 0 */
 } cddp__spawn_job;
 
 /* --- elastic jobs: whether the model exists --- */
@@ -24946,14 +24961,14 @@ typedef struct cddp__spawn_job {
    abstract Unix socket NAME. Unlike a descriptor, a name survives exec and closefrom. */
 static void cddp__notify_supervisor(const cddp__host *host) {
   const char *name = cddp__env("CDDP_SUPERVISOR"), *text = name != NULL ? strchr(name, ':') : NULL;
-  struct timeval most = {5 /* s */, 0}; /* the supervisor's queue can be full: all ranks notify */
+  struct timeval limit = {5 /* s */, 0}; /* of sendto: all ranks notify, so the queue can be full */
   cddp__address a;
   ssize_t sent = -1;
   int fd;
   if (text == NULL /* no supervisor */ || host->one_process /* threads: none can join */) return;
   cddp__unix_name(&a, cddp__textf("%.*s", (int)(text - name), name).s);
   fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most);
+  if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
   while (fd >= 0 && sent < 0) {
     sent = sendto(fd, text + 1, strlen(text + 1), MSG_NOSIGNAL, &a.any, a.size);
     if (sent < 0 && errno != EINTR) break;
@@ -24987,7 +25002,7 @@ static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
 static void cddp__read_notices(cddp__spawn_job *job) {
   const char *token = strchr(job->supervisor, ':');
   char text[64];
-  int most = CDDP__MAX_RANKS, rank;
+  int most = CDDP__MAX_RANKS /* a notice from each child */, rank;
   ssize_t n;
   while (most-- > 0 && (n = recv(job->fds[job->n].fd, text, sizeof text - 1, 0)) >= 0) {
     text[n] = 0;
@@ -25021,7 +25036,7 @@ static void cddp__setenv_int(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* OpenMP and OpenBLAS; NULL: not in the program. A forked child would wait forever for
+/* Functions of OpenMP and OpenBLAS; NULL: not in the program. A forked child would wait forever for
    the threads of GNU's OpenMP, so the parent ends them before it forks (omp_pause_resource_all).
    Both libraries read OMP_NUM_THREADS when the program starts, so a child also sets the number of
    threads by a call. */
@@ -25035,16 +25050,16 @@ CDDP__WEAK(int, cddp__blas_procs, (void), "openblas_get_num_procs");
 CDDP__WEAK(int, cddp__blas_threads, (void), "openblas_get_num_threads");
 CDDP__WEAK(void, cddp__blas_set_threads, (int), "openblas_set_num_threads");
 
-/* Sets one thread per rank, as torchrun does, unless the user or the program (threads and
-   processors differ) has set a number. */
-static void cddp__set_one_thread(void) {
+/* Sets OpenMP's and OpenBLAS's number of threads to 1, as torchrun does, unless the user (by a
+   variable) or the program has set a number: then it differs from the number of processors. */
+static void cddp__limit_math_threads(void) {
   bool omp = cddp__omp_procs != NULL && cddp__omp_threads != NULL && cddp__omp_set_threads != NULL;
   bool blas =
       cddp__blas_procs != NULL && cddp__blas_threads != NULL && cddp__blas_set_threads != NULL;
-  if (cddp__env("OMP_NUM_THREADS") != NULL) return;
+  if (cddp__env("OMP_NUM_THREADS") != NULL) return; /* the user has set it, for both */
   setenv("OMP_NUM_THREADS", "1", 1);
   if (omp && cddp__omp_threads() == cddp__omp_procs() /* the default */) cddp__omp_set_threads(1);
-  if (cddp__env("OPENBLAS_NUM_THREADS") != NULL) return;
+  if (cddp__env("OPENBLAS_NUM_THREADS") != NULL) return; /* the user has set it */
   if (blas && cddp__blas_threads() == cddp__blas_procs()) cddp__blas_set_threads(1);
 }
 
@@ -25086,7 +25101,7 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   setenv("MASTER_ADDR", "127.0.0.1", 1);
   cddp__setenv_int("MASTER_PORT", job->port);
   setenv("CDDP_JOB_SECRET", job->secret, 1);
-  unsetenv("TORCHELASTIC_USE_AGENT_STORE"); /* these are the parent's */
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE"); /* these variables are for the parent's own job */
   unsetenv("CDDP_LISTEN_FD");
   unsetenv("CDDP_JOIN");
   unsetenv("CDDP_SUPERVISOR");
@@ -25098,10 +25113,10 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
     cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
   else
     close(job->listen_fd);
-  if (job->n > 1) cddp__set_one_thread();
+  if (job->n > 1) cddp__limit_math_threads();
   if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* does not mix the ranks' lines */
-  cddp__error_text[0] = 0; /* that of an earlier call of the parent */
-  code = 255; /* of pthread_exit */
+  cddp__error_text[0] = 0; /* the text is of an earlier call of the parent */
+  code = 255; /* the exit code if fn calls pthread_exit */
   pthread_cleanup_push(cddp__end_child, &code);
   code = cddp__call_fn(job, rank);
   pthread_cleanup_pop(1 /* run it */);
@@ -25119,7 +25134,7 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
 /* Reaps the children that have ended. Of several, one that a signal has killed counts as the first
    failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
-  bool none_before = job->next_signal == 0; /* no failure in earlier calls */
+  bool none_before = job->next_signal == 0; /* no failure before this call */
   bool known; /* `status` is valid */
   cddp__wait w;
   int i, status;
@@ -25140,7 +25155,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     job->alive--;
     cddp__close_fd(&job->fds[i].fd);
     if (!known && job->result == CDDP_OK) {
-      job->result = CDDP_SYSTEM; /* unless a child fails later */
+      job->result = CDDP_SYSTEM; /* replaced if a child fails later */
       snprintf(job->text, sizeof job->text,
                "rank %d (pid %d) has ended, but another part of this program took its exit status "
                "(SIGCHLD ignored, SA_NOCLDWAIT, or waitpid(-1) in a handler or a thread); "
@@ -25184,7 +25199,8 @@ static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   job->fds[i].events = POLLIN;
   job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->children[i].pid, 0u);
   if (job->fds[i].fd >= 0) return CDDP_OK;
-  if (errno != ENOSYS && errno != EPERM) /* these: valgrind 3.19; old Docker. Polling replaces it */
+  /* ENOSYS: valgrind 3.19; EPERM: old Docker. Then polling replaces the pidfd. */
+  if (errno != ENOSYS && errno != EPERM)
     return cddp__fail_errno("pidfd_open of a child");
   job->blind = true;
   return CDDP_OK;
@@ -25212,13 +25228,14 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
     for (i = 0; i < job->n; i++) {
       if (job->children[i].pid >= 0) continue; /* not to be forked again */
       job->children[i].pid = 0;
-      if (job->next_signal != 0 || job->alive == 0 || job->succeeded || job->restarts == 0)
+      if (job->next_signal != 0 /* the job has failed */ || job->alive == 0 /* none to join */ ||
+          job->succeeded || job->restarts == 0)
         continue;
       job->restarts--;
       fflush(NULL); /* else the child prints the buffered text again */
       if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK) continue; /* others do its work */
       if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true;
-      if (write(job->start[1], "", 1) != 1)
+      if (write(job->start[1], "", 1) != 1) /* the child waits for this byte */
         cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0 /* s */);
     }
   }
@@ -25228,7 +25245,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
 /* Starts the job: forks all children, and waits for their end. Called again if it must start anew
    (job->again). */
 static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
-  char bytes[CDDP__MAX_RANKS] = {0}; /* a child begins when it has read one */
+  char bytes[CDDP__MAX_RANKS] = {0}; /* one for each child, which begins when it has read it */
   uint64_t secret[2];
   cddp_result r;
   int i;
@@ -25255,7 +25272,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   r = cddp__wait_children(job);
   cddp__close_fd(&job->start[0]);
   cddp__close_fd(&job->start[1]);
-  cddp__close_fd(&job->fds[job->n].fd);
+  cddp__close_fd(&job->fds[job->n].fd); /* CDDP_SUPERVISOR's socket */
   return r;
 }
 
@@ -25326,7 +25343,8 @@ static void cddp__thread_rank_end(void *p) {
     cddp__compare_swap32(thread->first, 0, (uint32_t)host->index + 1);
   pthread_mutex_lock(&host->lock);
   for (g = host->groups; g != NULL; g = g->next) {
-    if (!failed && (!g->of_model || g->backend->on_device)) continue; /* left below, or later */
+    /* Without a failure marks only models' groups on the host: the program's are left below. */
+    if (!failed && (!g->of_model || g->backend->on_device)) continue;
     cddp__compare_swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN,
                  failed ? CDDP__SLOT_DEAD : CDDP__SLOT_LEFT);
     cddp__wake_all(g);
@@ -25354,7 +25372,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   cddp__thread_rank *thread, *failed;
   char *block; /* control block of the group of all ranks */
   cddp__atomic_u32 first = {0}; /* cddp__thread_rank.first */
-  uint64_t job = cddp__record_job(); /* names flight records */
+  uint64_t job = cddp__record_job(); /* number in the names of flight records */
   double timeout_s;
   cddp_result r = cddp__discover_timeout(0 /* unset */, &timeout_s);
   int i, started = 0;
@@ -25404,7 +25422,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
                    failed->text[0] ? "; its last error: " : "", failed->text);
   }
   for (i = 0; thread != NULL && i < n; i++) cddp__host_release(thread[i].host);
-  /* the only rank's group owns the block, and has unmapped it */
+  /* n = 1: if the rank had a group, leaving it has unmapped the block */
   if (block != NULL && (n > 1 || thread == NULL || thread[0].group == NULL))
     munmap(block, cddp__block_bytes(n, n));
   free(thread);
@@ -25434,12 +25452,12 @@ CDDPDEF const char *cddp_error(void) { return cddp__error_text; }
 CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size((unsigned)dtype); }
 
 CDDPDEF int cddp_launcher_rank(void) {
-  cddp__config at;
-  memset(&at, 0, sizeof at);
-  if (cddp__env_int("CDDP_JOIN", 0 /* least */, 1 /* most */, &at.joins) != CDDP_OK ||
-      cddp__env_ranks(&at) != CDDP_OK)
+  cddp__config config;
+  memset(&config, 0, sizeof config);
+  if (cddp__env_int("CDDP_JOIN", 0 /* least */, 1 /* most */, &config.joins) != CDDP_OK ||
+      cddp__env_ranks(&config) != CDDP_OK)
     return 0; /* the variables are wrong: cddp_init explains the error */
-  return at.launched ? at.rank : -1;
+  return config.launched ? config.rank : -1;
 }
 
 /* --- groups --- */
@@ -25452,12 +25470,12 @@ static cddp_result cddp__check_device(const cddp_group_desc *desc) {
   bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
   const char *number = cuda && device[4] == ':' ? device + 5 : "0";
   size_t digits = strspn(number, "0123456789");
-  bool known = cuda /* [:number] */
-                   ? digits > 0 && digits <= 4 && number[digits] == 0 &&
+  bool known_device = cuda /* [:number] */
+                   ? digits > 0 && digits <= 4 /* fits an int */ && number[digits] == 0 &&
                          (device[4] == 0 || device[4] == ':')
                    : strcmp(device, "cpu") == 0;
   bool known_backend = nccl || mpi || strcmp(backend, "cpu") == 0;
-  if (!known || !known_backend || (cuda ? mpi : nccl) /* do not fit together */)
+  if (!known_device || !known_backend || (cuda ? mpi : nccl) /* do not fit together */)
     return CDDP__REFUSE(
         "device \"%s\" with backend \"%s\"%s: the device can be \"cpu\", \"cuda\" or one GPU, as "
         "in \"cuda:0\"; the backend \"cpu\" (PyTorch's gloo), \"mpi\" (with device \"cpu\") or "
@@ -25483,11 +25501,11 @@ static cddp_result cddp__check_allocator(const cddp_allocator *allocator) {
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   static cddp_group_desc defaults; /* never written; const would need an initializer in C++ */
   const cddp_group_desc *d = desc != NULL ? desc : &defaults;
-  cddp__text before;
+  cddp__text old_text;
   cddp_result r = CDDP_OK;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
-  memcpy(before.s, cddp__error_text, sizeof before.s); /* cddp_error keeps it unless this fails */
+  memcpy(old_text.s, cddp__error_text, sizeof old_text.s); /* cddp_error's, unless this fails */
   CDDP__TRY(cddp__check_device(d));
   CDDP__CHECK(
       d->world_size >= 0 && d->world_size <= CDDP__MAX_RANKS,
@@ -25498,7 +25516,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   CDDP__TRY(cddp__init(out, d)); /* a group on the host, without a device */
   if (d->device != NULL && strncmp(d->device, "cuda", 4) == 0) r = cddp__give_device(*out, d);
   if (r == CDDP_OK) {
-    memcpy(cddp__error_text, before.s, sizeof before.s); /* drops texts of failed attempts */
+    memcpy(cddp__error_text, old_text.s, sizeof old_text.s); /* drops texts of failed attempts */
     return r;
   }
   cddp__discard_record((*out)->host);
@@ -25584,7 +25602,7 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
   CDDP__CHECK(!g->backend->on_device && !g->carrier->foreign,
               "the group has a device already, or its backend is \"mpi\"");
   cddp__engine_drain(g); /* the engine's thread reads g->backend, which changes */
-  CDDP__TRY(cddp__check_group(g));
+  CDDP__TRY(cddp__check_group(g)); /* fails if g is broken */
   return cddp__named(__func__, cddp__give_device(g, &d));
 }
 
@@ -25671,7 +25689,8 @@ static cddp_result cddp__start_counted(
     const char *function, cddp_group *g, cddp__call *c, const size_t *send_counts,
     const size_t *recv_counts, cddp_work **work) {
   bool scatters = cddp__shapes[c->kind].scatters;
-  size_t sent = 0, received = 0, most = SIZE_MAX / 2 / c->esize; /* elements */
+  size_t sent = 0, received = 0; /* elements */
+  size_t most = SIZE_MAX / 2 / c->esize; /* elements in half of the address space */
   cddp__counted_share *shares; /* [size] for this call; a started one has a copy */
   cddp_result r;
   int p;
@@ -25688,11 +25707,12 @@ static cddp_result cddp__start_counted(
     share->in = recv_counts[p];
     share->out_at = scatters ? sent : 0 /* all ranks get the same elements */;
     share->in_at = received;
-    if (share->out > most - share->out_at || share->in > most - received) break; /* p < size */
+    if (share->out > most - share->out_at || share->in > most - received)
+      break; /* then p < size, which is refused below */
     sent += share->out;
     received += share->in;
   }
-  if (sent == 0) c->send = g; /* not read; NULL + 0 would be undefined */
+  if (sent == 0) c->send = g; /* any address, not read: NULL + 0 would be undefined */
   if (received == 0) c->recv = g->host; /* not g: Open MPI takes equal buffers for MPI_IN_PLACE */
   c->count = g->size > 1 ? CDDP__COUNTED : received; /* one rank: as a call without counts */
   c->shares = g->size > 1 ? shares : NULL;
@@ -25740,7 +25760,7 @@ CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
 CDDPDEF cddp_result (cddp_send)(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                                 int peer, int tag, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_SEND, buf, NULL, count, dtype, CDDP_SUM, peer);
-  memcpy(&c.recv, &buf, sizeof buf); /* drops const: a send only reads recv */
+  memcpy(&c.recv, &buf, sizeof buf); /* drops the const of buf; a send does not write to recv */
   c.tag = tag;
   return cddp__start_call(__func__, g, &c, work);
 }
@@ -25764,12 +25784,12 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *work, double timeout_s) {
   cddp__enter_without_site(__func__);
   CDDP__CHECK(work != NULL, "the work is NULL");
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it must be at least 0", timeout_s);
-  return cddp__work_wait(work, timeout_s < 1e9 ? timeout_s : 1e9 /* INFINITY: 32 years */);
+  return cddp__work_wait(work, timeout_s < 1e9 ? timeout_s : 1e9 /* s; INFINITY: 32 years */);
 }
 
 CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
   CDDP__CHECK(work != NULL && done != NULL, "the work or done is NULL");
-  /* an outlived work has ended, and its group is not used */
+  /* the group of an outlived work has been left: the work has ended, and `done` must not read it */
   *done = cddp__work_outlived(work) || (work->group->backend->done)(work);
   if (*done && cddp__has_received(work)) cddp__last_source = work->from;
   return CDDP_OK;
@@ -25781,7 +25801,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
                                       const cddp_ddp_desc *desc) {
   static cddp_ddp_desc defaults; /* never written; const would need an initializer in C++ */
   cddp_ddp_desc given; /* shards as the job set them, if this process joins */
-  bool joins; /* this process joins a running job: the model has more ranks than g */
+  bool joins; /* this process joins the job's model, which has more ranks than g */
   cddp_ddp *d;
   cddp_result r;
   cddp__enter_call(__func__);
@@ -25802,7 +25822,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__CHECK(desc->max_grad_norm >= 0, "max_grad_norm must be at least 0");
   CDDP__TRY(cddp__check_disjoint(params, count, NULL /* copies */, &g->host->allocator));
   cddp__engine_drain(g); /* its operations can write to params */
-  joins = g->host->joined && desc->elastic; /* another model of such a process is its own */
+  joins = g->host->joined && desc->elastic; /* else the model has g's ranks only */
   if (joins && g->host->job_info->table.lead.model.params == 0)
     return cddp__fail(
         CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
@@ -25812,7 +25832,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   if (joins && given.shards == 0) given.shards = g->host->job_info->table.shards;
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL)
     return joins ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY); /* others wait */
-  d->desc.shards = desc->shards; /* a checkpoint has what the program has set */
+  d->desc.shards = desc->shards; /* cddp_save stores what the program has set, also 0 */
   r = cddp__ddp_setup(d, joins);
   if (r == CDDP_OK && desc->elastic) r = joins ? cddp__elastic_join(d) : cddp__elastic_create(d);
   if (r != CDDP_OK) {
@@ -25872,10 +25892,10 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
     CDDP__CHECK(rows[i] >= 0 && (uint64_t)rows[i] < sparse->rows,
                 "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i],
                 cddp__param_name(d->params, param).s, sparse->rows - 1);
-  /* + 64, / 4: also cddp__rows_add cannot overflow as it grows its arrays */
+  /* + 64, / 4: nor can the sizes in cddp__rows_add overflow, which grows its arrays */
   CDDP__CHECK(n <= SIZE_MAX / 4 / (sparse->row_bytes + 64), "n exceeds the address space");
   if (n > 0 && cddp__on_device(d->group, values)) { /* the rows are collected on the host */
-    /* the program's kernels write the values */
+    /* waits for the program's kernels, which write the values */
     CDDP__TRY(cddp__await_device(d->group,
                                  d->desc.elastic ? CDDP__AWAIT_STREAM : CDDP__AWAIT_GROUP));
     copy = cddp__malloc(&d->group->host->allocator, n * sparse->row_bytes);
@@ -25901,9 +25921,12 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
 /* cddp_ddp_wait, _step, _reduce_scatter, by `kind`. optim NULL: gradients only. function: the
    public one's name, for errors of arguments. */
 static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, cddp_optim *optim) {
-  /* After another error of enter the step selects the device again, which fails the model. */
+  /* On a GPU `enter` selects the device, and refuses some graph captures. Under no_sync only a wait
+     comes here; it does nothing, so it needs no device. */
   cddp_result r = d->no_sync ? CDDP_OK : d->memory->enter(d);
-  if (r != CDDP_UNSUPPORTED) /* else, in a graph's capture, nothing has begun */
+  /* UNSUPPORTED: a capture is refused, and nothing has begun. After another error of `enter` the
+     step selects the device again, which fails the model. */
+  if (r != CDDP_UNSUPPORTED)
     r = d->desc.elastic ? cddp__elastic_step(d, optim) : cddp__ddp_step(d, kind, optim);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(function, r) : r;
 }
