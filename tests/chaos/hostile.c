@@ -459,7 +459,7 @@ static rank_frame rank_frame_of(uint32_t rank) {
 
 /* slot: the number that it repeats, or RANKS: all numbers, and beyond; RANKS + 1: garbage. */
 static int flood_root(int slot, void *arg) {
-  static const unsigned char token[sizeof ((cddp__root_search *)0)->token];
+  static const unsigned char token[sizeof ((cddp__root_search *)0)->proof_salt];
   cddp__connection c;
   rank_frame m;
   int fd = to_port(shared->port);
@@ -519,7 +519,7 @@ static void test_flood_root(void) {
 
 /* A false root floods a rank with messages that it knows. */
 static int flood_rank(int slot, void *arg) {
-  static const unsigned char token[sizeof ((cddp__root_search *)0)->token];
+  static const unsigned char token[sizeof ((cddp__root_search *)0)->proof_salt];
   uint32_t kind = slot == 0 ? CDDP__RENDEZVOUS_WAIT : CDDP__RENDEZVOUS_READY;
   cddp__frame_head h = cddp__frame_head_of(CDDP__FRAME_MESSAGE, kind, CDDP_U8, 0, 0);
   cddp__connection c;
@@ -583,7 +583,7 @@ static const char poison[] = "\033]0;owned\007\033[2Jbad\302\233news"
 
 /* A false root, in a process of its own. */
 static int serve_poison(int rank, void *arg) {
-  static const unsigned char token[sizeof ((cddp__root_search *)0)->token];
+  static const unsigned char token[sizeof ((cddp__root_search *)0)->proof_salt];
   cddp__connection c;
   cddp__address a = cddp__loopback_address();
   int listener, fd;
