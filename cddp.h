@@ -17015,13 +17015,14 @@ typedef struct cddp__row_list {
   const int64_t *number;
   const char *values;
   size_t n, next; /* rows; index of the first one not yet merged */
-  char *packet; /* the list's cddp__row_head; _row_list_open moves it to the next parameter's */
+  char *packet; /* the list's cddp__row_head; cddp__row_list_open moves this behind the list, to the
+                   head of the next sparse parameter's */
 } cddp__row_list;
 
 /* The start of a list in a packet. Numbers and values follow, each from a cache line on. */
 typedef struct cddp__row_head {
   uint64_t n, bound; /* rows; rows that have memory: as many as were added, repeated ones too */
-  unsigned char pad[CDDP__CACHE_LINE - 16];
+  unsigned char pad[CDDP__CACHE_LINE - 16]; /* numbers begin at a cache line */
 } cddp__row_head;
 
 static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
@@ -17041,19 +17042,20 @@ static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__row
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
   rows->number = (int64_t *)grown;
   grown = cddp__grow_array(allocator, rows->values, &capacity[1], n, row_bytes);
-  if (grown == NULL) return CDDP_OUT_OF_MEMORY;
+  if (grown == NULL) return CDDP_OUT_OF_MEMORY; /* `number` stays longer than capacity says */
   rows->values = (char *)grown;
   rows->capacity = capacity[0]; /* both grew by the same rule */
   return CDDP_OK;
 }
 
-/* Appends n rows in the order of the caller. After a failure nothing is added. */
+/* Appends n rows in the order of the caller. After a failure nothing is added. Also enlarges
+   sparse->order, so that cddp__rows_pack needs no memory. */
 static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__sparse *sparse,
                                   const int64_t *numbers, const void *values, size_t n) {
   cddp__rows *rows = &sparse->added;
   size_t row_bytes = sparse->row_bytes;
   cddp_result r;
-  void *order;
+  void *order; /* sparse->order, maybe moved */
   if (n == 0) return CDDP_OK; /* numbers and values can be NULL */
   if ((r = cddp__rows_reserve(allocator, rows, rows->n + n, row_bytes)) != CDDP_OK) return r;
   order = cddp__grow_array(
@@ -17075,7 +17077,8 @@ static void cddp__sparse_free(const cddp_allocator *allocator, cddp__sparse *spa
   cddp__free(allocator, sparse);
 }
 
-/* rows: of parameter p; divides p->count (cddp__check_sparse). NULL: out of memory, text set. */
+/* rows: number of p's rows; divides p->count, as cddp__check_sparse has checked. NULL: out of
+   memory, text set. */
 static cddp__sparse *cddp__sparse_new(const cddp_allocator *allocator, const cddp_param *p,
                                       size_t rows) {
   cddp__sparse *sparse = (cddp__sparse *)cddp__calloc(allocator, 1, sizeof *sparse);
@@ -17112,20 +17115,20 @@ static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list
   list->next = 0;
 }
 
-/* Writes the first n added rows (all, or none if the parameter is unused) to packet, sorted by
-   number, one sum for each number. */
+/* Writes the first n added rows (all, or none if the parameter is unused) to `packet`, a
+   cddp__row_head and its list: sorted by number, one sum for each number. */
 static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = sparse->order;
   cddp__row_list list; /* only for the place of the values */
   const void *addends[2];
-  int64_t *number;
+  int64_t *number; /* of the packed rows */
   size_t i;
   list.packet = packet;
   cddp__row_list_open(sparse, &list, n);
   number = (int64_t *)(void *)(packet + sizeof *head);
   head->bound = n;
-  head->n = 0;
+  head->n = 0; /* counts the rows written so far */
   for (i = 0; i < n; i++) {
     order[i].number = sparse->added.number[i];
     order[i].arrival = i;
@@ -17153,7 +17156,7 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
                                     cddp__row_list *lists, int n, const void **sources,
                                     cddp_dtype dtype) {
   cddp__row_list *list;
-  size_t total = 0;
+  size_t total = 0; /* rows of all lists */
   cddp_result r;
   int k;
   for (list = lists; list < lists + n; list++) {
@@ -17163,7 +17166,7 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
     total += list->n; /* a row in several lists counts several times */
   }
   sparse->mean.n = 0;
-  r = cddp__rows_reserve(
+  r = cddp__rows_reserve( /* for the most rows that the mean can have */
       allocator, &sparse->mean, cddp__min(total, sparse->rows), sparse->row_bytes);
   while (r == CDDP_OK) { /* one row of the mean at a time */
     int64_t number = INT64_MAX; /* the lowest row not yet merged; INT64_MAX: none is left */
@@ -17174,7 +17177,7 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
     for (k = 0, list = lists; k < n; k++, list++) {
       bool has_row = list->next < list->n && list->number[list->next] == number;
       sources[k] = has_row ? list->values + list->next * sparse->row_bytes : sparse->zeros;
-      list->next += has_row;
+      list->next += has_row; /* merged: by 1, or 0 */
     }
     cddp__reduce(sparse->mean.values + sparse->mean.n * sparse->row_bytes, sources, n,
                  sparse->width, dtype, CDDP_AVG);
@@ -17215,7 +17218,8 @@ typedef struct cddp__algorithm {
   bool strict; /* supports only f32 and f64 with dense gradients */
   /* Computes the scalars of parameter i's next step, and sets u->loop if a fused loop fits. */
   void (*begin)(const cddp_optim *o, int i, cddp__update *u);
-  /* Steps a block of n elements. All arrays have the compute type. states[k] NULL: not in use. */
+  /* Steps a block of n elements. All arrays have the compute type: f64, else f32 (half-precision
+     arrays are converted before and after). states[k] NULL: not in use. */
   void (*block)(const cddp__update *u, void *weights, const void *gradient, void *const *states,
                 size_t n);
 } cddp__algorithm;
@@ -17247,16 +17251,16 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const cddp__optim_backend *backend;
   cddp__optim_desc desc; /* its lists are copies, in the optimizer's memory */
   uint64_t settings_hash; /* of desc's numbers and lists, without lr: CDDP__OPTIM_HASH */
-  uint64_t check; /* settings_hash with lr */
+  uint64_t hash_with_lr; /* of settings_hash and lr; ranks compare it at each step */
 
   /* The states. */
   int state_count; /* of each parameter; with master_weights the last one is its master */
   void **state;  /* [state_count][count] arrays of parts[i].count; NULL: not allocated, or shared */
   float *steps;  /* [count] as PyTorch counts them; 0: the states are not initialized */
   bool *init_master; /* [count] the next step must copy the weights to the master */
-  unsigned char *dtypes; /* [count] of params at creation */
+  unsigned char *dtypes; /* [count] cddp_dtype of params at creation: cddp__check_sizes */
   cddp_partition *parts; /* [count] the elements with states on this rank: param, first, count */
-  bool partitioned; /* sharded_states: parts are 1/world_size of all elements; false: all */
+  bool partitioned; /* true (sharded_states): parts are 1/world_size of all elements; false: all */
 
   /* States that the ranks of a host share: >>ddp-states. */
   cddp_ddp *shared_by; /* the model: each of its ranks steps a part; NULL: not shared */
@@ -17268,7 +17272,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   /* Its model's. */
   const unsigned char *used;   /* [count] 0: skip the parameter; NULL: use all */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense */
-  uint32_t paired;             /* id of the cddp_ddp last checked for compatibility; 0: none */
+  uint32_t paired;             /* id of the cddp_ddp that has last checked optim; 0: none */
   uint32_t number; /* of the pairing: ranks compare it, and a model knows by it who stepped last */
   cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
 
@@ -17285,7 +17289,7 @@ struct cddp__update {
   cddp_dtype stored; /* type of the weights and gradients */
   cddp_dtype dtype; /* of the states and of each result: stored, or f32 if there are masters */
   cddp__scalars scalars;
-  char *states[CDDP__STATES]; /* address of each one's first element; NULL: not in use */
+  char *states[CDDP__STATES]; /* where the parameter's elements begin in each; NULL: not in use */
   char *master; /* address of its first element; NULL: no master */
   bool init_master; /* the master has no values yet: copy the weights to it first */
   /* For cddp__fuse: a data-parallel step of an f32 parameter. NULL: this step needs blocks. */
@@ -17303,17 +17307,17 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
   s->keep = d->momentum;
   s->take = 1.0 - d->dampening; /* the part of a gradient that enters the momentum */
   s->nesterov = d->nesterov != 0;
-  s->first = optim->steps[i] == 0;
+  s->first = optim->steps[i] == 0; /* the momentum has no value yet */
   /* The cases that sgd_loop computes: it reads a momentum, and adds no Nesterov term. */
   if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->loops[CDDP_F32].sgd_loop;
 }
 
-/* PyTorch's rounding of the factor alpha of add_: to half precision if the weights are. */
+/* PyTorch's rounding of the factor alpha of add_: to half precision if the weights have it. */
 static double cddp__sgd_scalar(const cddp__update *update, double x) {
   float y = cddp__round_odd(x); /* not (float)x: with `narrow` x would be rounded twice */
   uint16_t rounded;
   if (!cddp__dtype_half(update->dtype)) return x; /* the loops round it to their type */
-  update->loops[update->dtype].narrow(&rounded, (cddp__f32 *)&y, 1);
+  update->loops[update->dtype].narrow(&rounded, (cddp__f32 *)&y, 1); /* to half, and back: */
   update->loops[update->dtype].widen((cddp__f32 *)&y, &rounded, 1);
   return (double)y;
 }
@@ -17331,7 +17335,7 @@ static void cddp__sgd_round(const cddp__update *update, void *d, size_t n) {
 static void cddp__sgd_add(const cddp__update *update, void *d, const void *a, const void *b,
                           size_t n, double f) {
   f = cddp__sgd_scalar(update, f);
-  update->loops[cddp__compute_type(update->dtype)].mix(d, a, b, n, 1.0, f);
+  update->loops[cddp__compute_type(update->dtype)].mix(d, a, b, n, 1.0 /* factor of a */, f);
   cddp__sgd_round(update, d, n);
 }
 
@@ -17355,7 +17359,7 @@ static void cddp__sgd_mix(const cddp__update *update, void *m, const void *b, si
      p = p - lr * d */
 static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, void *const *states,
                             size_t n) {
-  double buf[CDDP__BLOCK_BYTES / sizeof(double)]; /* for d: g itself must not change */
+  double buf[CDDP__BLOCK_BYTES / sizeof(double)]; /* for d, also as floats: g must not change */
   const cddp__scalars *s = &update->scalars;
   cddp_dtype type = cddp__compute_type(update->dtype);
   const void *d = g;
@@ -17375,12 +17379,13 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
     if (s->nesterov) cddp__sgd_add(update, buf, d, m, n, s->keep);
     d = s->nesterov ? buf : m;
   }
-  cddp__sgd_add(update, p, p, d, n, s->step);
+  cddp__sgd_add(update, p, p, d, n, s->step /* -lr */);
 }
 
 static const cddp__algorithm cddp__sgd = {
     CDDP__ALGORITHM_SGD, "SGD", {"momentum_buffer", NULL, NULL},
-    false /* counts */, false /* strict: halves and sparse rows are supported */,
+    false /* counts: steps do not depend on their number */,
+    false /* strict: half precision and sparse rows are supported */,
     cddp__sgd_begin, cddp__sgd_block};
 
 /* --- AdamW --- */
@@ -17401,14 +17406,14 @@ static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *upda
   update->scalars.sign = d->maximize != 0 ? -1.0 : 1.0;
   s->step = -lr / (1.0 - cddp__power(d->beta1, t)); /* divided by the bias correction */
   s->decay = 1.0 - lr * d->weight_decays[i]; /* a factor of the weight: decoupled decay */
-  s->lerp = 1.0 - d->beta1;
-  s->keep = d->beta2;
-  s->take = 1.0 - d->beta2;
-  s->root = (sqrt)(1.0 - cddp__power(d->beta2, t));
+  s->lerp = 1.0 - d->beta1; /* exp_avg moves towards the gradient by this part */
+  s->keep = d->beta2; /* factor of exp_avg_sq */
+  s->take = 1.0 - d->beta2; /* factor of the gradient's square */
+  s->root = (sqrt)(1.0 - cddp__power(d->beta2, t)); /* bias correction of exp_avg_sq's root */
   s->eps = d->eps;
   s->maximize = d->maximize != 0;
   s->amsgrad = d->amsgrad != 0;
-  if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop; /* has no third state */
+  if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop; /* it knows two states */
 }
 
 static void cddp__adamw_block(const cddp__update *update, void *weights, const void *gradient,
@@ -17457,7 +17462,7 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
   for (k = 0; k < optim->state_count; k++) {
     char *address = (char *)state[k * stride];
     if (!cddp__is_master(optim, k)) u.states[k] = address;
-    else if (cddp__has_state(optim, k, i)) u.master = address; /* f32: shared space, no master */
+    else if (cddp__has_state(optim, k, i)) u.master = address; /* else it has none: f32 or f64 */
   }
   optim->algorithm->begin(optim, i, &u);
   return u;
@@ -17469,7 +17474,7 @@ static void cddp__half_block(const cddp__update *update, void *master, void *wei
                              const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_FLOATS]; /* weights, gradient, states */
   const cddp__loops *half = &update->loops[update->stored];
-  cddp__f32 *w = master != NULL ? (cddp__f32 *)master : wide[0];
+  cddp__f32 *w = master != NULL ? (cddp__f32 *)master : wide[0]; /* the f32 weights to step */
   void *s[CDDP__STATES]; /* the states in f32 */
   int k;
   if (master == NULL || update->init_master) half->widen(w, weights, n); /* else w has values */
@@ -17481,7 +17486,7 @@ static void cddp__half_block(const cddp__update *update, void *master, void *wei
   }
   update->algorithm->block(update, w, wide[1], s, n);
   half->narrow(weights, w, n);
-  for (k = 0; k < CDDP__STATES; k++)
+  for (k = 0; k < CDDP__STATES; k++) /* those that were widened: */
     if (s[k] != states[k]) half->narrow(states[k], wide[2 + k], n);
 }
 
@@ -17531,7 +17536,7 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
             ? "must be f32, f64, f16 or bf16"
         : !cddp__dtype_ok(p->dtype)   ? "has a dtype that is no cddp_dtype"
         : p->count > SIZE_MAX / 64    ? "has too many elements" /* so multiples of its bytes fit */
-        : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0
+        : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0 /* else not read */
             ? "has data NULL"
         : p->count > 0 && cddp__misaligned(p->data, cddp__dtype_size(p->dtype))
             ? "has data that is not aligned to its elements"
@@ -17596,6 +17601,7 @@ static cddp_result cddp__check_disjoint(const cddp_param *params, int count,
   qsort(list, n, sizeof *list, cddp__by_address);
   for (k = 1; k < n && r == CDDP_OK; k++) {
     const cddp__owned *x = &list[k - 1], *y = &list[k];
+    /* in the order of the parameters, for the text: */
     const cddp__owned *first = x->param <= y->param ? x : y, *second = first == x ? y : x;
     bool tied = first->what == what[0] && second->what == what[0]; /* both are weights */
     if (y->begin >= x->end) continue; /* sorted: if any two overlap, two neighbours do */
@@ -17623,7 +17629,7 @@ static bool cddp__has_copy(const cddp_optim *optim, int i) {
   return optim->desc.copies != NULL && optim->desc.copies[i] != NULL;
 }
 
-/* Updates elements [from, from + n) of parameter i's copy, if it has one. */
+/* Converts elements [from, from + n) of parameter i's weights to its copy, if it has one. */
 static void cddp__optim_copy(const cddp_optim *optim, int i, size_t from, size_t n) {
   if (cddp__has_copy(optim, i))
     cddp__convert((uint16_t *)optim->desc.copies[i] + from, optim->desc.copy_dtype,
@@ -17645,7 +17651,8 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
   size_t esize = cddp__dtype_size(p->dtype), at, n;
   for (at = 0; at < p->count; at += n) {
-    n = cddp__has_copy(optim, i) ? cddp__min(p->count - at, CDDP__BLOCK_FLOATS) : p->count;
+    n = cddp__has_copy(optim, i) ? cddp__min(p->count - at, CDDP__BLOCK_FLOATS)
+                                 : p->count /* all: cddp__update_run makes the blocks */;
     cddp__update_run(&u, at, (char *)p->data + at * esize, (char *)p->grad + at * esize, n);
     cddp__optim_copy(optim, i, at, n);
   }
@@ -17658,7 +17665,8 @@ static void cddp__step_sparse(cddp_optim *optim, int i, const cddp__sparse *spar
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
   bool all_rows = optim->state_count > 0; /* momentum changes rows without a gradient too */
   bool has_gradient; /* this row */
-  size_t k = 0, row; /* k: the next row of the mean */
+  size_t k = 0, row; /* k: index of the next row of the mean; row: the parameter's */
+  /* Visits each row of the parameter, or (!all_rows) each row of the mean. */
   for (row = 0; all_rows ? row < sparse->rows : k < sparse->mean.n; row++, k += has_gradient) {
     if (!all_rows) row = (size_t)sparse->mean.number[k];
     has_gradient = k < sparse->mean.n && (size_t)sparse->mean.number[k] == row;
@@ -17692,8 +17700,9 @@ static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
   for (k = 0; n > 0 && k < optim->state_count; k++) {
     void **state = cddp__state_of(optim, k, i);
     if (*state != NULL || !cddp__has_state(optim, k, i)) continue;
-    if (bytes < 4 * CDDP__HUGE_PAGE || posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0)
-      *state = cddp__malloc(NULL /* allocator */, bytes); /* sets the error text */
+    if (bytes < 4 * CDDP__HUGE_PAGE /* small */ ||
+        posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0)
+      *state = cddp__malloc(NULL /* allocator: malloc */, bytes); /* can set the error text */
     else
       cddp__request_huge_pages((char *)*state, bytes);
     if (*state == NULL) return CDDP_OUT_OF_MEMORY;
@@ -17711,7 +17720,7 @@ static float cddp__most_steps(const cddp_optim *optim) {
   return most;
 }
 
-/* Lets the next step copy the weights to the masters. */
+/* Makes the next step copy the weights to the masters first: the weights have changed elsewhere. */
 static void cddp__renew_masters(cddp_optim *optim) {
   memset(optim->init_master, true, (size_t)optim->count * sizeof *optim->init_master);
 }
@@ -17747,7 +17756,8 @@ static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes
 
 static void cddp__cpu_leave(cddp_optim *optim) { /* shared states are NULL here */
   int i;
-  for (i = 0; i < optim->count * optim->state_count; i++) cddp__free(NULL, optim->state[i]);
+  for (i = 0; i < optim->count * optim->state_count; i++)
+    cddp__free(NULL /* allocator */, optim->state[i]);
 }
 
 /* The backend of parameters in host memory. */
@@ -17759,7 +17769,7 @@ static const cddp__optim_backend cddp__cpu_optim = {
 static cddp_result cddp__check_sizes(const cddp_optim *optim) {
   const cddp_param *p = optim->params;
   int i;
-  for (i = 0; i < optim->count && !optim->partitioned; i++) /* partitioned: parts are shorter */
+  for (i = 0; i < optim->count && !optim->partitioned; i++) /* else parts have no full sizes */
     if (p[i].count != optim->parts[i].count || (int)p[i].dtype != optim->dtypes[i])
       return CDDP__REFUSE("parameter \"%s\" now has %zu elements of type %s, at cddp_optim's "
                           "creation %zu of type %s", cddp__param_name(p, i).s, p[i].count,
@@ -17787,7 +17797,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
             ? "has no gradient: set grad, let cddp_ddp_create allocate it, or (sparse rows) set "
               "ddp in cddp_sgd_desc"
             : NULL;
-    if (cddp__optim_skips(optim, i)) continue;
+    if (cddp__optim_skips(optim, i)) continue; /* `wrong` does not matter */
     if (sparse) CDDP__TRY(cddp__check_rows(optim, i)); /* returns its failure */
     if (wrong != NULL)
       return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(optim->params, i).s, wrong);
@@ -17799,7 +17809,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  /* No model yet: an elastic one with these parameters can have been created after optim. */
+  /* Without a model so far: an elastic one with these parameters can be younger than optim. */
   if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_set_optim(optim, CDDP__PAIR_STEPS));
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
@@ -17819,7 +17829,7 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   for (i = 0; i < optim->count; i++) {
     cddp_param *p = &optim->params[i];
     size_t bytes = p->count * cddp__dtype_size(p->dtype);
-    bool separate = /* not in the arena that has been zeroed */
+    bool separate = /* grad is memory that the zeroed arena does not include */
         p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__STORAGE_COPIED);
     if (separate) CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, CDDP__NO_WAIT));
     if (cddp__optim_sparse(optim, i) != NULL)
@@ -17834,10 +17844,10 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
    cddp__add_sharing puts a flag there. */
 #define CDDP__OPTIM_HASH(hash) (((hash) & ~(uint64_t)1) | 2)
 
-/* Keeps optim->check, which includes the rate, up to date. */
+/* Sets the rate, and the hash that includes it. */
 static void cddp__set_lr(cddp_optim *optim, double lr) {
   optim->desc.lr = lr;
-  optim->check = CDDP__OPTIM_HASH(cddp__hash64(optim->settings_hash, &lr, sizeof lr));
+  optim->hash_with_lr = CDDP__OPTIM_HASH(cddp__hash64(optim->settings_hash, &lr, sizeof lr));
 }
 
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
@@ -17858,7 +17868,7 @@ CDDPDEF double cddp_optim_lr(const cddp_optim *optim) {
 
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *optim) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  CDDP__TRY(cddp__check_sizes(optim)); /* the caller's copies have the sizes of the creation */
+  CDDP__TRY(cddp__check_sizes(optim)); /* a longer parameter would be written behind its copy */
   cddp__renew_masters(optim); /* the caller has changed the weights */
   return cddp__named(__func__, (optim->backend->copy)(optim));
 }
@@ -17871,7 +17881,7 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
   cddp__free(NULL, optim);
 }
 
-/* below: 1, or INFINITY: any finite x. */
+/* Refuses x unless 0 <= x < below. below: 1, or INFINITY: x must be finite. */
 static cddp_result cddp__check_number(const char *what, double x, double below) {
   if (x >= 0 && x < below && x <= DBL_MAX) return CDDP_OK; /* NaN: false */
   return CDDP__REFUSE("%s is %g; it must be finite and at least 0%s", what, x,
@@ -17886,7 +17896,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   const double numbers[] = {d->lr, d->momentum, d->weight_decay, d->eps, d->beta1, d->beta2};
   cddp_result r = CDDP_OK;
   int i;
-  for (i = 0; r == CDDP_OK && i < 6; i++)
+  for (i = 0; r == CDDP_OK && i < 6; i++) /* all of `numbers` */
     r = cddp__check_number(names[i], numbers[i], i < 4 ? INFINITY : 1.0 /* betas */);
   if (r != CDDP_OK) return r;
   if (!(fabs(d->dampening) <= DBL_MAX)) /* infinite or NaN; as in PyTorch it can be negative */
@@ -17942,14 +17952,15 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
   optim = (cddp_optim *)cddp__calloc(
-      NULL, 1, sizeof *optim + n * (2 * sizeof(double) + sizeof(float) + sizeof(bool) + 1) +
+      NULL /* allocator */, 1,
+      sizeof *optim + n * (2 * sizeof(double) + sizeof(float) + sizeof(bool) + 1 /* dtype */) +
                 n * sizeof *optim->parts + pointers * sizeof(void *));
   if ((*out = optim) == NULL) return CDDP_OUT_OF_MEMORY;
   optim->backend = &cddp__cpu_optim; /* until cddp__select_optim_backend */
   optim->params = params;
   optim->count = count;
   optim->algorithm = algorithm;
-  optim->desc = *d;
+  optim->desc = *d; /* its arrays, the caller's, are replaced by copies below */
   optim->desc.algorithm = algorithm->number; /* as a double, to be compared like a setting */
   optim->state_count = (int)states;
   optim->parts = (cddp_partition *)(void *)(optim + 1);
@@ -17978,7 +17989,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   }
   /* The settings that ranks must agree on: all numbers from CDDP__SETTING_FIXED on (lr, the first
      number, can change), lr_scales and weight_decays. */
-  optim->settings_hash = cddp__hash64(0, &optim->desc.lr + CDDP__SETTING_FIXED,
+  optim->settings_hash = cddp__hash64(0 /* seed */, &optim->desc.lr + CDDP__SETTING_FIXED,
                                  (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
   optim->settings_hash =
       cddp__hash64(optim->settings_hash, scales, 2 * n /* decays follow */ * sizeof *scales);
@@ -19913,7 +19924,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   cddp__step_header own, header; /* header: each rank's in turn */
   uint64_t settings = 0, active_settings = 0; /* hashes: of first_optim, of active[0] */
   uint64_t check = /* settings and lr, for memory->meet */
-      cddp__add_sharing(optim, optim != NULL ? optim->check : 0);
+      cddp__add_sharing(optim, optim != NULL ? optim->hash_with_lr : 0);
   double lr = 0; /* of the first rank that is not absent */
   bool met = false, differ = false;
   cddp_result r = d->memory->select_device(d);
