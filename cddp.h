@@ -18186,7 +18186,7 @@ static void cddp__set_layout(cddp_ddp *d) {
   for (i = 0; i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
     const cddp__sparse *sparse = cddp__sparse_of(d, i);
-    cddp__part_slice(d, i, cddp__part_count(d),
+    cddp__part_slice(d, i, cddp__part_count(d), /* this rank's part */
                      d->group->backend->on_device ? d->group->rank : d->group->local_rank,
                      &tensor->begin, &tensor->end);
     tensor->first_norm_block = norm_blocks;
@@ -18220,11 +18220,11 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   cddp__ref ref;
   cddp_result r;
   int k;
-  memset(&ref, 0, sizeof ref);
+  memset(&ref, 0, sizeof ref); /* kind NONE */
   if (p != NULL) ref = cddp__ref_of(g->host, p, bytes); /* kind NONE: p has become private */
   r = cddp__round(g, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
-  for (k = 0; r == CDDP_OK && k < g->size; k++)
+  for (k = 0; r == CDDP_OK && k < g->size; k++) /* ranks of all hosts: all fail together */
     if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* it is quarantined */
       r = cddp__fail(
           CDDP_ABORTED, "rank %d has revoked its shared memory after a failure: create the group "
@@ -18336,7 +18336,7 @@ typedef struct cddp__range {
 static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, int *i,
                              cddp__range *range) {
   const cddp__tensor *tensor, *next;
-  while (*i < count && !d->tensors[sorted[*i]].used) ++*i;
+  while (*i < count && !d->tensors[sorted[*i]].used) ++*i; /* skips unused ones */
   if (*i >= count) return false;
   range->first = sorted[(*i)++];
   tensor = &d->tensors[range->first];
@@ -18400,7 +18400,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
         begin = (begin - d->tensors[i].offset) / esize;
         end = (end - d->tensors[i].offset) / esize;
       }
-      if (at == NULL || begin >= end) continue;
+      if (at == NULL || begin >= end) continue; /* an empty array */
       at += begin * cddp__dtype_size(arrays[i].dtype);
       c = cddp__broadcast_call( /* used on a device, where `part` is the root's rank */
           at, end - begin, arrays[i].dtype, part);
@@ -18545,7 +18545,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
     merge.widths[at] = -1; /* one shard, in the compute type */
     cleared = true; /* if `more` */
   }
-  if (r == CDDP_OK && *slot >= 0)
+  if (r == CDDP_OK && *slot >= 0) /* -1: the shard stays in the gradients, alone */
     r = cddp__merge_nodes(d, *slot, merge.slots, merge.widths, merge.count, more && !cleared);
   if (r == CDDP_OK && more) r = cddp__zero_copied(d);
   /* merge.node replaces own[low .. high). */
@@ -18689,7 +18689,8 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
     if (cddp__sparse_of(d, i) != NULL)
       r = cddp__rows_merge(&d->group->host->allocator, d->rows.sparse[i], d->rows.lists, n,
                            d->scratch.sources, d->params[i].dtype);
-  return r == CDDP_OK && d->memory->place_rows != NULL ? (d->memory->place_rows)(d) : r;
+  if (r != CDDP_OK || d->memory->place_rows == NULL) return r;
+  return (d->memory->place_rows)(d); /* on a device kernels read the mean */
 }
 
 /* Merges the packets of ranks that cannot read each other's memory, which first gather them, each
@@ -19101,7 +19102,7 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   int k;
   cddp__part_of(d, d->group->local_rank, &from, &to);
   if (to == d->layout.dense_bytes) to = stride; /* the last part has the rest of each state too */
-  else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to);
+  else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to); /* f32 states */
   if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
   to = cddp__min(stride, cddp__round_up(to, unit));
@@ -19878,7 +19879,8 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   double *mine, *theirs; /* this rank's numbers, those of `first` */
   int p, differing = 0; /* ranks that have another number `at` than `first` */
   cddp_result r;
-  mine = (double *)cddp__calloc(a, 1, 2 * n * sizeof *mine + (size_t)g->size * sizeof *all);
+  mine = (double *)cddp__calloc( /* one block: mine, theirs, all */
+      a, 1, 2 * n * sizeof *mine + (size_t)g->size * sizeof *all);
   if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY); /* ends the others' waits */
   theirs = mine + n;
   all = (cddp__difference *)(void *)(theirs + n);
@@ -19891,7 +19893,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
   k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* an absent rank takes over their lr */
-  while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++;
+  while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++; /* equal bits */
   if (optim != NULL && k < n) { /* NULL: in cddp_ddp_join without one */
     own.index = (double)k;
     own.value = mine[k];
@@ -20089,7 +20091,7 @@ static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
   bool one_pass = /* cddp__run_pass can read all gradients */
       d->desc.comm_hook == NULL && g->carrier->shares_memory && !g->backend->on_device;
   if (d->shards.uses_slots || d->desc.elastic) return false; /* sums of shards follow them */
-  return !one_pass || (g->size > 1 && !stepped);
+  return !one_pass || (g->size > 1 && !stepped); /* not stepped: another wait is assumed */
 }
 
 /* Counts the step and prepares the next. After the first one buckets follow the order in which
@@ -20771,7 +20773,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
     const cddp__tensor *tensor = &d->tensors[i];
     cddp_partition *part = &d->partitions[d->partition_count]; /* the next free entry */
     size_t esize = cddp__dtype_size(d->params[i].dtype);
-    if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
+    if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL) /* sparse: NULL */
       d->params[i].grad = d->arena + tensor->arena_offset;
     if (tensor->begin >= tensor->end) continue; /* no part of it is this rank's */
     part->param = i;
@@ -20820,7 +20822,8 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     r = cddp__agree_on_params(d);
     if (r == CDDP_OK && d->desc.comm_hook != NULL) /* + 1: another `check` than comm's */
       r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hook_group);
-    if (r == CDDP_OK && !g->backend->on_device) r = cddp__map_params(d);
+    if (r == CDDP_OK && !g->backend->on_device) /* ranks map host memory only */
+      r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
   cddp__set_layout(d);
@@ -21129,7 +21132,8 @@ static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connecti
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
     return true; /* the rank's thread has ended; its process can keep the socket open */
   cddp__link_end_if_unacked(link);
-  if (link->state != CDDP__CONNECTION_ENDED || cddp__link_reconnect(m->net, link)) return false;
+  if (link->state != CDDP__CONNECTION_ENDED) return false;
+  if (cddp__link_reconnect(m->net, link)) return false; /* it can still come up */
   if (link->error == 0) m->ended[member] = 1; /* closed: a firewall could only reset the link */
   if (cddp__end_from_error(link->error) == CDDP__IS_UNREACHABLE) m->unreachable = member;
   return true;
@@ -21207,7 +21211,7 @@ static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
 static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
                               const cddp__member *caller) {
   int p = link->peer;
-  bool lost = p < m->capacity && m->members[p].life == 0;
+  bool lost = p < m->capacity && m->members[p].life == 0; /* this rank counted it as lost */
   if (!cddp__revive_member(m, p, caller->life)) return false;
   m->lost_leader_called = m->lost_leader_called || lost;
   return true;
@@ -21236,7 +21240,7 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
         m->ended[k] = 1;
   } else if (sound && report->joining != 0 && m->requests < CDDP__JOIN_REQUESTS) {
     p = n + m->requests++;
-    for (k = n; k < p; k++) /* ends its earlier requests: cddp__admit_joining discards them */
+    for (k = n; k < p; k++) /* ends the sender's earlier requests: _admit_joining discards them */
       if (cddp__report_at(m, m->reports[k], 0)->self.life == sender->life)
         cddp__connection_end(m->links[k], 0 /* error */);
   } else {
@@ -21455,7 +21459,7 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
   size_t bytes = m->report_bytes;
   uint64_t table_id = 0;
   cddp_result r = cddp__random(&table_id, sizeof table_id);
-  int p;
+  int p; /* a member's number */
   if (r != CDDP_OK) return r;
   *table = all =
       (cddp__message *)cddp__malloc(&net->allocator, sizeof *all + (size_t)m->capacity * bytes);
@@ -21643,7 +21647,7 @@ static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
   }
   m->net->host = m->members[m->me].host;
   memset(m->ended, 0, (size_t)m->capacity);
-  for (k = p = 0; p < m->capacity; p++) { /* k: the next report of the table, which ascends */
+  for (k = p = 0; p < m->capacity; p++) { /* k: the table's next report; they are by number */
     if (k < ranks && cddp__report_at(m, table, k)->self.number == p)
       k++;
     else if (m->members[p].life != 0)
