@@ -21877,7 +21877,7 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
   if (!d->group->backend->on_device) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
   p = (char *)(d->group->backend->alloc)(d->group, bytes);
   if (p != NULL && (d->memory->zero)(p, bytes, d->group->stream) == CDDP_OK) return p;
-  if (p != NULL) (d->group->backend->free)(d->group, p);
+  if (p != NULL) (d->group->backend->free)(d->group, p); /* zeroing has failed */
   return NULL;
 }
 
@@ -21896,7 +21896,7 @@ static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   if (elastic->slot_area != NULL)
     r = (d->memory->copy)(p, elastic->slot_area, old_bytes, d->group->stream);
   (d->group->backend->free)(d->group, elastic->slot_area);
-  elastic->slot_area = d->addresses.slots[d->me] = p;
+  elastic->slot_area = d->addresses.slots[d->me] = p; /* even after a failure: the old is freed */
   d->layout.slots = slots;
   return r;
 }
@@ -22015,7 +22015,7 @@ static bool cddp__group_in_use(cddp_group *g) {
 /* Makes the control block of a broken group private, at the same address, so that the memory of the
    lost process can be freed. false: no memory, nothing has changed. Lock: host.lock. */
 static bool cddp__keep_block(cddp_group *g) {
-  size_t bytes = cddp__head_bytes(g->size, g->local_size);
+  size_t bytes = cddp__head_bytes(g->size, g->local_size); /* without the staging buffers */
   char *copy = cddp__map_memory(-1 /* fd: private */, 0 /* base */, bytes);
   if (copy == NULL) return false;
   memcpy(copy, g->block, bytes);
@@ -22062,7 +22062,7 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
     p->member = false;
     p->lost_in_step = 1 + d->elastic->updates; /* 0: not lost */
     /* The pidfds of the job's first ranks stay open: other threads use them. */
-    if (p->window >= host->size) cddp__close_fd(&p->pidfd);
+    if (p->window >= host->size /* it has joined */) cddp__close_fd(&p->pidfd);
     pthread_mutex_unlock(&host->lock);
     if (host->arena.fd >= 0) cddp__break_groups_of(host, p->window); /* else nothing is shared */
   }
@@ -22089,7 +22089,7 @@ static void cddp__free_lost(cddp_ddp *d) {
     const cddp__lost_block lost = elastic->lost_blocks[i];
     if (lost.step >= elastic->updates /* left in this step */ || cddp__lost_lives(host, lost.step))
       elastic->lost_blocks[kept++] = lost;
-    else /* if it is this rank's, and the generation shows that it is not a later group's */
+    else /* frees it if this rank owns it, and no later group is there (generation) */
       cddp__arena_free_lost_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = kept;
@@ -22274,7 +22274,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
     cddp__shard_node *node = &d->shards.nodes[i];
     node->slot = /* was until now, from cddp__plan_nodes, the node's index among its rank's nodes */
         cddp__published_slots(elastic->published[elastic->member_of_rank[node->rank]])[node->slot];
-    d->shards.widths[i] = cddp__reduce_width(node);
+    d->shards.widths[i] = cddp__reduce_width(node); /* which depends on node->slot */
   }
   elastic->mean_parts = d->step.active_count;
   elastic->in_parts = true;
@@ -22327,7 +22327,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (!elastic->one_host && r == CDDP_OK)
     r = cddp__grow_slots(d, 1); /* a rank without sums sends slot 0 anyway */
   if (r != CDDP_OK) return r; /* nothing announced: this rank alone fails */
-  if (elastic->own != NULL) cddp__publish_own(d);
+  if (elastic->own != NULL) cddp__publish_own(d); /* on a host */
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
                   elastic->reductions - elastic->repeat_counted /* number: must be the same */,
@@ -22453,6 +22453,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
         else if (got < 0 && errno != EAGAIN /* EAGAIN: open, no bytes */)
           cddp__connection_end(link, errno);
         if (link->state != CDDP__CONNECTION_ENDED) continue;
+        /* peer_failed: the peer lives, only the group is broken */
         if (link->peer_over || (link->error == 0 && !link->peer_failed && link->got == 0 &&
                                 cddp__buffer_size(&link->in) == 0)) /* between two frames */
           *ended = 1;
@@ -22481,7 +22482,7 @@ static void cddp__elastic_leave_both(cddp_ddp *d) {
     if ((g = groups[i]) == NULL) continue; /* the last meeting failed before it was created */
     if (g->size > 1 /* else no rank was lost, and none waits */ &&
         cddp__publish_failure(g, cddp__fail(CDDP_PEER_LOST, "%s", text)))
-      cddp__announce_failure(g, CDDP__NOTIFY_HOSTS);
+      cddp__announce_failure(g, CDDP__NOTIFY_HOSTS); /* wakes its ranks, sends them the text */
     if (i == 0 /* control */ || d->elastic->broken_comm != NULL) {
       cddp__elastic_leave_group(d, g);
       continue;
@@ -23012,7 +23013,7 @@ static void cddp__elastic_register(cddp_ddp *d) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   int i;
   for (i = 0; i < d->count; i++)
-    d->tensors[i].data = d->params[i].data; /* for cddp__elastic_set_optim */
+    d->tensors[i].data = d->params[i].data; /* a copy that other threads can read: _set_optim */
   pthread_once(&once, cddp__register_elastic_fork);
   pthread_mutex_lock(&cddp__models_lock);
   d->elastic->next = cddp__elastic_models;
@@ -24390,9 +24391,9 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   uint64_t at = save ? ckpt->header.end + item->begin /* header: 8 bytes for N and the JSON */
                      : 8 + ckpt->file->text_size + item->file_tensor->begin;
   cddp_dtype dtype = item->dtype; /* in memory */
-  cddp_dtype filed = save ? dtype : (cddp_dtype)item->file_tensor->dtype; /* in the file */
-  size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(filed), done, n;
-  bool device = cddp__on_device(ckpt->g, item->data), direct = !device && filed == dtype;
+  cddp_dtype file_dtype = save ? dtype : (cddp_dtype)item->file_tensor->dtype; /* in the file */
+  size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(file_dtype), done, n;
+  bool device = cddp__on_device(ckpt->g, item->data), direct = !device && file_dtype == dtype;
   size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size); /* chunk */
   cddp_result r = CDDP_OK;
   if (!direct && ckpt->staging == NULL) /* kept for the next items */
@@ -24401,12 +24402,12 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   for (done = 0; r == CDDP_OK && done < item->count; done += n) {
     char *memory = (char *)item->data + done * size;
     char *raw = direct ? memory : ckpt->staging; /* the file's bytes */
-    char *converted = filed == dtype ? raw /* the same bytes, in the item's dtype */
+    char *converted = file_dtype == dtype ? raw /* the same bytes, in the item's dtype */
                       : device ? ckpt->staging + CDDP__FILE_STAGING : memory;
     n = cddp__min(item->count - done, most); /* elements of this chunk */
     if (save && device) r = cddp__transfer(ckpt->g, raw, memory, n * size);
     if (r == CDDP_OK) r = cddp__file_io(fd, save, raw, n * file_size, at + done * file_size);
-    if (r == CDDP_OK && converted != raw) cddp__convert(converted, dtype, raw, filed, n);
+    if (r == CDDP_OK && converted != raw) cddp__convert(converted, dtype, raw, file_dtype, n);
     if (r == CDDP_OK && !save && device) r = cddp__transfer(ckpt->g, memory, converted, n * size);
   }
   return r;
@@ -24446,13 +24447,14 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     if (item->param >= 0 && optim->steps[item->param] == 0) continue; /* no states yet */
     if (item->state_pointer != NULL) {
-      if (cddp__is_master(optim, item->state) && optim->init_master[item->param]) continue;
+      if (cddp__is_master(optim, item->state) && optim->init_master[item->param])
+        continue; /* it does not match the weights */
       item->data = *item->state_pointer;
       if (optim->shared_by != NULL && item->data == NULL) /* in the shared memory of all ranks */
         item->data = cddp__state_at(optim->shared_by, optim, optim->shared_states, item->state,
                                     item->param, 0 /* element */);
       if (ckpt->partitioned) item->data = ckpt->whole; /* cddp__save_items gathers it */
-      if (item->data == NULL) continue;
+      if (item->data == NULL) continue; /* not created yet */
     }
     ckpt->items[n++] = *item;
   }
@@ -24533,7 +24535,8 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   r = cddp__compare_calls(&c, r);
   if (r == CDDP_OK && c.partitioned) r = cddp__alloc_whole(&c);
   if (r == CDDP_OK) {
-    if (c.root || c.partitioned) r = cddp__save_header(&c); /* all need the list of states */
+    if (c.root || c.partitioned) /* partitioned: each rank needs the list of states to gather */
+      r = cddp__save_header(&c);
     if (c.partitioned) r = cddp__agree(g, r); /* before the ranks gather states together */
     if (r == CDDP_OK && c.root) {
       r = cddp__open_temporary(&c);
@@ -25177,7 +25180,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
                "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child", i, (int)pid);
     }
     if (known && status == 0) job->succeeded = true;
-    if (!known || status == 0 || !none_before) continue;
+    if (!known || status == 0 || !none_before) continue; /* no failure, or a later one */
     /* of several failures in this call: the first one, or the first by a signal */
     if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
     if (job->elastic && (job->succeeded || cddp__spawn_continues(job))) {
@@ -25362,7 +25365,7 @@ static void cddp__thread_rank_end(void *p) {
     if (!failed && (!g->of_model || g->backend->on_device)) continue;
     cddp__compare_swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN,
                  failed ? CDDP__SLOT_DEAD : CDDP__SLOT_LEFT);
-    cddp__wake_all(g);
+    cddp__wake_all(g); /* the others see the state, and stop waiting for this rank */
   }
   do { /* leaves what fn has not destroyed, newest first; a model's group has been marked above */
     for (g = host->groups; g != NULL && g->of_model; g = g->next) {}
@@ -25384,7 +25387,7 @@ static void *cddp__thread_rank_main(void *p) {
 }
 
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
-  cddp__thread_rank *thread, *failed;
+  cddp__thread_rank *ranks, *failed;
   char *block; /* control block of the group of all ranks */
   cddp__atomic_u32 first = {0}; /* cddp__thread_rank.first */
   uint64_t job = cddp__record_job(); /* number in the names of flight records */
@@ -25394,53 +25397,53 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   CDDP__CHECK(fn != NULL, "fn is NULL");
   CDDP__CHECK(n >= 1 && n <= CDDP__MAX_RANKS, "n is %d; it must be from 1 to %d", n,
               CDDP__MAX_RANKS);
-  thread = (cddp__thread_rank *)calloc((size_t)n, sizeof *thread);
+  ranks = (cddp__thread_rank *)calloc((size_t)n, sizeof *ranks);
   block = cddp__map_memory(-1 /* fd: private */, 0 /* base */, cddp__block_bytes(n, n));
-  if (thread == NULL || block == NULL)
+  if (ranks == NULL || block == NULL)
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
   /* each rank has a host object and a group; all groups have one control block */
   for (i = 0; r == CDDP_OK && i < n; i++) {
-    thread[i].fn = fn;
-    thread[i].arg = arg;
-    thread[i].first = &first;
-    if ((thread[i].host = cddp__host_create(NULL /* malloc */, NULL /* no log */, n, i)) == NULL) {
+    ranks[i].fn = fn;
+    ranks[i].arg = arg;
+    ranks[i].first = &first;
+    if ((ranks[i].host = cddp__host_create(NULL /* malloc */, NULL /* no log */, n, i)) == NULL) {
       r = CDDP_OUT_OF_MEMORY;
       break;
     }
-    thread[i].host->one_process = true;
-    thread[i].host->lead = thread[0].host; /* counts the users of all hosts, and frees them */
+    ranks[i].host->one_process = true;
+    ranks[i].host->lead = ranks[0].host; /* counts the users of all hosts, and frees them */
     if (i > 0) {
-      thread[i - 1].host->sibling = thread[i].host;
-      thread[0].host->refs++; /* for thread[i].host */
+      ranks[i - 1].host->sibling = ranks[i].host;
+      ranks[0].host->refs++; /* for ranks[i].host */
     }
-    r = cddp__record_open(&thread[i].host->record, job, i, n, 0 /* join */);
+    r = cddp__record_open(&ranks[i].host->record, job, i, n, 0 /* join */);
     if (r == CDDP_OK)
-      r = cddp__group_build(&thread[i].group, thread[i].host, i, n, NULL /* members: all */,
+      r = cddp__group_build(&ranks[i].group, ranks[i].host, i, n, NULL /* members: all */,
                             block, timeout_s);
   }
   while (r == CDDP_OK && started < n) {
-    r = cddp__thread_start(&thread[started].thread, cddp__thread_rank_main, &thread[started],
+    r = cddp__thread_start(&ranks[started].thread, cddp__thread_rank_main, &ranks[started],
                            CDDP__THREAD_OF_USER);
     if (r == CDDP_OK) started++;
   }
   /* If a thread could not start: peers see the ranks without a thread as lost. */
-  for (i = started; thread != NULL && i < n; i++) {
-    if (thread[i].host != NULL) cddp__record_discard(thread[i].host->record, 0 /* join */);
-    if (thread[i].group != NULL) cddp__group_leave(thread[i].group);
+  for (i = started; ranks != NULL && i < n; i++) {
+    if (ranks[i].host != NULL) cddp__record_discard(ranks[i].host->record, 0 /* join */);
+    if (ranks[i].group != NULL) cddp__group_leave(ranks[i].group);
   }
-  for (i = 0; i < started; i++) pthread_join(thread[i].thread, NULL);
+  for (i = 0; i < started; i++) pthread_join(ranks[i].thread, NULL);
   if (r == CDDP_OK && cddp__load32(&first) != 0) {
-    failed = &thread[cddp__load32(&first) - 1];
-    r = cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", (int)(failed - thread),
+    failed = &ranks[cddp__load32(&first) - 1];
+    r = cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", (int)(failed - ranks),
                    failed->returned ? cddp__textf("returned %d", failed->code).s
                                     : "did not return: pthread_exit or pthread_cancel",
                    failed->text[0] ? "; its last error: " : "", failed->text);
   }
-  for (i = 0; thread != NULL && i < n; i++) cddp__host_release(thread[i].host);
+  for (i = 0; ranks != NULL && i < n; i++) cddp__host_release(ranks[i].host);
   /* n = 1: if the rank had a group, leaving it has unmapped the block */
-  if (block != NULL && (n > 1 || thread == NULL || thread[0].group == NULL))
+  if (block != NULL && (n > 1 || ranks == NULL || ranks[0].group == NULL))
     munmap(block, cddp__block_bytes(n, n));
-  free(thread);
+  free(ranks);
   cddp__await_nccl_threads(); /* of GPU groups: the program can end now */
   return r;
 }
@@ -25549,7 +25552,7 @@ CDDPDEF cddp_result (cddp_group_split)(cddp_group *g, int color, int key, cddp_g
 }
 
 CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count, cddp_group **out) {
-  int i, j, color = -1 /* not in the new group */, key = 0; /* its ranks: color 0, key: the order */
+  int i, j, color = -1 /* not in the new group */, key = 0; /* color 0: its index in `ranks` */
   cddp__enter_call(__func__);
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
@@ -25744,7 +25747,7 @@ static cddp_result cddp__start_counted(
 
 CDDPDEF cddp_result (cddp_all_gather_v)(cddp_group *g, const void *send, void *recv,
                                         const size_t *counts, cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0, dtype,
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0 /* set below */, dtype,
                                  CDDP_SUM, -1 /* root */);
   return cddp__start_counted(__func__, g, &c, NULL /* send_counts */, counts, work);
 }
@@ -25752,20 +25755,20 @@ CDDPDEF cddp_result (cddp_all_gather_v)(cddp_group *g, const void *send, void *r
 CDDPDEF cddp_result (cddp_all_to_all_v)(
     cddp_group *g, const void *send, const size_t *send_counts, void *recv,
     const size_t *recv_counts, cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0, dtype,
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0 /* set below */, dtype,
                                  CDDP_SUM, -1 /* root */);
   return cddp__start_counted(__func__, g, &c, send_counts, recv_counts, work);
 }
 
 CDDPDEF cddp_result (cddp_barrier)(cddp_group *g) {
-  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32,
-                                 CDDP_SUM, -1 /* root */);
+  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL /* send */, NULL /* recv */,
+                                 0 /* count */, CDDP_F32, CDDP_SUM, -1 /* root */);
   return cddp__start_call(__func__, g, &c, NULL /* waits */);
 }
 
 CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32,
-                                 CDDP_SUM, -1 /* root */);
+  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL /* send */, NULL /* recv */,
+                                 0 /* count */, CDDP_F32, CDDP_SUM, -1 /* root */);
   CDDP__CHECK(work != NULL, "work is NULL");
   return cddp__start_call(__func__, g, &c, work);
 }
@@ -26204,14 +26207,14 @@ CDDPDEF int cddp_store_port(const cddp_store *store) {
 
 CDDPDEF cddp_result cddp_store_set(cddp_store *store, const char *key, const void *value,
                                    size_t size) {
-  cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1 /* key */);
   q.values[0] = cddp__span_of(value, size);
-  return cddp__store_command(__func__, store, &q, &q);
+  return cddp__store_command(__func__, store, &q, &q /* required: none */);
 }
 
 CDDPDEF cddp_result cddp_store_get(cddp_store *store, const char *key, void *value, size_t capacity,
                                    size_t *size) {
-  cddp__request q = cddp__request_of(CDDP__STORE_GET, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__STORE_GET, &key, 1 /* key */);
   q.out = value;
   q.capacity = capacity;
   q.size = size;
@@ -26220,10 +26223,10 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *store, const char *key, void *val
 
 CDDPDEF cddp_result cddp_store_add(cddp_store *store, const char *key, int64_t amount,
                                    int64_t *total) {
-  cddp__request q = cddp__request_of(CDDP__STORE_ADD, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__STORE_ADD, &key, 1 /* key */);
   cddp_result r;
-  q.number = (uint64_t)amount;
-  r = cddp__store_command(__func__, store, &q, &q);
+  q.number = (uint64_t)amount; /* replaced by the total */
+  r = cddp__store_command(__func__, store, &q, &q /* required: none */);
   if (r == CDDP_OK && total != NULL) *total = (int64_t)q.number;
   return r;
 }
@@ -26232,7 +26235,7 @@ CDDPDEF cddp_result cddp_store_compare_set(
     cddp_store *store, const char *key, const void *expected, size_t expected_size,
     const void *desired, size_t desired_size, void *value, size_t capacity, size_t *size,
     bool *swapped) {
-  cddp__request q = cddp__request_of(CDDP__STORE_COMPARE_SET, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__STORE_COMPARE_SET, &key, 1 /* key */);
   cddp_result r;
   q.values[0] = cddp__span_of(expected, expected_size);
   q.values[1] = cddp__span_of(desired, desired_size);
@@ -26248,7 +26251,7 @@ CDDPDEF cddp_result cddp_store_compare_set(
 CDDPDEF cddp_result cddp_store_wait(cddp_store *store, const char *const *keys, int count,
                                     double timeout_s) {
   cddp__request q = cddp__request_of(CDDP__STORE_WAIT, keys, count);
-  CDDP__TRY(cddp__check_request(store, &q, &q));
+  CDDP__TRY(cddp__check_request(store, &q, &q /* required: none */));
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it is in seconds, and 0 or more", timeout_s);
   return cddp__named(__func__, cddp__store_wait(store, keys, count, timeout_s));
 }
@@ -26262,8 +26265,8 @@ CDDPDEF cddp_result cddp_store_check(cddp_store *store, const char *const *keys,
 }
 
 CDDPDEF cddp_result cddp_store_delete(cddp_store *store, const char *key, bool *deleted) {
-  cddp__request q = cddp__request_of(CDDP__STORE_DELETE_KEY, &key, 1);
-  cddp_result r = cddp__store_command(__func__, store, &q, &q);
+  cddp__request q = cddp__request_of(CDDP__STORE_DELETE_KEY, &key, 1 /* key */);
+  cddp_result r = cddp__store_command(__func__, store, &q, &q /* required: none */);
   if (r == CDDP_OK && deleted != NULL) *deleted = q.number != 0; /* 1: the key existed */
   return r;
 }
