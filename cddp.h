@@ -43,16 +43,18 @@
    for dropout and augmentation, such as seed + cddp_rank(g) (with shards: one from seed, step and
    shard). Read examples/toy.c first, then digits.c.
 
-   Options are structs named cddp_..._desc. Zero one ({0} in C, {} in C++), then set what differs
-   from the defaults. A call that fails returns a cddp_result other than CDDP_OK (0), and
-   cddp_error() explains it. TRY then returns without destroying anything: let the process end. The
-   other ranks get CDDP_PEER_LOST. cddp never prints, exits, aborts or installs a signal handler.
+   Options are structs named cddp_..._desc. First set all of it to zero ({0} in C, {} in C++),
+   then what differs from the defaults. A call that fails returns a cddp_result other than
+   CDDP_OK (0), and cddp_error() explains it. TRY then returns without destroying anything: let
+   the process end. The other ranks get CDDP_PEER_LOST. cddp never prints, exits, aborts or
+   installs a signal handler.
 
    TERMS
      job          the processes that cddp_init connects
      rank         a process (or thread) of the job; its number in a group, 0 .. world size - 1
                   (a process that joins a running job has a number of its own: >>api-elastic)
      world size   the number of ranks in a group
+     step         the gradients of one batch, their mean over the ranks, one update of the weights
      group        ranks that call together; cddp_init creates the first one, of all ranks
      collective   a call that all ranks of a group make, in the same order. It can wait for them
      local        a call that waits for no other rank. local rank: a rank's number on its host
@@ -66,7 +68,8 @@
      bucket       gradients that are reduced together; a hook is your function that reduces one
      elastic      a model or job that goes on when ranks are lost, and which ranks can join
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    a range of a parameter that one rank updates (on CPUs, one rank of each host)
+     partition    a range of a parameter. On GPUs one rank updates it; on CPUs one rank of each
+                  host, as every host updates all weights
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -185,12 +188,12 @@ extern "C" {
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
    made the call, and none was lost, timed out, or had no memory left at all.
 
-   If cddp_ddp_ready, _next_shard, _wait, _step, _reduce_scatter, _all_gather or _join fails, the
-   model is broken: its collective calls fail on all ranks (in elastic models: on this rank). The
-   group breaks too if the group uses NCCL, or if a rank was lost. These break nothing:
-   CDDP_UNSUPPORTED; an argument that is NULL or an index out of range; cddp_ddp_step while
-   cddp_ddp_no_sync is on; _all_gather without _reduce_scatter. Groups of elastic jobs: see the
-   fine print.
+   A model's calls: if cddp_ddp_ready, _next_shard, _wait, _step, _reduce_scatter, _all_gather or
+   _join fails, with whatever result, the model is broken: its collective calls fail on all ranks
+   (in elastic models: on this rank). The group stays usable, unless it uses NCCL or a rank was
+   lost. These break nothing: CDDP_UNSUPPORTED; an argument that is NULL or an index out of
+   range; cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without _reduce_scatter. Groups
+   of elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -381,7 +384,8 @@ CDDPDEF cddp_result cddp_broadcast(cddp_group *g, void *buf, size_t count, cddp_
    send = recv + rank * count_per_rank. */
 CDDPDEF cddp_result cddp_all_gather(cddp_group *g, const void *send, void *recv,
                                     size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
-/* Like all_gather, on root only; the other ranks' recv can be NULL. In place on root. */
+/* Like all_gather, on root only; the other ranks' recv can be NULL. In place on root: send = recv +
+   root * count_per_rank. */
 CDDPDEF cddp_result cddp_gather(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
                                 cddp_dtype dtype, int root, cddp_work **work);
 /* recv[count_per_rank] = root's send[rank * count_per_rank ..] (send is world_size times as long).
@@ -437,11 +441,12 @@ CDDPDEF int cddp_source(void);
 /* Blocks until the operation is complete, frees w, and returns its result. Handles can be waited
    for in any order, by one thread each. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
-/* Like cddp_wait, for at most timeout_s seconds; 0 does not block. The calling thread waits, on a
-   GPU too. With NCCL the first message between two ranks has no time limit. If the group itself
-   times out meanwhile: CDDP_ABORTED, and w is freed. CDDP_TIMEOUT, and CDDP_INVALID_ARGUMENT for a
-   negative or NaN timeout_s, do not free w: the operation continues, its group is usable, and
-   cddp_wait, cddp_wait_for or cddp_cancel must follow. Like work.wait(timeout). */
+/* Like cddp_wait, for at most timeout_s seconds; 0 does not block. The calling thread waits, on
+   a GPU too. With NCCL the first message between two ranks has no time limit. If the group's own
+   timeout_s ends first: CDDP_ABORTED, and w is freed. CDDP_TIMEOUT, which is always your limit, and
+   CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w: the operation continues,
+   its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must follow. Like
+   work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Ends a cddp_recv before its message arrives, and frees w. A later recv gets the message. Never
    blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective,
@@ -463,8 +468,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
 
    Buckets are reduced during the backward pass. In three cases they are reduced after it: in
    elastic models; with more shards than ranks; and on one CPU host, if the step before ended by
-   cddp_ddp_step. Then cddp expects that this step does too, and averages and updates in one
-   pass.
+   cddp_ddp_step: cddp then expects the same of this step, and averages and updates in one pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -474,7 +478,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      your trainer                   change
      all gradients in one array     let each grad point to its elements
      k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only. Or
-                                    desc.shards = k * ranks: each is a shard, without the / k
+                                    desc.shards = k * ranks: each micro-batch is a shard; no / k
      loss sums over the batch       multiply the loss by the world size (or by the shards)
      batches of different sizes     ranks count equally. To count samples equally, multiply a rank's
                                     loss by (its samples) * (ranks) / (all ranks' samples)
@@ -551,7 +555,7 @@ typedef struct cddp_ddp_desc {
    std::vector<cddp_param> must not grow), and must not overlap.
 
    Tied weights, such as an embedding and the output layer, are one cddp_param: both layers add to
-   its gradient, and cddp_ddp_ready follows the later one. Fine print: gradients in memory. */
+   its gradient, and one cddp_ddp_ready follows when both have. Fine print: gradients in memory. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
                                                  int count, const cddp_ddp_desc *desc);
 
@@ -581,7 +585,7 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
-   no_sync), _step or _all_gather completes a step, but no launch of a CUDA graph does.
+   no_sync), _step or _all_gather completes a step. The launch of a CUDA graph does not count.
    cddp_checkpoint_desc.ddp saves the number. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
@@ -604,7 +608,7 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
 
 /* Copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks. Collective. While ranks are in
    cddp_ddp_join, the source is the first rank that still has data. With uneven_inputs on a GPU call
-   it between two steps. DDP does this before each forward pass. */
+   it only between two steps. DDP does this before each forward pass. */
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 
 /* Whether any rank called cddp_ddp_ready for the parameter in the last step; false for a bad
@@ -808,8 +812,8 @@ typedef struct cddp_sampler { /* all fields but result are private */
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
-/* Begins an epoch, or the same one again, at no cost. The first call after cddp_load keeps the
-   position if it names the file's epoch. */
+/* Begins an epoch; with the number of the present one, begins that one anew. The first call after
+   cddp_load keeps the position if it names the file's epoch. */
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch);
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
 /* The number of this rank's indices in the epoch; after cddp_load the number left. */
@@ -910,8 +914,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    YOUR OWN OPTIMIZER runs after cddp_ddp_wait, on every rank, and lists its states as buffers:
      cddp_param states[] = {{"m", m, NULL, count, CDDP_F32}, {"v", v, NULL, count, CDDP_F32}};
      desc.buffers = states, desc.buffer_count = 2;     // before cddp_ddp_create
-   A joining process receives them with the weights. A state that is not listed makes its weights
-   differ, without an error. A step count of your own is a state, too.
+   A joining process receives them with the weights. If a state is not listed, the weights of the
+   joining process differ, without an error. A step count of your own is a state, too.
 
    Fine print: elastic training, limits of elastic training. */
 
@@ -923,7 +927,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    If one of its ranks is lost, its calls return CDDP_PEER_LOST (a call during the loss can succeed
    on some ranks), and training continues; ask again in the next step. You can wait for a handle in
    a later step: CDDP_PEER_LOST if ranks were lost or joined before its operation had ended. No
-   thread may wait for one while another is in cddp_ddp_next_shard. */
+   thread may wait for a handle while another thread is in cddp_ddp_next_shard. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -1025,19 +1029,19 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 
    examples/cddprun.c starts programs as ranks, on one or more hosts. */
 
-/* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
-   is the exit code; 0 is success. In fn exit(n) counts as a return of n, and pthread_exit as a
+/* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 ..
+   255) is the exit code; 0 is success. In fn exit(n) counts as a return of n, and pthread_exit as a
    failure. When one fails, the others receive SIGTERM after 1 s and SIGKILL 5 s later;
    CDDP_PEER_LOST names the first one: rank, exit code or signal. Children end with their parent.
-   Call it before the program starts threads; idle ones of OpenMP or OpenBLAS are fine. Like
-   torch.multiprocessing.spawn. Fine print: forked ranks. */
+   Call it before the program starts threads; idle ones of OpenMP or OpenBLAS are fine (GCC 9 or
+   later). Like torch.multiprocessing.spawn. Fine print: forked ranks. */
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
-   forked again. Both count as restarts. After max_restarts the others continue without the rank,
-   or, without a model, the call fails like cddp_spawn. Once a rank has returned 0 no rank is forked
-   again, and the result is CDDP_OK. If all ranks that have the model die, the result is
+   forked again. Both count as restarts. After max_restarts the others continue without the rank; if
+   no elastic model exists yet, the call fails like cddp_spawn. Once a rank has returned 0 no rank
+   is forked again, and the result is CDDP_OK. If all ranks that have the model die, the result is
    CDDP_PEER_LOST, which names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
@@ -1144,10 +1148,10 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). On return
-   value[capacity] holds what is now stored at the key (expected, if nothing is), *size its length.
-   *swapped: whether that equals desired, even if another process stored it; so in an election no
-   two processes may pass the same desired. If value exceeds capacity: CDDP_INVALID_ARGUMENT, but
-   the call has been made, and *swapped and *size are set. */
+   value[capacity] holds what is now stored at the key, *size its length. If nothing is stored
+   there, they hold expected. *swapped: whether that equals desired, even if another process stored
+   it; so in an election no two processes may pass the same desired. If value exceeds capacity:
+   CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1174,14 +1178,14 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    destroy an object in use, leave a call by pthread_cancel or longjmp, call cddp in a signal
    handler, or change the environment during cddp_init.
 
-   STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A peer
-   on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s after the
-   failure, it can later write to the call's buffers from cddp_alloc. Free those buffers (cddp does
-   not reuse them), and create anew the models that used them.
+   STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A
+   peer on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s
+   after the failure, it can later write to those of the call's buffers that cddp_alloc returned.
+   Free them (cddp does not reuse them), and create anew the models that used them.
 
-   STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or as its only machine is
-   suspended). If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped machine
-   of several is lost (SEVERAL HOSTS).
+   STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or because its only machine
+   is suspended). If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped
+   machine of several is lost (SEVERAL HOSTS).
 
    FORK AND EXEC. A forked child cannot use its parent's groups and stores. A forked data loader
    that uses a group, or reads memory of cddp_alloc, gets SIGSEGV: give it a copy of the data in
@@ -1252,11 +1256,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    it differs between ranks: CDDP_MISMATCH.
 
    SHARED MEMORY. cddp_alloc allocates the memory immediately: if there is too little it returns
-   NULL, also with vm.overcommit_memory=2. Groups, models and the first collective that needs a
-   group's buffers (up to 512 KiB a rank) then fail with CDDP_OUT_OF_MEMORY, not by SIGBUS. A
-   cgroup's limit still kills the process. Elastic models free a lost rank's memory a step later:
-   memory must suffice for one rank more. Huge pages need Linux 6.1, or "advise" in
-   transparent_hugepage/shmem_enabled.
+   NULL, also with vm.overcommit_memory=2. In the same way the creation of a group or a model,
+   and the first collective that needs a group's buffers (up to 512 KiB a rank), return
+   CDDP_OUT_OF_MEMORY, and do not end by SIGBUS. A cgroup's limit still kills the process.
+   Elastic models free a lost rank's memory a step later: memory must suffice for one rank more.
+   Huge pages need Linux 6.1, or "advise" in transparent_hugepage/shmem_enabled.
 
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each
    other in different groups. cddp finds such a deadlock if each rank uses cddp from one thread,
@@ -1314,10 +1318,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    apply if a host's last rank dies in the milliseconds in which another loss is handled.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
-   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If it dies, another
-   rank of its host takes over when all ranks have computed their shards of the step. If none
-   listens for 20 s (on its own host: 2 s), the process fails with CDDP_PEER_LOST: start it
-   again.
+   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If that rank dies,
+   another rank of its host takes over when all ranks have computed their shards of the step. If
+   no rank listens for 20 s (on the joining process's own host: 2 s), the joining process gets
+   CDDP_PEER_LOST: start it again.
 
    If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's
    store listens at MASTER_PORT, join only on a host with a rank. If a job began on one host, only
@@ -1356,8 +1360,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does). The
    first step sets the masters from the weights. A checkpoint has them as optimizer.master.NAME.
    If two optimizers step the same parameter in turn, the masters of one undo the other's steps:
-   call cddp_optim_write_copies(s) whenever s follows the other. If you forget, cddp_ddp_step fails
-   (CDDP_INVALID_ARGUMENT), but cddp_optim_step goes wrong without an error.
+   call cddp_optim_write_copies(s) before a step of s that comes after one of the other. If you
+   forget, cddp_ddp_step fails (CDDP_INVALID_ARGUMENT), but cddp_optim_step goes wrong without an
+   error.
 
    ADAMW. PyTorch's kernel computes the last few elements of a parameter by a scalar loop, which can
    round differently; f64 differs by roundings. In a checkpoint the state of parameter NAME is
