@@ -10100,7 +10100,9 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
   cddp__store32(&mine->site_round, g->round); /* the site is complete */
   cddp__wait_begin(&w, 0.1); /* s, for the others' call sites: a rank can have just died */
-  for (p = 0; p < g->size; p++) /* ranks of other hosts write theirs in another control block */
+  /* Not for ranks of other hosts, which write theirs in another block, or once another rank has
+     broken the group. */
+  for (p = 0; p < g->size; p++)
     while (g->host_index[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
            !cddp__is_broken(g) && cddp__wait_pause(&w)) {}
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
@@ -10180,7 +10182,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL /* one host has all ranks */;
   bool of_model = call->kind >= CDDP__KIND_DDP_CREATE; /* models compute in every step */
-  bool computes = /* so all ranks must use one floating-point mode */
+  bool computes = /* with floats: so all ranks must use one floating-point mode */
       all && (of_model || (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
   uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
   cddp_result r;
@@ -10331,7 +10333,7 @@ static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double se
 static void cddp__link_free(cddp__connection *c) {
   cddp_allocator a;
   if (c == NULL) return;
-  a = *c->in.allocator;
+  a = *c->in.allocator; /* copied, as c is freed with it */
   cddp__connection_close(c);
   cddp__free(&a, c);
 }
@@ -10518,7 +10520,7 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
   size_t count;
   int p = 0;
   memcpy(saved, cddp__error_text, sizeof saved);
-  memset(body, 0, sizeof body);
+  memset(body, 0, sizeof body); /* also behind the text: the proof covers all bytes */
   cddp__put32(body, code);
   snprintf((char *)body + CDDP__NOTICE_TEXT_AT, CDDP__ERROR_MAX, "%s", text);
   while (p < size) {
@@ -10544,7 +10546,8 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   bool arrived[CDDP__MAX_RANKS];
   cddp__text list;
   int p;
-  if (cddp__exchange32(&g->block->arrivals_sent, round) == round) return; /* already sent */
+  if (cddp__exchange32(&g->block->arrivals_sent, round) == round)
+    return; /* a rank of this host has sent it */
   for (p = 0; p < g->size; p++)
     arrived[p] =
         g->host_index[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
@@ -10686,7 +10689,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
       cddp__connection_end(c, ETIMEDOUT);
     group_left = up && cddp__has_left(h, n, c->hello.group);
     if (c->state != CDDP__CONNECTION_ENDED && !group_left) {
-      at = &c->next; /* the link waits for its group */
+      at = &c->next; /* c is not UP yet, or waits for its group */
       continue;
     }
     *at = c->next;
@@ -10907,7 +10910,7 @@ static uint64_t cddp__host_identity(void) {
   const char *id = cddp__env("CDDP_HOST_ID");
   char boot[128] = "";
   struct stat st;
-  FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
+  FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re" /* e: O_CLOEXEC */);
   if (file == NULL || fgets(boot, 37 /* a UUID and NUL */, file) == NULL)
     (void)gethostname(boot, sizeof boot - 1); /* an empty text would match all machines */
   if (file != NULL) fclose(file);
@@ -10974,7 +10977,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32 /* hex digits, of half of the MAC */; i++)
-    name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
+    name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15]; /* a byte's high digit first */
   name[5 + 32] = 0;
   *endpoint_here = here || strncmp(config->init_method, "unix:", 5) == 0 /* on one host */;
   return CDDP_OK;
@@ -11267,7 +11270,7 @@ static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, c
    name. */
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                                              const cddp__channel *channel) {
-  const cddp__rank_info *info = &rdv->registered[channel->entry].info;
+  const cddp__rank_info *info = &rdv->registered[channel->entry].info; /* of a child */
   const cddp__net *net = rdv->net; /* NULL: which rank the parent is, is not known */
   bool local = channel->connection.local;
   uint32_t peer[3]; /* pid, uid, gid */
@@ -11431,7 +11434,7 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   if (!c->local /* the socket's name covers the run */ && info->run != own->run) return false;
   if (c->local || info->machine != own->machine || info->user == own->user)
     return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0 /* body */, NULL /* fds */,
-                              cddp__now()) == CDDP_OK;
+                              cddp__now() /* without blocking */) == CDDP_OK;
   text = cddp__textf("rank %u at %s runs as another user (uid %u). If it belongs to another job, "
                      "give this job a port of its own (MASTER_PORT); otherwise start all ranks as "
                      "the same user. CDDP_SECRET keeps other users out",
@@ -11462,8 +11465,8 @@ static void cddp__close_parent(cddp__rendezvous *rdv) {
   rdv->forwarded = 0; /* the next parent gets all registrations */
 }
 
-/* Handles a child's RANK: the first is its own, later ones are of ranks below it. *admitted false:
-   the caller ends the connection. */
+/* Handles a child's RANK, of the right size: the first is its own, later ones are of ranks below
+   it. *admitted false: the caller ends the connection. */
 static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *child,
                                       const cddp__message *m, bool *admitted) {
   cddp__connection *c = &child->connection;
@@ -11484,7 +11487,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
          : child->rank_received ? rdv->registered[child->entry].node
                                 : rdv->node_count++; /* a new coordinator */
   if (r == CDDP_OK) r = cddp__register_rank(rdv, &info, node);
-  if (r != CDDP_OK || child->rank_received) return r;
+  if (r != CDDP_OK || child->rank_received) return r; /* the rest is for the child's own RANK */
   child->rank_received = true;
   child->entry = rdv->registered_count - 1;
   child->end_is_loss = rdv->registered[child->entry].fits;
@@ -11528,7 +11531,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
     cddp__free(c->in.allocator, m);
   }
   if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED || !child->end_is_loss) return r;
-  return cddp__report_channel_lost(rdv, child);
+  return cddp__report_channel_lost(rdv, child); /* the end of a misfit or stranger is no loss */
 }
 
 /* --- the parent --- */
@@ -11623,7 +11626,7 @@ static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
   cddp__store_options o;
   memset(&o, 0, sizeof o);
   o.desc.init_method = rdv->config->init_method;
-  o.desc.is_server = rdv->config->rank == 0 && !rdv->config->client_only;
+  o.desc.is_server = rdv->config->rank == 0 && !rdv->config->client_only; /* creates the file */
   o.desc.timeout_s = rdv->config->timeout_s;
   o.desc.secret = rdv->job->secret;
   o.desc.allocator = rdv->host->allocator;
@@ -11692,7 +11695,7 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
     cddp__fail(r, "the process at %s belongs to another job, or has just ended",
                cddp__describe_address(&at).s);
   } else {
-    root->closed = root->closed || error == 0 || error == ECONNRESET;
+    root->closed = root->closed || error == 0 || error == ECONNRESET; /* ended unanswered */
     r = cddp__fail_connect(&at, error, &root->closed_since);
   }
   /* A refusal is final only if the file, read again, still has this root's salt. With a launcher's
@@ -11748,7 +11751,7 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   if (rdv->net != NULL) return CDDP_OK; /* all ranks are ready */
   if (!c->local) return cddp__lose_root(rdv, 0 /* error: it was closed */);
   cddp__close_parent(rdv); /* a coordinator that has ended: this rank starts again at step 2 */
-  cddp__sleep(0.001);
+  cddp__sleep(0.001); /* so that the system can free the coordinator's socket name */
   return CDDP_OK;
 }
 
@@ -11783,7 +11786,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
     const cddp__connection *c = &child->connection;
     if (cddp__has_news(c)) r = cddp__receive_from_child(rdv, child);
     if (c->state != CDDP__CONNECTION_ENDED && (child->rank_received || cddp__now() <= c->deadline))
-      continue; /* it stays */
+      continue; /* it stays: it has sent RANK, or still has time for that */
     rdv->root.refused_count += c->challenge.state == CDDP__CHALLENGE_WRONG; /* another secret */
     cddp__remove_child(rdv, i);
   }
@@ -11830,7 +11833,7 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   root->fd_count = 1;
   cddp__address_set_port(&rdv->address, port);
   memcpy(value.proof_salt, root->proof_salt, sizeof value.proof_salt);
-  value.address = rdv->address.v6;
+  value.address = rdv->address.v6; /* or its bytes are a sockaddr_in: cddp__internet_address */
   q.values[0] = cddp__span_of(&value, sizeof value);
   r = cddp__store_run(root->store, &q);
   if (r == CDDP_OK) return r;
@@ -11929,7 +11932,8 @@ static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
    too, and publishes its address. Returns CDDP_OK while another try can succeed. */
 static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
-  double start = rdv->deadline - rdv->config->timeout_s, deadline = cddp__try_deadline(rdv),
+  double start = rdv->deadline - rdv->config->timeout_s; /* of the rendezvous */
+  double deadline = cddp__try_deadline(rdv),
          /* s, between two looks into a store; in large jobs more coordinators look */
          most_pause = 0.02 + 1e-5 * rdv->config->world_size;
   int fd, error;
@@ -12022,6 +12026,7 @@ static cddp_result cddp__listen_endpoint(cddp__rendezvous *rdv) {
   if (config->listen_fd >= 0) /* processes that it forks must not use the descriptor too */
     cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (config->listen_fd < 0) r = cddp__find_addresses(rdv);
+  /* MASTER_ADDR can be this host's name and resolve to loopback, which others cannot reach. */
   if (r == CDDP_OK && config->port != 0 && config->listen_fd < 0 && !cddp__one_host(config))
     cddp__add_interface_addresses(root->addresses, &root->address_count, config->host);
   if (r == CDDP_OK)
@@ -12046,7 +12051,7 @@ static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
   cddp__address a;
   while (root->fd_count > 0) {
     int *fd = &root->fds[--root->fd_count];
-    has_address = cddp__local_address(*fd, &a);
+    has_address = cddp__local_address(*fd, &a); /* a Unix socket's is no port to keep */
     if (is_rank_0) shutdown(*fd, SHUT_RDWR);
     if (is_rank_0 && keep && has_address && a.sa.ss_family != AF_UNIX)
       (void)!bind(*fd, &a.any, a.size); /* again: shutdown(2) frees a port chosen by the system */
@@ -12164,7 +12169,7 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
     entry->host = rdv->registered[i].node;
     entry->pid = info->pid;
     entry->port = info->port;
-    net->hosts[entry->host] = info->host;
+    net->hosts[entry->host] = info->host; /* equal for all ranks of the node */
     a = cddp__internet_address(&info->host.address);
     if (cddp__address_is_loopback(&a)) net->hosts[entry->host].address = rdv->address.v6;
   }
@@ -12229,7 +12234,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
     const cddp__rank_entry *peer = &net->ranks[link->peer];
     error = link->state == CDDP__CONNECTION_ENDED ? link->error : 0;
     if (r == CDDP_OK && error == 0 && cddp__wait_fd(link->fd, POLLOUT, deadline) != CDDP_OK)
-      error = ETIMEDOUT;
+      error = ETIMEDOUT; /* neither connected nor refused */
     if (r == CDDP_OK && error == 0) (void)getsockopt(link->fd, SOL_SOCKET, SO_ERROR, &error, &size);
     while (r == CDDP_OK && error == ECONNREFUSED && cddp__now() < refused_end)
       r = cddp__poll_channels(rdv, refused_end); /* if that rank has died, FAIL arrives */
@@ -12302,7 +12307,8 @@ static bool cddp__all_registered(const cddp__rendezvous *rdv) {
   bool found[CDDP__MAX_RANKS];
   uint32_t count = 0, rank;
   size_t i;
-  if (rdv->registered_count < rdv->expected || rdv->expected > CDDP__MAX_RANKS) return false;
+  if (rdv->registered_count < rdv->expected || rdv->expected > CDDP__MAX_RANKS /* a misfit's */)
+    return false;
   memset(found, 0, sizeof found);
   for (i = 0; i < rdv->registered_count; i++) {
     rank = rdv->registered[i].info.rank;
@@ -12478,7 +12484,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   size_t k, draining; /* draining: number of children that have to read FAIL */
   snprintf(text, sizeof text, "%s", cddp_error());
   snprintf(remote, sizeof remote, "%s", text);
-  if (r != CDDP_OK && !rdv->common_failure)
+  if (r != CDDP_OK && !rdv->common_failure) /* others must see whose failure it is */
     memcpy(remote,
            cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text).s,
            sizeof remote);
@@ -12563,6 +12569,7 @@ static void cddp__join_listen(cddp__host *host) {
   cddp__address a;
   int defer_s = 5 /* only then a connection without bytes is accepted */, error = 0;
   if (job == NULL) return; /* no process can join */
+  /* for processes on other hosts: */
   if (job->table.several_hosts != 0 && job->port != 0 && host->joins.tcp_fd < 0) {
     a = cddp__internet_address(&job->table.address);
     if (!cddp__address_is_loopback(&a)) cddp__address_to_all(&a);
@@ -12949,6 +12956,7 @@ static void cddp__handle_link_end(cddp_group *g, cddp__connection *link) {
 static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__hosts *hosts = g->hosts;
   cddp__connection **links; /* [2] the peer's */
+  /* The peer's rank in g; g->size if it has none: */
   for (link->rank = 0; link->rank < g->size && g->world[link->rank] != link->peer; link->rank++) {}
   links = link->rank < g->size ? hosts->peers[link->rank].link : NULL /* no rank of g */;
   if (links == NULL || g->host_index[link->rank] >= 0 /* on this host */ || links[1] != NULL) {
@@ -13311,6 +13319,7 @@ static bool cddp__send_frame(cddp_group *g, const cddp__posted_frame *frame,
   if (!cddp__link_progress(g->hosts->net, link)) return false; /* not UP */
   if (link->sent == 0) { /* the frame has not begun */
     if (cddp__buffer_size(&link->out) > 0) return false; /* messages that wait are sent first */
+    /* its number is the round; its count, of CDDP_U8, and its size are the bytes */
     link->out_head = cddp__frame_head_of(frame->type, g->round, CDDP_U8, frame->size, frame->size);
   }
   if (cddp__connection_send(link, &link->out_head, frame->data, frame->size, &link->sent,
@@ -13365,7 +13374,7 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
     cddp__peer *p = &hosts->peers[frame.rank];
     bool done = false;
     int links = frame.out ? 1 : 2; /* this rank sends on the first, and receives on both */
-    if (p->link[0] == NULL && *r == CDDP_OK) {
+    if (p->link[0] == NULL && *r == CDDP_OK) { /* after an error no more links in this pass */
       if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__ensure_link(g, frame.rank);
       else cddp__claim_links(g); /* the lower rank connects: one link, not two */
     }
@@ -13487,8 +13496,8 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
   for (i = 0; i < hosts->group_hosts[host].size; i++) {
     int rank = cddp__rank_on(hosts, host, i);
     size_t bytes = cddp__piggyback_of(g, cddp__header_in(hosts, host, 0), rank);
-    void *staging = cddp__staging_of(g, rank, g->round);
-    if (bytes > 0) memcpy(out ? headers + at : staging, out ? staging : headers + at, bytes);
+    void *staging = cddp__staging_of(g, rank, g->round), *travelling = headers + at;
+    if (bytes > 0) memcpy(out ? travelling : staging, out ? staging : travelling, bytes);
     at += bytes;
   }
   return at;
@@ -14030,6 +14039,7 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   int p, shares = (int)cddp__view_shares(f);
   size_t at = f->begin * c->esize; /* bytes of a share before the chunk */
   cddp_result r = CDDP_OK;
+  /* Copies the data that this rank sends into its view. */
   for (p = 0; f->in_scratch && has_sources && cddp__is_read(c, g->rank) && p < shares; p++)
     memcpy(cddp__view_of(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
   if (any_scratch && has_sources) r = cddp__chunk_round(g, c); /* scratch has all data to send */
@@ -14072,6 +14082,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   if (r == CDDP_OK) r = cddp__find_views(&f, &any_scratch);
   if (any_scratch) /* on all ranks, as all move the same chunks */
     most = CDDP__SCRATCH_HALF / (cddp__view_shares(&f) * c->esize);
+  /* Chunks use the halves of scratch in turn: ranks can still read the last chunk's results. */
   for (; r == CDDP_OK && f.begin < c->count; f.begin += f.n, f.scratch_half ^= 1) {
     f.n = cddp__min(most, c->count - f.begin);
     r = cddp__run_chunk(&f, any_scratch);
