@@ -1654,7 +1654,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
 #define CDDP__PROCESSORS 8192        /* the processor numbers of a host are below this */
 #define CDDP__SIZE_CLASSES 256       /* of shared memory: four per power of two below 2^64 */
 #define CDDP__ELASTIC_SHARDS 1024    /* most shards of an elastic model */
-#define CDDP__FOLD_DEPTH 14 /* partial sums that a canonical sum keeps: log2(CDDP__MAX_RANKS) + 2 */
+#define CDDP__FOLD_DEPTH 14 /* most partial sums at a time in a sum: log2(CDDP__MAX_RANKS) + 2 */
 /* Limits of a store, those of the libuv server of c10d, PyTorch's store: */
 #define CDDP__KEY_MAX 8192           /* bytes of a key */
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a value */
@@ -2202,7 +2202,8 @@ enum {
 typedef struct cddp__copy_timing {
   double seconds[2]; /* fewest seconds per byte by [CDDP__COPY_CACHED], [CDDP__COPY_NONTEMPORAL] */
   double clock; /* seconds of the chunk being timed, so far */
-  uint32_t chunks; /* number of chunks so far, timed or not; the same on all ranks */
+  uint32_t chunks; /* number of chunks so far, timed or not: decides which kind of copy is timed
+                      next. The same on all ranks */
 } cddp__copy_timing;
 
 /* The messages of a group: >>p2p. */
@@ -2251,7 +2252,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__slot *slots; /* [local_size], then one for all ranks of other hosts; see slot_index */
   char *staging; /* the staging buffers, two for each rank of this host */
   size_t staging_size; /* bytes of a staging buffer; 0: the group has none */
-  size_t staging_ready; /* bytes of each of this rank's two buffers that already have memory */
+  size_t staging_ready; /* bytes of each of this rank's two buffers that already have memory: grows
+                           with the chunks */
   cddp__ref block_ref; /* NONE: the job's first group; POINTER: the ranks are threads, or the block
                           was replaced by a private copy */
   uint32_t block_generation; /* block->generation when the group was created */
@@ -2647,7 +2649,8 @@ static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
 /* >>rendezvous: answers joining processes, and closes the listeners for them. */
-enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT }; /* values of `bool waits`: WAIT waits for messages */
+/* Values of `bool waits`. JOIN_WAIT: waits a moment for processes that have begun their proof. */
+enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT };
 static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
@@ -2658,7 +2661,11 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
 
 /* >>groups: counts the models and elastic handles that use a group. A group that this rank has left
    is freed when the count is 0. */
-enum cddp__hold { CDDP__REMOVE_USE = -1, CDDP__LEAVE_GROUP, CDDP__ADD_USE }; /* added to models */
+enum cddp__hold { /* the value is added to cddp_group.models */
+  CDDP__REMOVE_USE = -1,
+  CDDP__LEAVE_GROUP, /* 0: this rank has left the group, which is freed if no model uses it */
+  CDDP__ADD_USE
+};
 static void cddp__group_hold(cddp_group *g, enum cddp__hold change);
 
 /* >>elastic. _close closes this rank's listeners and connections: the other members count it as
@@ -2726,12 +2733,12 @@ static void cddp__enter_call(const char *function) {
   cddp__next_site.file = NULL; /* used; a next call without its macro has no site */
 }
 
-static const char *const cddp__result_names[] = {
+static const char *const cddp__result_names[/* cddp_result */] = {
 #define CDDP__NAME(name, text) #name,
     CDDP__RESULTS(CDDP__NAME)
 #undef CDDP__NAME
 };
-static const char *const cddp__result_texts[] = {
+static const char *const cddp__result_texts[/* cddp_result */] = {
 #define CDDP__TEXT(name, text) text,
     CDDP__RESULTS(CDDP__TEXT)
 #undef CDDP__TEXT
@@ -2743,7 +2750,7 @@ static size_t cddp__utf8(const unsigned char *p, size_t n) {
   if (p[0] < 0x80) return 1;
   /* 0xc0 and 0xc1 would begin overlong sequences; 0xf5 and above code points beyond U+10FFFF. */
   if (p[0] >= 0xc2 && p[0] < 0xf5) size = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
-  if (size > n) return 0;
+  if (size > n) return 0; /* the sequence is cut off */
   for (i = 1; i < size; i++)
     if ((p[i] & 0xc0) != 0x80) return 0; /* not a continuation byte */
   /* 3 bytes: overlong, or a surrogate; 4 bytes: overlong, or beyond U+10FFFF */
@@ -3074,7 +3081,7 @@ static void cddp__note_sleep(double start, double asked) {
   uint64_t stopped;
   double overrun; /* seconds; another thread that sets the clock back makes it smaller */
   do {
-    stopped = cddp__load64(&cddp__stopped);
+    stopped = cddp__load64(&cddp__stopped); /* anew if another thread has changed it meanwhile */
     overrun = cddp__monotonic() - 1e-9 * (double)stopped - start - asked;
     if (CDDP__LIKELY(overrun < CDDP__STOP_S)) return;
   } while (!cddp__compare_swap64(&cddp__stopped, stopped, stopped + (uint64_t)(1e9 * overrun)));
@@ -3237,7 +3244,7 @@ static void cddp__futex_wake(cddp__atomic_u32 *a) {
 static void cddp__cond_init(pthread_cond_t *c) { /* for cddp__cond_wait_until */
   pthread_condattr_t a;
   pthread_condattr_init(&a);
-  pthread_condattr_setclock(&a, CLOCK_MONOTONIC);
+  pthread_condattr_setclock(&a, CLOCK_MONOTONIC); /* no jumps, unlike the default clock */
   pthread_cond_init(c, &a);
   pthread_condattr_destroy(&a);
 }
@@ -3579,7 +3586,8 @@ static uint32_t cddp__rotate_right(uint32_t v, int n) { return v >> n | v << (32
 /* The RFC's function F: mixes a block p of 64 bytes into the state h. bytes: number of bytes hashed
    so far, with this block. */
 static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t bytes, bool last) {
-  static const uint64_t order[10] = { /* a round's order of the block's words, lowest digit first */
+  /* The RFC's SIGMA: each round's order of the block's words. The lowest hex digit is the first. */
+  static const uint64_t order[10] = {
       0xfedcba9876543210u, 0x357b20c16df984aeu, 0x491763eadf250c8bu, 0x8f04a562ebcd1397u,
       0xd386cb1efa427509u, 0x91ef57d438b0a6c2u, 0xb8293670a4def15cu, 0xa2684f05931ce7bdu,
       0x5a417d2c803b9ef6u, 0x0dc3e9bf5167482au};
@@ -4245,7 +4253,7 @@ static int cddp__listen_port(cddp__address *addresses, int count, int port, int 
       if (port == 0 && cddp__local_address(fd, &bound)) port = cddp__address_port(&bound);
     }
   }
-  for (i = 0; i < count; i++) cddp__address_set_port(&addresses[i], port);
+  for (i = 0; i < count; i++) cddp__address_set_port(&addresses[i], port); /* the system's choice */
   while (error == EADDRINUSE && *fd_count > 0) cddp__close_fd(&fds[--*fd_count]);
   return error;
 }
@@ -4284,7 +4292,7 @@ static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fd
                       "and with torchrun or file:// rank 0's host one more",
                       first, last, failed.s);
   cure = cddp__descriptor_advice(error);
-  if (*cure != 0) r = CDDP_SYSTEM;
+  if (*cure != 0) r = CDDP_SYSTEM; /* no descriptor is left */
   if (count > 0 && addresses[0].sa.ss_family != AF_UNIX) { /* with ports */
     if (error == EADDRINUSE && asked == 0)
       cure = "; no port of this host is free";
@@ -4766,7 +4774,7 @@ static bool cddp__connection_progress(cddp__connection *c) {
     } else if (challenge->state == CDDP__CHALLENGE_PROVEN) {
       c->state = CDDP__CONNECTION_UP;
     } else if (challenge->state != CDDP__CHALLENGE_ON) { /* failed */
-      cddp__connection_end(c, EPROTO); /* a called end's refusal was in `out` of it: sent above */
+      cddp__connection_end(c, EPROTO); /* out_size is 0: a called end has sent its refusal */
     } else if (in.size > 0) {
       c->in.start += cddp__challenge_feed(challenge, in.data, in.size);
     } else if (cddp__connection_fill(c, 1 /* byte */) <= 0) {
