@@ -1871,7 +1871,7 @@ typedef struct cddp__slot {
                               Several hosts: always, as that does not count threads in epoll_wait */
   cddp__atomic_u32 event_sleepers; /* threads of this rank that sleep on `events` */
   cddp__atomic_u32 send_top; /* 1 + the highest index of a send request that was ever used:
-                                receivers scan only those below */
+                                receivers scan only requests with a lower index */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
   cddp__atomic_u32 works; /* operations queued or running in the rank's engine. Peers read it: with
                              one, the rank can still continue, so it is not in a deadlock */
@@ -1917,7 +1917,8 @@ typedef struct cddp__cause {
 typedef struct cddp__control_block {
   cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: number so far, of all ranks in all
                                                rounds */
-  cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached */
+  cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached, set
+                                              by the last to arrive */
   cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads asleep on a header, arrivals or release */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0: not broken; else a cddp_result | the index of the
                                              slot with the text << 8 */
@@ -1927,12 +1928,12 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 size; /* the group's ranks on the host: when `left` is this number, the block is
                             freed; 0: the block is being made, or is the first group's */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank of the host */
-  cddp__atomic_u32 cores; /* number that all ranks of the host together can use; at first that one
-                             rank can use */
+  cddp__atomic_u32 cores; /* number that all ranks of the host together can use; until that is
+                             known, the first rank's number */
   cddp__atomic_u32 joins; /* job's first group: number of joined processes */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones, a bitmap; job's first group */
-  cddp__cause cause; /* text of a notice about a lost rank, which has arrived or was sent before the
-                        group fails */
+  cddp__cause cause; /* text of the early notice that this host has received, or sent: a rank is
+                        lost, or another group has failed. The group may still complete rounds */
   cddp__atomic_u32 arrivals_sent; /* last round for which this host sent others its arrivals */
 } cddp__control_block;
 
@@ -1985,7 +1986,7 @@ struct cddp__join_listeners {
   double pause_end; /* until then joining processes are not served, so that they take at most a
                        tenth of the time of training */
   double wait_end; /* until then cddp__join_serve does not wait for messages of joining processes,
-                      as it has waited long */
+                      because it has just waited long for some */
 };
 
 /* The ranks of one host, which share memory, as one of them sees them. Created by cddp_init or
@@ -2008,7 +2009,8 @@ typedef struct cddp__host {
   int size, index; /* number of ranks of the job's first group on this host; this rank's index */
   cddp__process *ranks; /* [size] these ranks */
   cddp__process *others; /* processes that joined, until their memory is freed: a list; lock */
-  uint32_t joins_seen; /* number of joined processes that are, or were, in `others` */
+  uint32_t joins_seen; /* number of joined processes that are, or were, in `others`; less
+                          than block.joins: a process has joined since */
   int models; /* the sum of cddp_group.models; lock */
   uint64_t started_before; /* ticks since boot at which all ranks ran: a process with the pid of a
                               rank that began later is another one */
@@ -2026,7 +2028,7 @@ typedef struct cddp__host {
 
 /* A collective or message, with checked arguments. */
 typedef struct cddp__call {
-  uint8_t kind; /* CDDP__KIND_*. BARRIER: `count` is the hash of the logged calls, or 0 */
+  uint8_t kind; /* CDDP__KIND_*. BARRIER: `count` is the hash of the calls in call_log, or 0 */
   uint8_t dtype, op; /* cddp_dtype, cddp_op */
   int root; /* -1: the call has no root; messages: the peer, or CDDP_ANY */
   const void *send; /* NULL: this rank sends nothing */
@@ -2146,7 +2148,8 @@ struct cddp_work {
   /* Work of the engine. */
   cddp_result (*run)(struct cddp_work *w); /* NULL for send and recv */
   void *context; /* for run; if staged through the host: the result's address on the device */
-  uint32_t fp_mode; /* 1 + cddp__fp_mode of the calling thread: `run` computes in that mode */
+  uint32_t fp_mode; /* 1 + cddp__fp_mode() of the thread that made the call: `run` computes in that
+                       mode on any thread */
   bool anywhere; /* a thread that waits can run it too; false: only the engine's */
   uint32_t pushed_at_poll; /* engine.poll_count at the push: due when poll_count differs */
 
@@ -2245,7 +2248,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   const cddp__backend *backend;
   void *device; /* a group on GPUs: the device context, a cddp__device; NULL: none */
   void *stream; /* the caller's stream on the device, a cudaStream_t: cddp_set_stream */
-  uint64_t gpu; /* of the first group: hash of the GPU's uuid; 0: none, or ranks can share it */
+  uint64_t gpu; /* of the first group: hash of host and GPU; 0: none, or ranks can share it */
 
   /* The control block, in shared memory. */
   cddp__control_block *block; /* behind it headers, slots, staging buffers */
@@ -2265,7 +2268,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   size_t round_max; /* bytes of the largest share of a call that can be a single round */
 
   /* Rounds. Owner: the thread that runs a collective. */
-  uint32_t round; /* number of the last round, or of the one in progress */
+  uint32_t round; /* number of the last round, or of the one in progress; can wrap around */
   uint32_t arrive_target; /* block->arrivals when all ranks have arrived at this round */
   uint64_t calls; /* number of collectives so far, for error texts */
   void **buffers, **slices; /* [size] scratch: the ranks' buffers; addresses in them */
@@ -2304,7 +2307,8 @@ enum cddp__storage {
 };
 
 /* One parameter of a cddp_ddp. Offsets are bytes in the model: all gradients side by side, also
-   those that are not in the arena. Fields are the same on every rank, except begin and end. */
+   those that are not in the arena. Fields are the same on every rank, except begin, end, ready,
+   noted, restored_steps and data. */
 typedef struct cddp__tensor {
   enum cddp__storage storage;
   size_t offset, bytes; /* of the gradient */
@@ -2372,14 +2376,14 @@ typedef struct cddp__snapshot {
 /* A rank of an elastic model, in the format of messages: >>meeting. */
 typedef struct cddp__member {
   struct sockaddr_in6 address; /* where it listens; or a sockaddr_in */
-  int32_t port, rank; /* of its listener; in the job */
+  int32_t port, rank; /* of its listener at `address`; its number in the job */
   uint32_t pid;
   int32_t number; /* its index among the members */
   int32_t host; /* index of its host in net.hosts */
   int32_t index; /* of its process on that host: cddp__process.window */
   uint64_t life; /* random number of the process; 0: the rank has no process now */
   uint64_t since; /* the epoch in which it became a member; the oldest members lead */
-  uint64_t gpu; /* hash of its GPU's uuid; 0: none, or ranks can share it */
+  uint64_t gpu; /* cddp_group.gpu: hash of its host and GPU; 0: none, or ranks can share it */
   char name[72]; /* of its host */
 } cddp__member;
 
@@ -2483,7 +2487,8 @@ typedef struct cddp__uneven {
 typedef struct cddp__ddp_scratch {
   void **buffers; /* [shards] arrays to add up; used by the engine's thread */
   const void **sources; /* [shards] arrays to add up; used by the training thread */
-  unsigned char *flags; /* [ranks + 1][count] ready flags, own ones last; the training thread */
+  unsigned char *flags; /* [ranks + 1][count] CDDP__FLAG_*, this rank's own last; the training
+                           thread's */
   cddp__call *calls; /* [count + buffers + ranks] on a device, to be started together; lock, or
                         the thread that steps */
   char *memory; /* shared memory: a bucket for a hook, or nodes of all ranks */
@@ -2518,7 +2523,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__ddp_scratch scratch;
   pthread_mutex_t lock;
   bool no_sync; /* lock */
-  uint64_t steps; /* completed */
+  uint64_t steps; /* number of completed steps */
   cddp_partition *partitions; /* this rank's, at most one for each parameter */
   int partition_count; /* of `partitions` */
   cddp_optim *sharing; /* a list of the optimizers whose states this host's ranks share, by next */
@@ -2569,8 +2574,9 @@ typedef struct cddp__net {
   pthread_mutex_t lock; /* guards the fields below */
   cddp__connection *incoming; /* accepted links that no group has claimed yet; newest first */
   cddp__connection *spare; /* memory for the next accepted link, or NULL */
-  uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + id of the groups with even ids that were left last. A
-                                       ring. A link for one of them comes late, and is ended */
+  uint64_t left[CDDP__LEFT_GROUPS]; /* a ring: 1 + id of the groups that this rank has left last. A
+                                       new link for one of them is too late, and is ended. Only
+                                       even ids: a split (odd) that is unknown has been left */
   uint32_t left_count; /* number of entries written to `left` so far */
 } cddp__net;
 
@@ -2586,7 +2592,7 @@ typedef struct cddp__group_host {
 /* A rank of a group, as seen by another rank. */
 typedef struct cddp__peer {
   int host; /* index of its host in hosts.group_hosts */
-  int local_rank; /* among the group's ranks on that host */
+  int local_rank; /* its index among the group's ranks on that host */
   cddp__connection *link[2]; /* this rank sends on the first and reads from both: two, if both ends
                                 connected at the same time. Any thread may read these */
   uint64_t stuck_pass[2]; /* [CDDP__GOES_IN], [CDDP__GOES_OUT]: the last hosts.pass in which a frame
@@ -2614,8 +2620,10 @@ typedef struct cddp__hosts {
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
   int posted_count; /* number of frames in `posted` */
   double notices_read; /* leaders: time, of cddp__now, at which a round last read notices */
-  long flow_step; /* of cddp__flow_run. cddp__deliver waits until earlier steps' frames are sent */
-  const void **pointers, **sums; /* [size] scratch: sources of a reduction */
+  long flow_step; /* current step of cddp__flow_run, noted in each frame that it posts: of the frames
+                     to send, cddp__deliver waits only for those of steps before its due_step */
+  const void **pointers, **sums; /* [size] scratch, sources of a reduction: the arrays of a subtree's
+                                    ranks; the sums of the subtrees */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote; /* lowest rank on another host; its header is written last */
   bool local_only; /* the current round has only this host's ranks */
@@ -2682,7 +2690,9 @@ static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc);
 static void cddp__follow_stream(cddp_group *g, void *stream);
 static bool cddp__on_device(const cddp_group *g, const void *p);
-enum cddp__await { CDDP__AWAIT_GROUP, CDDP__AWAIT_STREAM /* elastic: g can have lost ranks */ };
+/* AWAIT_GROUP fails if the group is broken. AWAIT_STREAM does not: the group of an elastic model
+   can have lost ranks. */
+enum cddp__await { CDDP__AWAIT_GROUP, CDDP__AWAIT_STREAM };
 static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what);
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes);
 static cddp_result cddp__select_optim_backend(cddp_optim *optim);
@@ -2994,7 +3004,7 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   n -= head, t += head, f += head;
   for (; n >= pages; n -= pages, t += pages, f += pages)
     for (line = 0; line < page; line += CDDP__CACHE_LINE)
-      for (at = line; at < pages; at += page)
+      for (at = line; at < pages; at += page) /* the same line of each page */
         cddp__stream_store(t + at, f + at, CDDP__CACHE_LINE);
   cddp__stream_store(t, f, n & ~(size_t)15);
   t += n & ~(size_t)15, f += n & ~(size_t)15, n &= 15; /* less than 16 bytes are left */
