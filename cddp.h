@@ -5368,7 +5368,7 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
   client->greeted = true; /* cddp__client_step accepts only VALIDATE as the first command */
   c->deadline = cddp__now() + CDDP__COMMAND_S; /* to read the answer */
   if (result == CDDP__COMMAND_WAITS) cddp__client_set_blocked(server, client, true);
-  else cddp__client_advance(server, client);
+  else cddp__client_advance(server, client); /* the command is done: removes it */
 }
 
 /* Handles the challenge, then one command. Returns false if more input is needed or the connection
@@ -5392,7 +5392,7 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   }
   parsed = cddp__parser_scan(&client->parser, in.data, in.size);
   if (parsed == CDDP__PARSE_INVALID || (!client->greeted && in.data[0] != CDDP__STORE_VALIDATE))
-    cddp__client_close(server, client);
+    cddp__client_close(server, client); /* not a store's client */
   else if (parsed == CDDP__PARSE_COMPLETE)
     cddp__client_execute(server, client);
   /* If the command has created a key: before `client` can delete it, execute all WAITs again. */
@@ -5416,12 +5416,13 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     if (cddp__buffer_size(&c->out) == 0) more = cddp__client_step(server, client);
     unsent = cddp__buffer_size(&c->out);
     if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c); /* sends the answer */
-    if (cddp__buffer_size(&c->out) < unsent && client->greeted) /* the client reads its answer */
+    if (cddp__buffer_size(&c->out) < unsent && client->greeted) /* the client reads: more time */
       c->deadline = cddp__now() + CDDP__COMMAND_S;
     if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
     more = more && cddp__buffer_size(&c->out) == 0; /* else EPOLLOUT continues */
   }
-  if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
+  if (cddp__buffer_size(&c->in) == 0) /* frees the memory of a long command */
+    cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
   /* No input until the client has read the answer. EPOLLIN equals POLLIN, EPOLLOUT POLLOUT. */
   events = cddp__buffer_size(&c->out) > 0 ? EPOLLOUT : (uint32_t)cddp__connection_events(c);
   if (c->fd < 0 || events == client->events) return;
@@ -5435,12 +5436,12 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
   cddp__connection *c = &client->connection;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0; /* between commands */
   int got = 0;
-  if (c->fd < 0) return; /* closed since epoll_wait returned, and freed after the last event */
+  if (c->fd < 0) return; /* closed since epoll_wait returned; cddp__server_settle frees it later */
   if (events & EPOLLIN)
     got = cddp__connection_fill(c, 256 /* bytes or more */);
   else if (events & (EPOLLHUP | EPOLLERR)) /* without EPOLLIN: all input has been read */
     got = -1;
-  if (got > 0 && idle && client->greeted) /* a command begins */
+  if (got > 0 && idle && client->greeted) /* a command begins, and its time */
     c->deadline = cddp__now() + CDDP__COMMAND_S;
   if (got < 0 || cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX ||
       server->buffered > CDDP__SERVER_MEMORY)
@@ -5657,6 +5658,7 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
 }
 
 /* Proves the secret, if any, to the server, sends the greeting, and reads the byte of its answer.
+   address: the server's, for error texts.
      CDDP_NETWORK    the connection was closed without an answer
      CDDP_MISMATCH   the other program is not a store
      CDDP_TIMEOUT    no answer: another program, or a server that is not ready yet */
@@ -5779,7 +5781,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   if (command->counted) cddp__buffer_add_number(out, (uint64_t)request->count, 8 /* bytes */);
   for (i = 0; i < request->count; i++) {
     cddp__span key = cddp__span_of(request->keys[i], strlen(request->keys[i]));
-    cddp__buffer_add_number(out, 1 + key.size, 8 /* bytes */);
+    cddp__buffer_add_number(out, 1 /* slash */ + key.size, 8 /* bytes */);
     cddp__buffer_add(out, "/", 1); /* before each key, as PyTorch's clients do */
     cddp__buffer_add(out, key.data, key.size);
   }
@@ -6020,7 +6022,7 @@ typedef struct cddp__store_file { /* the file's bytes; all hosts of a job have o
   char magic[sizeof CDDP__FILE_MAGIC];
   char key[CDDP__FILE_KEY + 1];
   uint32_t count; /* of addresses; 0 in memory: the file is incomplete */
-  cddp__address addresses[CDDP__ADDRESSES_MAX];
+  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of the server, with ports */
 } cddp__store_file;
 
 /* Reads the file; record->count is 0 if it is incomplete. Refuses a file that other users own or
@@ -6388,7 +6390,7 @@ enum { /* the indices in cddp__launchers that the code needs */
   CDDP__LAUNCHER_COUNT
 };
 CDDP__STATIC_ASSERT(sizeof cddp__launchers / sizeof *cddp__launchers == CDDP__LAUNCHER_COUNT,
-                    "the order of CDDP__LAUNCHER_*");
+                    "an index CDDP__LAUNCHER_* for each row");
 
 /* Whether this process is a command in the shell of an srun --pty: it has the variables of task 0,
    the shell, but is no task. Either it has another session than the task (setsid), or the shell's
@@ -6708,6 +6710,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
            strchr(host, ':') /* IPv6 */ && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host,
            port);
   config->client_only = script && agent != NULL && strcmp(agent, "True") == 0 /* by torchrun */;
+  /* CDDP_LISTEN_FD is from cddp_spawn or cddprun, which set RANK and WORLD_SIZE too (`script`). */
   return script && !config->client_only ? cddp__env_listen_fd(config, port) : CDDP_OK;
 }
 
@@ -6946,7 +6949,8 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
     munmap(area, span);
     return NULL;
   }
-  if (at > area) munmap(area, (size_t)(at - area)); /* the ends, before and behind the memory */
+  /* Unmaps the ends of `area`, before and behind the memory. */
+  if (at > area) munmap(area, (size_t)(at - area));
   if (at + size < area + span) munmap(at + size, (size_t)(area + span - (at + size)));
   if (fd >= 0) madvise(at, (size_t)size, MADV_DONTFORK); /* a forked child has no groups */
   return at;
@@ -7044,7 +7048,7 @@ static cddp_result cddp__fail_commit(const char *what, uint64_t bytes) {
    .peers, .lists or .pending hold host.lock. */
 static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uint64_t key,
                                          size_t *at) {
-  size_t low = 0, high = table->count;
+  size_t low = 0, high = table->count; /* `at` is in [low, high]: binary search */
   while (low < high) {
     size_t middle = (low + high) / 2;
     const cddp__segment *segment = table->list[middle];
@@ -7342,20 +7346,21 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
     extent->use = use;
-    if (dumped && extent->segment->extent_size >= CDDP__HUGE_PAGE) /* smaller ones always are */
+    if (dumped && extent->segment->extent_size >= CDDP__HUGE_PAGE) /* smaller: dumped anyway */
       cddp__set_dumped(host, address, whole, true);
     if (host->arena.fd < 0) { /* private memory: accesses allocate it */
       if (use != CDDP__EXTENT_BLOCK_LAZY) /* such a block uses few of its pages */
         cddp__request_huge_pages(address, whole);
     } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
-      bool is_block = committed < whole; /* only blocks commit a part, and LAZY memory nothing */
+      /* LAZY memory commits nothing, which cannot fail. So only a block commits a part. */
+      bool is_block = committed < whole;
       (void)cddp__fail_commit(is_block ? "the control block of a group" : "cddp_alloc", whole);
       cddp__extent_release(host, extent);
       address = NULL;
     }
     if (address != NULL && (use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY)) {
       block = (cddp__control_block *)(void *)address;
-      cddp__store32(&block->generation, ++host->arena.generation);
+      cddp__store32(&block->generation, ++host->arena.generation); /* from 1; a hole has 0 */
       cddp__pending_add(host, extent, block); /* the block is freed after itself */
     }
   }
@@ -7383,6 +7388,7 @@ static bool cddp__arena_free(cddp__host *host, void *p) {
   if (p == NULL) return true;
   pthread_mutex_lock(&host->lock);
   extent = cddp__extent_of(host, p);
+  /* p must be an extent's first byte, as cddp__arena_alloc has returned it */
   own = extent != NULL && extent->use != CDDP__EXTENT_FREE &&
         cddp__extent_address(extent) == (char *)p;
   if (own) cddp__extent_release(host, extent);
@@ -7514,7 +7520,7 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   (void)syscall(SYS_sched_getaffinity, 0, sizeof mine, mine);
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
     for (bits = mine[i]; bits != 0; bits &= bits - 1) /* keeps the first `allowed` processors */
-      if (--allowed < 0) mine[i] &= ~(bits & -bits);
+      if (--allowed < 0) mine[i] &= ~(bits & -bits); /* clears the lowest of `bits` */
     old = cddp__load64(&all[i]);
     while ((mine[i] & ~old) != 0) { /* until this rank's are in it: other ranks add theirs */
       (void)cddp__compare_swap64(&all[i], old, old | mine[i]);
@@ -7530,8 +7536,8 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
    Without a lock, so only for the thread that trains, which alone changes the list. */
 static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *p) {
   if (p == NULL) return host->ranks;
-  if (p >= host->ranks && p + 1 < host->ranks + host->size) return p + 1;
-  /* p is the last of the ranks, or one of the others */
+  if (p >= host->ranks && p + 1 < host->ranks + host->size) return p + 1; /* in the array */
+  /* p is the last in the array, or one in the list host->others */
   return p >= host->ranks && p < host->ranks + host->size ? host->others : p->next;
 }
 
@@ -7589,7 +7595,7 @@ static void cddp__find_processes(cddp__host *host) {
   /* The first call in a process that joined: marks the ranks that were lost before it joined. */
   for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
     if (!host->ranks[window].member) host->ranks[window].lost_in_step = 1; /* 1 + step 0 */
-  for (; host->joins_seen < joins; host->joins_seen++) {
+  for (; host->joins_seen < joins; host->joins_seen++) { /* counts each process that is added */
     window = host->size + (int)host->joins_seen; /* windows are numbered in the order of joins */
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
     if ((p = cddp__add_process(host, window, 0 /* no pid yet */)) == NULL) return;
@@ -7736,7 +7742,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   host->arena.fd = host->joins.fd = host->joins.tcp_fd = -1;
   host->size = size;
   host->index = index;
-  cddp__set_window(host, index, CDDP__WINDOW_BITS);
+  cddp__set_window(host, index, CDDP__WINDOW_BITS); /* of private memory, until a memfd is taken */
   memset(processors, 0, sizeof processors);
   host->container_cores = cddp__container_cores();
   cddp__count_cores(host, processors);
@@ -8185,7 +8191,7 @@ typedef struct cddp__loops {
      v, x      the gradient; the weight
      m, q      exp_avg and exp_avg_sq; a and b are their new values
      others    from CDDP__ADAMW_SCALARS: the fields of cddp_adamw_step
-     MAXIMUM   the code of amsgrad, or empty */
+     MAXIMUM   the code of amsgrad, or empty. It sets b to the maximum, to NaN if either is NaN */
 #define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM) \
   F a = m[i]; \
   F b = q[i]; \
@@ -8220,8 +8226,9 @@ typedef struct cddp__loops {
                  w[i] = x); \
   }
 
-/* One element of SGD with momentum. keep: momentum; take: 1 - dampening; decay: weight decay;
-   step: -lr; v: the gradient, then the momentum; x: the weight. */
+/* One element of SGD with momentum. keep: momentum; take: 1 - dampening; decay: weight decay, 0
+   unless `decays` (0 * x is NaN if x is infinite); step: -lr; v: the gradient, then the momentum;
+   x: the weight. */
 #define CDDP__SGD_STEP \
   float y = keep * m[i]; \
   v = decays ? __builtin_fmaf(decay, x, v) : v; \
@@ -8537,12 +8544,13 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
       sizes[depth - 1] += sizes[depth];
     }
   }
+  /* else the last merge has written dst */
   if (fold->narrows) fold->loops->narrow(dst + at * fold->esize, (const cddp__f32 *)results[0], n);
 }
 
 /* Reduces elements [at, at + n) to the same place in dst, which can be a source. */
 static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_t n) {
-  size_t block = cddp__fold_block_bytes(fold) / fold->compute_size, end = at + n; /* in elements */
+  size_t block = cddp__fold_block_bytes(fold) / fold->compute_size /* elements */, end = at + n;
   const void *s[8]; /* the sources, from `at` on */
   int i;
   if (cddp__fold_direct(fold)) {
@@ -8611,7 +8619,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
     m = cddp__min(n - at, sizeof sum / sizeof *sum);
     for (k = 0; k < 4; k++) g[k] = s->gradients[k] + at;
     for (k = 0; k < CDDP__STATES; k++)
-      if (s->states[k] != NULL) a.states[k] = s->states[k] + at;
+      if (s->states[k] != NULL) a.states[k] = s->states[k] + at; /* NULL: not in use */
     a.gradients[0] = sum;
     a.weights[0] = s->weights[0] + at;
     (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4 /* sources */, m, 1.0 /* a.mean divides it */);
@@ -8979,13 +8987,13 @@ static size_t cddp__recv_shares(const cddp_group *g, const cddp__call *call) {
 /* Addresses: in the send buffer of the share for rank `to`; in the receive buffer of the share of
    rank `from`. */
 static const char *cddp__share_for(const cddp__call *call, int to) {
-  size_t at = 0; /* in elements; 0: of the only share */
+  size_t at = 0; /* position in elements; 0: of the only share */
   if (cddp__shapes[call->kind].scatters)
     at = call->shares != NULL ? call->shares[to].out_at : (size_t)to * call->count;
   return (const char *)call->send + at * call->esize;
 }
 static char *cddp__share_from(const cddp__call *call, int from) {
-  size_t at = 0; /* in elements; 0: of the only share */
+  size_t at = 0; /* position in elements; 0: of the only share */
   if (cddp__shapes[call->kind].gathers)
     at = call->shares != NULL ? call->shares[from].in_at : (size_t)from * call->count;
   return (char *)call->recv + at * call->esize;
@@ -9014,7 +9022,7 @@ typedef struct cddp__count_notice {
   uint64_t at;        /* a position in the sender's buffers: the receiver's shares[].peer_at */
   uint64_t most;      /* the largest count that the sender sends to or receives from a rank */
   uint64_t on_host;   /* 1: the sender's buffers are in host memory. The buffers of a rank
-                         without data can be NULL: it does as the others */
+                         without data can be NULL: it then follows the other ranks */
 } cddp__count_notice;
 
 /* Bytes of the memory at call.shares: [size] shares, [size] notices to send, [size] received. */
@@ -9261,7 +9269,7 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   cddp_result r = (cddp_result)(cddp__load32(&g->block->broken) & 255); /* upper bits: the slot */
   cddp__net *net; /* NULL: the job has one host */
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
-  net = g->hosts != NULL ? g->hosts->net : g->host->net;
+  net = g->hosts != NULL ? g->hosts->net /* can be an elastic model's */ : g->host->net;
   pthread_mutex_lock(&g->fail_lock); /* one thread of this rank does the following, once */
   if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
     cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* for cddp__early_notice */
@@ -9312,7 +9320,7 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
    it. If this rank of an elastic model fails for its own reasons, the others lose only this rank:
    their result is CDDP_PEER_LOST. Then this returns r. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
-  bool own_reason = r == CDDP_OUT_OF_MEMORY || r == CDDP_SYSTEM || r == CDDP_CUDA;
+  bool own_reason = r == CDDP_OUT_OF_MEMORY || r == CDDP_SYSTEM || r == CDDP_CUDA; /* no peer's */
   char text[CDDP__ERROR_MAX];
   if (!g->elastic && r == CDDP_OUT_OF_MEMORY && !cddp__is_broken(g) &&
       strncmp(cddp__error_text, "rank ", 5) != 0 /* names no rank yet */)
@@ -9516,7 +9524,7 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
 /* How a rank has ended, for error texts. Example: "exited with code 1" */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   cddp__host *host = g->host;
-  int status, at = g->host_index[rank];
+  int status, at = g->host_index[rank]; /* its index on this host; -1: it is on another */
   uint32_t ended = 0; /* slot.ended */
   bool known /* `status` is */, has_neighbour /* a rank that stores slot.ended */;
   cddp__process process;
@@ -9628,7 +9636,7 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   cddp__wait w;
   int p;
   CDDP__POINT("exit");
-  cddp__store32(&cddp__slot_of(g, g->rank)->inside, 0);
+  cddp__store32(&cddp__slot_of(g, g->rank)->inside, 0); /* this rank's copies have ended */
   if (CDDP__LIKELY(r == CDDP_OK)) return r; /* the caller's rounds order the accesses */
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   for (p = 0; p < g->size; p++) {
@@ -9708,7 +9716,7 @@ static bool cddp__works_visible(cddp__host *host) {
 static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__engine *engine = cddp__own_engine;
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
-  uint64_t wait = UINT64_MAX; /* a message */
+  uint64_t wait = UINT64_MAX; /* a message: see slot.wait */
   cddp__text call;
   if (slot == NULL) return false;
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
@@ -9777,7 +9785,7 @@ static cddp_result cddp__check_deadlock(cddp_group *g) {
   for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->multithreaded) == 0; p++) {
     const cddp__slot *slot = cddp__wait_slot(g, p);
     uint64_t wait = p != g->rank && slot != NULL ? cddp__load64(&slot->wait) : 0;
-    uint32_t id = (uint32_t)(wait >> 32), round = (uint32_t)wait; /* see slot.wait */
+    uint32_t id = (uint32_t)(wait >> 32), round = (uint32_t)wait; /* `other`'s: see slot.wait */
     cddp_group *other;
     if (wait == 0 || cddp__load32(&slot->multithreaded) != 0 ||
         cddp__has_announced(g, p) /* this rank does not wait for p */ ||
