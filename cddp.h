@@ -2480,7 +2480,7 @@ typedef struct cddp__row_gradients {
 typedef struct cddp__uneven {
   uint32_t absent; /* CDDP__ABSENT_*: this rank is in cddp_ddp_join; 0: it has data */
   bool had_absent; /* some ranks, not all, were absent in a step: cddp__end_uneven sends weights */
-  bool out_of_date; /* this rank was absent, and has not got the new weights yet */
+  bool out_of_date; /* ranks were absent in a wait, so lack its weights; the same on all ranks */
 } cddp__uneven;
 
 /* Scratch memory: no contents last beyond a function. */
@@ -18326,7 +18326,7 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
       (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->shards.uses_slots) ||
        (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
     return ref;
-  if (g->size > 1) return cddp__ref_of(g->host, p, bytes);
+  if (g->size > 1) return cddp__ref_of(g->host, p, bytes); /* NONE if it is private memory */
   ref.kind = CDDP__REF_POINTER; /* one rank: any memory */
   ref.base = (uint64_t)(uintptr_t)p;
   return ref;
@@ -18447,7 +18447,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
       c = cddp__broadcast_call( /* used on a device, where `part` is the root's rank */
           at, end - begin, arrays[i].dtype, part);
       if (!d->group->backend->on_device)
-        r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
+        r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype); /* sends a full packet */
       else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c; /* started at the end */
       else /* an array in host memory, of a model on a device */
         r = (d->comm->backend->start)(d->comm, &c, NULL /* no handle */);
@@ -18569,7 +18569,8 @@ enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
    it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   cddp__shard_node *own = d->shards.own_nodes;
-  cddp__shard_node of_shard = {shard, 1 /* width */, -1 /* no slot */, 0 /* rank: unused here */};
+  cddp__shard_node of_shard = { /* own_nodes have rank 0, whatever this rank is */
+      shard, 1 /* width */, -1 /* no slot */, 0 /* rank */};
   int *count = &d->shards.own_node_count;
   int free_slot = cddp__free_slot(own, *count);
   cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
@@ -18908,7 +18909,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
            cddp__next_range(d, b->sorted, b->count, &i, &range)) {
       for (k = 0; k < g->local_size; k++)
         d->scratch.buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
-      c.send = c.recv = d->scratch.buffers[d->me];
+      c.send = c.recv = d->scratch.buffers[d->me]; /* in place */
       c.count = (range.end - range.begin) / c.esize;
       r = g->carrier->average(g, &c, d->scratch.buffers);
     }
@@ -18958,7 +18959,8 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
     r = (backend->scratch)(b->group, 2 * b->count, &copy);
   else copy = cddp__arena_alloc(b->group->host, 2 * b->count, CDDP__EXTENT_OPEN); /* peers write */
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK) r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
+  if (r == CDDP_OK) /* to the small type; below back from it */
+    r = (backend->convert)(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
   if (r == CDDP_OK) r = (backend->start)(b->group, &c, NULL /* no handle */);
   if (r == CDDP_OK) r = (backend->convert)(b->group, b->data, b->dtype, copy, small, b->count);
@@ -19202,7 +19204,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   optim->next = d->sharing; /* into the model's list */
   d->sharing = optim;
   optim->shared_by = d;
-  optim->unshare = cddp__end_sharing;
+  optim->unshare = cddp__end_sharing; /* for cddp_optim_destroy and loads */
   for (k = 0; k < optim->state_count; k++)
     for (i = 0; i < optim->count; i++) {
       if (cddp__sparse_of(d, i) != NULL) continue; /* not shared: each rank steps all rows */
@@ -19288,7 +19290,9 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
         follows the update of a block.
      5. Partitioned states: the rank steps its part by the means, and sends the weights to all. */
 
-#define CDDP__STEP_BLOCK 8192 /* bytes per block; several fit into the second-level cache */
+/* Bytes per block: one fits into the first-level cache, those of all ranks and states into the
+   second. */
+#define CDDP__STEP_BLOCK 8192
 
 /* A pass through a part of the model. A block is n elements of parameter i from offset `at`. */
 typedef struct cddp__pass {
@@ -19300,7 +19304,7 @@ typedef struct cddp__pass {
   double clip;       /* factor of the means; 1: none */
   bool can_fuse;     /* cddp__update.loop supports the number of ranks, and all have gradients */
   bool fuses;        /* cddp__fuse_loop steps the current parameter, and takes its means itself */
-  bool alone;        /* private states and elements: new weights are not written to other ranks */
+  bool alone;        /* partitioned states: new weights are not written to other ranks here */
 } cddp__pass;
 
 /* The index in a rank's squares of the norm block at offset `at` of the model, in the tensor. */
@@ -19401,7 +19405,7 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
     n = cddp__min(CDDP__BLOCK, end - at);
     cddp__fuse(u->loop, &args, size, n);
     cddp__optim_copy(pass->optim, i, at, n);
-    for (k = 0; k < CDDP__STATES; k++)
+    for (k = 0; k < CDDP__STATES; k++) /* all pointers: to the next block */
       if (args.states[k] != NULL) args.states[k] += n;
     for (k = 0; k < size; k++) args.gradients[k] += n;
     for (k = 0; k < size; k++) args.weights[k] += n;
@@ -19633,13 +19637,14 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
    so reading them needs another. After a failure the caller ends the access to peers' memory. */
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged, bool wrote) {
   int i, size = d->group->local_size, kind = optim ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
-  bool shares, fusable_size = size == 1 || size == 2 || size == 4; /* as cddp__fuse supports */
+  bool shares_states;
+  bool fusable_size = size == 1 || size == 2 || size == 4; /* as cddp__fuse supports */
   size_t begin, end;
   cddp__pass pass = cddp__pass_of(d, optim, averaged);
   cddp_result r = wrote ? cddp__local_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
-  shares = optim != NULL && optim->state_count > 0 && !optim->partitioned;
-  if (r == CDDP_OK && shares && optim->shared_by == NULL) /* optim's first step by this model */
+  shares_states = optim != NULL && optim->state_count > 0 && !optim->partitioned;
+  if (r == CDDP_OK && shares_states && optim->shared_by == NULL) /* optim's first step by d */
     r = cddp__share_states(d, optim);
   pass.can_fuse = optim != NULL && !averaged && !d->shards.uses_slots &&
                   d->step.active_count == size /* one host, no rank absent */ && fusable_size;
@@ -20157,7 +20162,8 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   return r;
 }
 
-/* Copies the means from the arena back to the gradients that are COPIED. */
+/* Copies the means from the arena back to the gradients that are COPIED. The others are reduced
+   where they are. */
 static cddp_result cddp__return_gradients(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
@@ -20207,7 +20213,7 @@ static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared
   if (optim != NULL) d->last_optim = optim->number;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
-    if (optim != NULL && cddp__optim_skips(optim, i)) { /* its gradient is not zeroed yet */
+    if (optim != NULL && cddp__optim_skips(optim, i)) { /* the update left its gradient */
       r = (d->memory->zero)(
           cddp__gradient_at(d, d->me, i, tensor->offset), tensor->padded_bytes, stream);
     } else if (optim != NULL) {
@@ -21780,7 +21786,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
       all = false;
   /* A member's only link is that of the leader: it confirms. The leader sends its result to all. */
   for (p = 0; r == CDDP_OK && p < m->capacity; p++) {
-    if (m->links[p] == NULL) continue;
+    if (m->links[p] == NULL) continue; /* this rank; on a member: all but the leader */
     r = cddp__connection_post(m->links[p], (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
     CDDP__POINT("elastic go");
     (void)cddp__link_progress(m->net, m->links[p]);
