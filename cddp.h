@@ -14305,8 +14305,8 @@ static cddp__send_request *cddp__send_at(const cddp_group *g, int index) {
   return &g->p2p.sends[block][index];
 }
 
-static int cddp__send_count(const cddp_group *g) { /* of this rank, free and used */
-  return CDDP__SENDS * ((1 << g->p2p.send_blocks) - 1);
+static int cddp__send_count(const cddp_group *g) { /* of this rank's requests, free and used */
+  return CDDP__SENDS * ((1 << g->p2p.send_blocks) - 1); /* SENDS * (1 + 2 + 4 + ...) */
 }
 
 /* Whether the receiver can still read the send's bytes. */
@@ -14391,7 +14391,7 @@ static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
-  if (request->stage_size < bytes || request->stage == NULL) {
+  if (request->stage_size < bytes || request->stage == NULL) { /* too small, or none */
     size_t size = 4096; /* so far the granule */
     while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
     size = cddp__round_up(cddp__max(bytes, 1), size);
@@ -14413,10 +14413,11 @@ static int cddp__lost_peer(const cddp_work *work) {
   const cddp_group *g = work->group;
   int p, peer = work->call.root, gone = -1; /* gone: a rank that left */
   int left = 1; /* number of ranks that left, and this one */
-  if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
+  if (peer != CDDP_ANY) /* this rank itself lives */
+    return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_gone(g, p)) continue;
-    if (cddp__rank_end(g, p) != CDDP__HAS_LEFT) return p;
+    if (cddp__rank_end(g, p) != CDDP__HAS_LEFT) return p; /* it has died */
     gone = p;
     left++;
   }
@@ -14456,7 +14457,8 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   if (i < 0) i = cddp__grow_sends(g); /* all requests are in use */
   if (i >= 0) { /* else CDDP_OUT_OF_MEMORY, with its text */
     request = cddp__send_at(g, i);
-    if (!eager && !to_self) request->u.ref = cddp__ref_of(g->host, call->send, bytes);
+    if (!eager && !to_self) /* the receiver can read the caller's buffer, if it is shared */
+      request->u.ref = cddp__ref_of(g->host, call->send, bytes);
     request->staged = eager || to_self /* it must not wait for this rank's receive */ ||
                       request->u.ref.kind == CDDP__REF_NONE /* private memory */;
     r = CDDP_OK;
@@ -14473,7 +14475,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
     /* Receivers see it now. A full fence, as cddp__notify needs. */
     if (r == CDDP_OK) cddp__exchange32(&request->state, CDDP__POSTED_TO(call->root));
-    g->p2p.sends_open++;
+    g->p2p.sends_open++; /* an upper bound: also if r is a failure */
     if (request->staged) g->p2p.sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
     if (r == CDDP_OK) cddp__notify(g, call->root);
@@ -14506,7 +14508,7 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int b
     request = (cddp__send_request *)at;
     for (i = 0; i < size && i < unscanned; i++, request++) {
       if (cddp__load32(&request->state) != CDDP__POSTED_TO(g->rank) ||
-          cddp__load32(&request->tag) != (uint32_t)work->call.tag) continue;
+          cddp__load32(&request->tag) != (uint32_t)work->call.tag) continue; /* not for work */
       if (best == NULL || cddp__load64(&request->number) < cddp__load64(&best->number))
         best = request; /* older */
     }
@@ -14602,7 +14604,7 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
 static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
   cddp__send_request *request;
   if (cddp__is_claimed(g, work)) return;
-  if (g->host_index[work->from] < 0) {
+  if (g->host_index[work->from] < 0) { /* on another host */
     cddp__take_remote(g, work);
     return;
   }
@@ -14612,7 +14614,7 @@ static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
 
 /* Reads the links, and completes receives for which messages have arrived, the oldest first. A
    receive from CDDP_ANY checks the ranks in turn, from the last sender's successor on, so that none
-   is starved. Returns whether a receive was completed. */
+   is starved. Returns whether it completed a receive; one that a link has filled does not count. */
 static bool cddp__serve_recvs(cddp_group *g) {
   bool served = false;
   cddp_work *work;
@@ -14672,7 +14674,7 @@ static bool cddp__serve_all_recvs(cddp_group *g) {
   memcpy(kept, cddp__error_text, sizeof kept);
   for (s = cddp__served; s != NULL; s = s->p2p.next_served) {
     bool polls = s != g && s->hosts != NULL; /* cddp__poll_all_groups has served the links of g */
-    if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0) continue;
+    if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0) continue; /* see above */
     if (polls) (void)cddp__hosts_send_queued(s);
     if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net); /* new links */
     if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* g: to read its links */
@@ -14894,7 +14896,7 @@ static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
     if (cddp__record_at(g, work->record) != NULL)
       cddp__record_at(g, work->record)->root = work->from;
   }
-  if (r != CDDP_OK || work->result == CDDP_OK) return r;
+  if (r != CDDP_OK || work->result == CDDP_OK) return r; /* the wait failed, or it has received */
   r = cddp__check_failure(g); /* a mismatch has broken the group: this sets the text */
   return r != CDDP_OK ? r : work->result /* CDDP_ABORTED: the caller canceled it */;
 }
@@ -15079,11 +15081,11 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   for (i = 0; i < 2 * g->size; i++) {
     bool sends = i < g->size; /* first the types to send, then those to receive */
     int rank = i % g->size;
-    const cddp__counted_share *p = &call->shares[rank];
+    const cddp__counted_share *share = &call->shares[rank];
     size_t bytes = sends ? cddp__out_bytes(call, rank, begin, n)
                          : cddp__in_bytes(call, rank, begin, n);
     ones[rank] = 1;
-    at = (MPI_Aint)(((sends ? p->out_at : p->in_at) + begin) * call->esize);
+    at = (MPI_Aint)(((sends ? share->out_at : share->in_at) + begin) * call->esize);
     length = (int)(bytes / call->esize);
     MPI_Type_create_hindexed(1, &length, &at, type, &out[i]);
     MPI_Type_commit(&out[i]); /* from g->size on these are in[], which follows */
@@ -15188,6 +15190,7 @@ static int cddp__mpi_at_finalize(MPI_Comm self, int key, void *value, void *stat
 /* Called at exit if cddp initialized MPI: finalizes MPI, unless that would block. */
 static void cddp__mpi_finalize(void) {
   int finalized = 1; /* 1: the program has finalized MPI itself */
+  /* not in a forked child, nor if MPI_Finalize would block */
   if (cddp__mpi_finalizer != getpid() || cddp__load32(&cddp__mpi_stuck) != 0) return;
   if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized) MPI_Finalize();
 }
@@ -15484,7 +15487,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   cddp__add32(&engine->waiters, 1);
   for (;;) {
     busy = cddp__engine_queue_held(engine);
-    if (work != NULL ? work->done : !busy && engine->first == NULL) break;
+    if (work != NULL ? work->done : !busy && engine->first == NULL /* all are done */) break;
     if (!busy && engine->first->anywhere && forever) { /* not busy: the queue is not empty */
       cddp__engine_run(engine);
       continue;
@@ -15558,7 +15561,7 @@ static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
                       "the group of this message has been replaced, as ranks changed");
   if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
   if (work->run == NULL /* a send */) return cddp__finish_send(work, limit);
-  if (!outlived && !cddp__engine_wait(&work->group->engine, work, deadline))
+  if (!outlived && !cddp__engine_wait(&work->group->engine, work, deadline)) /* at the deadline */
     return cddp__fail_unfinished(work, limit);
   return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
 }
@@ -15862,9 +15865,9 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
   cddp__write_result(g, call, chunk, g->slices);
 }
 
-/* Adds up this rank's slice of all ranks' arrays of n elements, block by block. Writes the sums to
-   the same place of `to`; NULL: of all arrays. nontemporal (only with `to`): past the cache. Ends
-   early if the group breaks. */
+/* Adds up this rank's slice of `bufs`, all ranks' arrays of n elements, block by block. Writes the
+   sums to the same place of `to`; NULL: of all arrays. nontemporal (only with `to`): past the
+   cache. Ends early if the group breaks. */
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
@@ -15933,6 +15936,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
   cddp__chunk k;
   size_t begin;
   cddp_result r = CDDP_OK;
+  /* `written` is about the first chunk: */
   for (begin = 0; begin < call->count && r == CDDP_OK; begin += k.n, written = false) {
     k = cddp__chunk_at(g, call, begin);
     timing = cddp__timing_of(g, call, &k);
@@ -16007,7 +16011,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
 static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
   size_t begin, end, n, bytes = call->count * call->esize;
   int p;
-  for (p = 0; p < g->size && bufs[p] != NULL; p++) {}
+  for (p = 0; p < g->size && bufs[p] != NULL; p++) {} /* finds a NULL */
   if (p < g->size) { /* rank p's is NULL, so only p itself can write to it: each rank copies all */
     cddp__copy(call->recv, bufs[call->root], bytes);
     return;
@@ -16053,7 +16057,7 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
 static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   cddp__ref ref;
   size_t sent, received;
-  memset(&ref, 0, sizeof ref);
+  memset(&ref, 0, sizeof ref); /* CDDP__REF_NONE */
   cddp__call_bytes(g, call, &sent, &received);
   if (!cddp__in_one_buffer(call) /* else each rank reads or writes it */ &&
       (sent == 0 || !cddp__is_read(call, g->rank)))
@@ -16080,7 +16084,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     theirs = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
     g->buffers[p] = NULL; /* unless this rank can use it */
-    if (theirs->kind == CDDP__REF_NONE) {
+    if (theirs->kind == CDDP__REF_NONE) { /* p's buffer is private: do others need it? */
       direct = direct && !cddp__is_read(call, p);
     } else if (theirs->kind != CDDP__REF_UNUSED) {
       written = written && !cddp__is_read(call, p); /* p has an address, so it has staged nothing */
@@ -16201,7 +16205,8 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uin
   } else {
     sized = *call;
     r = cddp__exchange_counts(g, &sized, &host_memory);
-    if (r == CDDP_OK && sized.count > 0) r = cddp__run_by_size(g, &sized);
+    if (r == CDDP_OK && sized.count > 0 /* else no rank has data */)
+      r = cddp__run_by_size(g, &sized);
   }
 done:
   cddp__record_finish(g, record, r);
@@ -16286,7 +16291,7 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
   if (bytes > sizeof packet->bytes / 4) return cddp__run_call(packet->g, &c); /* a long array */
   if (bytes == 0) return CDDP_OK;
   if (packet->count == CDDP__PACKET_ARRAYS || bytes > sizeof packet->bytes - packet->used)
-    r = cddp__packet_broadcast(packet);
+    r = cddp__packet_broadcast(packet); /* it is full: empties it */
   packet->to[packet->count] = data;
   packet->sizes[packet->count++] = bytes;
   packet->used += bytes;
@@ -16406,6 +16411,7 @@ static cddp_result cddp__cpu_convert(const cddp_group *g, void *to, cddp_dtype t
   return CDDP_OK;
 }
 
+/* A group without a device has no work on one, and no device context: */
 static cddp_result cddp__cpu_prepare(cddp_group *g) { return (void)g, CDDP_OK; }
 static cddp_result cddp__cpu_open(const cddp_group *from, cddp_group *g) {
   return (void)from, (void)g, CDDP_OK;
@@ -16440,8 +16446,9 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
   own = call->shares != NULL ? call->shares[g->rank].in_at * call->esize
                          : (uintptr_t)g->rank * call->count * call->esize;
   if (call->kind != CDDP__KIND_ALL_TO_ALL_V) /* which is never in place */
-    in_place = sent > received   ? recv == send + own
-               : sent < received ? send == recv + own : send == recv;
+    in_place = sent > received   ? recv == send + own /* as in reduce_scatter */
+               : sent < received ? send == recv + own /* as in all_gather */
+                                 : send == recv /* all_to_all */;
   if (in_place) return NULL;
   return "send and recv overlap, but not as in-place calls do: see the function's comment in "
          "cddp.h";
@@ -16618,10 +16625,10 @@ static void cddp__host_release(cddp__host *host) {
    a negative color. */
 static int cddp__members_of_color(const cddp_group *g, int color, int *members) {
   int n = 0, p, i;
-  for (p = 0; color >= 0 && p < g->size; p++) {
+  for (p = 0; color >= 0 && p < g->size; p++) { /* in order of rank, for equal keys */
     const int32_t *theirs = cddp__op_header_of(g, p, g->round)->u.split; /* color, key */
     if (theirs[0] != color) continue;
-    for (i = n++; i > 0; i--) { /* insertion: only larger keys move up, so ranks break ties */
+    for (i = n++; i > 0; i--) { /* insertion: members with larger keys move up */
       if (cddp__op_header_of(g, members[i - 1], g->round)->u.split[1] <= theirs[1]) break;
       members[i] = members[i - 1];
     }
@@ -16674,7 +16681,7 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
     }
   }
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0 /* count */, ref, sizeof *ref);
-  if (r != CDDP_OK || n == 0) return r;
+  if (r != CDDP_OK || n == 0 /* this rank needs no block */) return r;
   *ref = cddp__op_header_of(g, members[first], g->round)->u.ref; /* that rank has allocated */
   /* NONE: the allocating rank has failed, and alone reports it: cddp__agree tells the others. */
   if (ref->kind != CDDP__REF_NONE && (*mine = cddp__map_ref(g->host, ref, &p)) == CDDP_OK)
@@ -16832,7 +16839,7 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if ((r = (g->backend->prepare)(g)) != CDDP_OK) return r; /* waits for work on the device */
   r = cddp__split(g, color, key, check, out);
-  if (r != CDDP_OK || *out == NULL) return r;
+  if (r != CDDP_OK || *out == NULL /* a negative color */) return r;
   r = (g->backend->open)(g, *out);
   if (r != CDDP_OK) {
     cddp__group_leave(*out);
@@ -16896,7 +16903,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   if (r == CDDP_OK && rdv.memory_fd >= 0) { /* from the first rank of this host */
     cddp__take_memfd(host, rdv.memory_fd, host->size);
     rdv.memory_fd = -1; /* the host owns it now */
-  } else if (r == CDDP_OK && host->size > 1) {
+  } else if (r == CDDP_OK && host->size > 1) { /* a rank alone on its host needs no memfd */
     /* The first rank of the host. A window holds at least the host's control block, and a huge page
        for other allocations. */
     r = cddp__create_memfd(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
@@ -16987,7 +16994,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   cddp__close_fd(&config.listen_fd);
   cddp__host_release(host); /* frees it if there is no group, which would have a reference */
-  if (r == CDDP_OK && !config.joins) {
+  if (r == CDDP_OK && !config.joins) { /* in a joining process no other rank is in g */
     cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
     cddp__store32(&g->block->cores, (uint32_t)host->cores);
     cddp__set_wait_policy(g);
@@ -17633,7 +17640,7 @@ static cddp_result cddp__check_disjoint(const cddp_param *params, int count,
     const cddp_param *p = &params[i];
     const void *memory[] = {p->data, p->grad, copies != NULL ? copies[i] : NULL};
     for (j = 0; j < 3; j++) {
-      if (memory[j] == NULL || p->count == 0) continue;
+      if (memory[j] == NULL || p->count == 0) continue; /* no memory */
       list[n].begin = (uintptr_t)memory[j];
       list[n].end = list[n].begin + p->count * (j == 2 ? 2 /* copy */ : cddp__dtype_size(p->dtype));
       list[n].what = what[j];
@@ -17739,9 +17746,9 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
 static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
-  for (k = 0; n > 0 && k < optim->state_count; k++) {
+  for (k = 0; n > 0 && k < optim->state_count; k++) { /* n 0: this rank keeps no part of i */
     void **state = cddp__state_of(optim, k, i);
-    if (*state != NULL || !cddp__has_state(optim, k, i)) continue;
+    if (*state != NULL /* it exists */ || !cddp__has_state(optim, k, i)) continue;
     if (bytes < 4 * CDDP__HUGE_PAGE /* small */ ||
         posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0)
       *state = cddp__malloc(NULL /* allocator: malloc */, bytes); /* can set the error text */
@@ -17769,14 +17776,15 @@ static void cddp__renew_masters(cddp_optim *optim) {
 
 /* Whether parameter i has a master that can differ from its weights. */
 static bool cddp__keeps_master(const cddp_optim *optim, int i) {
-  return optim->desc.master_weights != 0 && cddp__has_state(optim, optim->state_count - 1, i) &&
+  return optim->desc.master_weights != 0 &&
+         cddp__has_state(optim, optim->state_count - 1 /* the masters */, i) &&
          !optim->init_master[i];
 }
 
 /* After a step of parameter i. */
 static void cddp__count_step(cddp_optim *optim, int i) {
   optim->steps[i]++;
-  optim->init_master[i] = false; /* the step has set it */
+  optim->init_master[i] = false; /* the step has set the master */
 }
 
 static cddp_result cddp__cpu_step(cddp_optim *optim) {
@@ -17851,7 +17859,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  /* Without a model so far: an elastic one with these parameters can be younger than optim. */
+  /* No elastic model so far: one with these parameters can have been created after optim. */
   if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_set_optim(optim, CDDP__PAIR_STEPS));
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
