@@ -21839,8 +21839,8 @@ typedef struct cddp__elastic_call {
   uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
   uint32_t fp_mode;  /* cddp__fp_mode() */
   uint64_t settings_hash; /* of the cddp_optim's, except lr; 0: a wait */
-  double lr;
-  uint64_t steps; /* cddp_ddp_steps before it */
+  double lr; /* 0: a wait */
+  uint64_t steps; /* cddp_ddp_steps before the call */
 } cddp__elastic_call;
 
 /* After this many meetings since the last reduction no process joins: processes that die while they
@@ -21951,7 +21951,7 @@ static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (elastic->slot_area != NULL)
     r = (d->memory->copy)(p, elastic->slot_area, old_bytes, d->group->stream);
-  (d->group->backend->free)(d->group, elastic->slot_area);
+  (d->group->backend->free)(d->group, elastic->slot_area); /* NULL: the first call */
   elastic->slot_area = d->addresses.slots[d->me] = p; /* even after a failure: the old is freed */
   d->layout.slots = slots;
   return r;
@@ -21976,7 +21976,7 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   int in_gradients = -1 /* such a node's slot */, width = 1 /* shard, as others are in slots */;
   cddp_result r = CDDP_OK;
   while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++; /* finds the gradients' node */
-  if (i < d->shards.own_node_count) {
+  if (i < d->shards.own_node_count) { /* else the sum has merged into a slot, or was dropped */
     r = cddp__grow_slots(d, slot + 1);
     if (r == CDDP_OK) /* copies the one node to the slot */
       r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false /* clear: done below */);
@@ -22009,7 +22009,7 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
   if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current); /* to d->rows.packet */
   CDDP__POINT("elastic shard end");
   if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0 /* it can merge with a node */))
-    r = cddp__grow_slots(d, d->shards.own_node_count + 1);
+    r = cddp__grow_slots(d, d->shards.own_node_count + 1); /* enough for one per node */
   if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, to_slot);
   d->elastic->holds_shard = !to_slot;
   CDDP__POINT("elastic shard stored");
@@ -22092,13 +22092,14 @@ static bool cddp__window_in_use(const cddp_ddp *d, int window) {
   bool in_use = false, other_models; /* than d */
   int k;
   pthread_mutex_lock(&host->lock);
-  other_models = host->models > 1; /* with optimizers, which can share states */
+  other_models = host->models > 1; /* d is one; optimizers of others can share states */
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     for (k = 0; k < g->size && !in_use; k++)
       in_use = g->host_index[k] == window &&
-               (cddp__group_in_use(g) || /* or g is another model's; d's are new */
+               (cddp__group_in_use(g) ||
+                /* or g is another model's (d's groups were made without the lost process) */
                 (other_models && g != d->group && (g->models > 0 || g->of_model)));
-  for (g = host->groups; g != NULL && !in_use; g = g->next)
+  for (g = host->groups; g != NULL && !in_use; g = g->next) /* blocks that the lost process owned */
     in_use = g->block_ref.kind == CDDP__REF_EXTENT &&
              cddp__window_of(host, g->block_ref.base) == window && !cddp__keep_block(g);
   pthread_mutex_unlock(&host->lock);
@@ -22168,7 +22169,7 @@ static int32_t *cddp__published_slots(cddp__published *published) {
 }
 
 static size_t cddp__published_bytes(const cddp_ddp *d) {
-  return sizeof(cddp__published) + (size_t)d->shards.count * sizeof(int32_t);
+  return sizeof(cddp__published) + (size_t)d->shards.count * sizeof(int32_t); /* most nodes */
 }
 
 /* Allocates this rank's cddp__published, with the addresses that never change. */
@@ -22281,7 +22282,7 @@ static cddp_result cddp__check_updates(cddp_ddp *d) {
   const cddp__member *members = elastic->meeting.members;
   cddp__elastic_call call, job = elastic->last_update; /* job: that of the oldest member */
   int k, member, oldest = -1;
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   for (k = 0; k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
     member = elastic->member_of_rank[k];
@@ -22513,7 +22514,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
         if (link->peer_over || (link->error == 0 && !link->peer_failed && link->got == 0 &&
                                 cddp__buffer_size(&link->in) == 0)) /* between two frames */
           *ended = 1;
-        unproven = unproven || (link->error > 0 && *ended == 0);
+        unproven = unproven || (link->error > 0 /* a reset */ && *ended == 0);
       }
       pthread_mutex_unlock(&groups[i]->p2p.lock);
     }
@@ -22530,7 +22531,7 @@ static void cddp__leave_broken(cddp_ddp *d) {
    broken_comm, in which the program's calls fail until the next step. */
 static void cddp__elastic_leave_both(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm}, *g;
-  char text[CDDP__ERROR_MAX]; /* why they broke; calls below overwrite the thread's */
+  char text[CDDP__ERROR_MAX]; /* says why they broke; the calls below overwrite the thread's */
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   cddp__elastic_record_ends(d);
@@ -22587,7 +22588,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   void *block = NULL;
   cddp_result r = cddp__check_memfd(host);
   for (k = 0; k < d->step.active_count && r == CDDP_OK; k++) {
-    const cddp__member *member = &cddp__report_at(m, table, k)->self;
+    const cddp__member *member = &cddp__report_at(m, table, k)->self; /* rank k of the group */
     indices[k] = member->host == m->members[m->me].host ? member->index : -1;
     if (indices[k] >= 0) r = cddp__register_process(host, indices[k], member->pid);
     if (indices[k] >= 0 && local_size++ == 0) lowest_local = k;
@@ -22614,7 +22615,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   (*out)->block_ref = ref;
   (*out)->elastic = (*out)->of_model = true;
   (*out)->id = cddp__hash64(1 /* seed */, hashed, sizeof hashed) & ~(uint64_t)1; /* odd: a split */
-  r = cddp__hosts_attach(*out, m->net, elastic->member_of_rank);
+  r = cddp__hosts_attach(*out, m->net, elastic->member_of_rank /* numbers in m->net */);
   CDDP__POINT("elastic built");
   return r;
 }
@@ -22794,7 +22795,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   bool mean_lives = !elastic->repeats; /* else it is made again, and none receives it */
   bool lacks_mean = mean_lives && !joins && elastic->reductions < from->reductions;
   bool has_mean = lacks_mean /* then it receives it here */ || (!joins && elastic->has_mean);
-  int source = 0, k;
+  int source = 0 /* the rank of `from` */, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
     const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
@@ -23442,6 +23443,7 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
     cddp__drop_order(sampler);
     return false;
   }
+  /* this rank's samples are at positions rank, rank + W, ... behind `start` */
   next = sampler->start + (size_t)sampler->desc.rank +
          sampler->position * (size_t)sampler->desc.world_size;
   sampler->result = cddp__named(__func__, cddp__sampler_indices(sampler, next, 1, &next));
@@ -24739,7 +24741,7 @@ static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, siz
    result so far. */
 static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
-  uint64_t sizes[2] = {0, 0}; /* of the text and the data */
+  uint64_t sizes[2] = {0, 0}; /* of the text and the data in rank 0's file */
   size_t needed = 0;
   int i;
   if (r == CDDP_OK && ckpt->root) r = cddp__st_open(&ckpt->file, ckpt->allocator, ckpt->path);
@@ -25074,7 +25076,7 @@ static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
 /* Reads all notices that have arrived: which children have the model. `most` limits them, as any
    process of the host can send. */
 static void cddp__read_notices(cddp__spawn_job *job) {
-  const char *token = strchr(job->supervisor, ':');
+  const char *token = strchr(job->supervisor, ':'); /* the colon; "TOKEN-" follows */
   char text[64];
   int most = CDDP__MAX_RANKS /* a notice from each child */, rank;
   ssize_t n;
@@ -25374,7 +25376,7 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   if (job.fds == NULL)
     return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
   job.children = (cddp__child *)(void *)(job.fds + nprocs + 1);
-  if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */);
+  if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */); /* ends OpenMP's threads */
   do r = cddp__spawn_all(&job);
   while (job.again && !job.succeeded && job.restarts-- > 0);
   free(job.fds);
