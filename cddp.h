@@ -5169,7 +5169,7 @@ enum cddp__put { CDDP__PUT_SETS, CDDP__PUT_APPENDS };
 static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value,
                           enum cddp__put how) {
   cddp__entry **link = cddp__map_link(server, key), *entry = *link;
-  size_t old_size = entry != NULL ? entry->value.end : 0;
+  size_t old_size = entry != NULL ? entry->value.end : 0; /* bytes: a value begins at 0 */
   size_t size = (how == CDDP__PUT_APPENDS ? old_size : 0) + value.size; /* of the new value */
   size_t capacity = entry != NULL ? entry->value.capacity : 0; /* already part of server->stored */
   bool fresh = entry == NULL;
@@ -5192,7 +5192,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
     server->keys++;
     server->stored += overhead;
   }
-  entry->value.end = size - value.size; /* where the new bytes begin */
+  entry->value.end = size - value.size; /* SETS: 0; APPENDS: behind the old bytes */
   if (cddp__buffer_reserve(&entry->value, value.size)) {
     cddp__buffer_add(&entry->value, value.data, value.size); /* cannot fail: reserved */
     return true;
@@ -5458,10 +5458,10 @@ static void cddp__server_settle(cddp__server *server) {
   if (check_deadlines) server->checked = now;
   for (client = server->clients; client != NULL && check_deadlines; client = client->next) {
     cddp__connection *c = &client->connection;
-    /* The client has greeted, and has read its last answer. */
-    bool may_send = client->greeted && cddp__buffer_size(&c->out) == 0;
-    double extra_s = may_send ? (double)cddp__buffer_size(&c->in) / 65536 : 0; /* see COMMAND_S */
-    bool unlimited = may_send && (extra_s == 0 /* between commands */ || client->blocked);
+    /* its_turn: the client has greeted, and has read its last answer, so it can send a command. */
+    bool its_turn = client->greeted && cddp__buffer_size(&c->out) == 0;
+    double extra_s = its_turn ? (double)cddp__buffer_size(&c->in) / 65536 : 0; /* see COMMAND_S */
+    bool unlimited = its_turn && (extra_s == 0 /* between commands */ || client->blocked);
     if (now < c->deadline + extra_s || unlimited) continue;
     /* This thread can be late: VALIDATE can have arrived unread. */
     if (!client->greeted) cddp__client_event(server, client, EPOLLIN); /* can move deadline */
@@ -5740,7 +5740,7 @@ static cddp_result cddp__store_try(cddp_store *store, double deadline) {
 typedef struct cddp__request { /* one command and its answer */
   unsigned code; /* cddp__code */
   const char *const *keys;
-  int count; /* of keys */
+  int count; /* of keys; only a counted command has more than 1 */
   cddp__span values[2]; /* SET: the value; COMPARE_SET: expected, desired */
   uint64_t number; /* sent: the amount to ADD; received: a number or byte, or a string's size */
   bool equal;      /* received: the string equals values[1], COMPARE_SET's desired value */
@@ -6033,6 +6033,7 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   size_t n;
   memset(record, 0, sizeof *record);
   if (fstat(fd, &st) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
+  /* else another user could have written it, or can write to it */
   why = !S_ISREG(st.st_mode)                 ? "is not a regular file"
         : st.st_uid != geteuid()             ? "belongs to another user"
         : st.st_nlink > 1                    ? "has other names (hard links)"
@@ -6040,7 +6041,7 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
                                              : NULL;
   if (why != NULL)
     return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
-  n = cddp__min((size_t)st.st_size, sizeof *record);
+  n = cddp__min((size_t)st.st_size, sizeof *record); /* bytes that can be read */
   if (cddp__file_io(fd, CDDP__FILE_READ, record, n, 0 /* offset */) != CDDP_OK)
     return CDDP_NETWORK; /* retry: the file can have been truncated since fstat */
   /* Compares the bytes that exist: a shorter file is being written, or was left empty. */
@@ -6534,7 +6535,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   config->world_size = numbers[CDDP__VAR_SIZE];
   if (r == CDDP_OK && !config->joins) r = cddp__check_alone(config);
   in_range = config->rank >= 0 && (config->rank < config->world_size || config->joins);
-  if (r != CDDP_OK || in_range) return r;
+  if (r != CDDP_OK || in_range /* always, if not launched: `launcher` is valid below */) return r;
   return CDDP__REFUSE("%s is %d but %s is %d; ranks go from 0 to %d",
                       launcher->variables[CDDP__VAR_RANK], config->rank,
                       launcher->variables[CDDP__VAR_SIZE], config->world_size,
@@ -6743,7 +6744,7 @@ static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
     restart = NULL; /* each agent of torchrun counts its own restarts: hosts could differ */
   if (run == NULL) run = "0";
   if (key != 0)
-    snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/0", key);
+    snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/0" /* no restarts */, key);
   else if (strlen(run) <= CDDP__RUN_MAX)
     snprintf(config->run, sizeof config->run, "cddp/%s/%.20s", run, restart ? restart : "0");
   else
@@ -7137,7 +7138,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   else if (address == NULL)
     (void)cddp__fail_mapping("cddp_alloc", size);
   segment = address != NULL ? cddp__segment_add(host, base, n * size, address, n) : NULL;
-  if (segment == NULL) return -1;
+  if (segment == NULL) return -1; /* used_end is unchanged: the range stays unused */
   if (size >= CDDP__HUGE_PAGE) cddp__set_dumped(host, address, n * size, false); /* not in use */
   list = &host->arena.lists[cddp__size_class(size)];
   segment->extent_size = (size_t)size;
@@ -7646,6 +7647,7 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   }
   peers->count = kept;
   pthread_mutex_unlock(&host->lock);
+  /* Now another process, or cddp__free_window here, can free the memory. */
   (void)cddp__arena_lock(host, F_UNLCK, CDDP__USE_BYTES + p->window, 1);
   p->use_locked = false;
 }
@@ -7835,7 +7837,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
               ? CDDP_OK /* retry: another joining process is taking this window */
               : cddp__fail_errno("lock on the shared memory");
     else if (!(taken = cddp__compare_swap32(&block->joins, joins, joins + 1)))
-      (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1); /* retry: taken meanwhile */
+      (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1); /* another process took it */
     if (!taken) cddp__sleep(0.001);
   }
   if (r == CDDP_OK) cddp__count_cores(host, block->processors);
@@ -8622,7 +8624,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
       if (s->states[k] != NULL) a.states[k] = s->states[k] + at; /* NULL: not in use */
     a.gradients[0] = sum;
     a.weights[0] = s->weights[0] + at;
-    (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4 /* sources */, m, 1.0 /* a.mean divides it */);
+    (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4 /* sources */, m, 1.0 /* a.mean scales it */);
     (loop)(&a, 1 /* rank, which has the sum of all */, m);
     for (k = 1; k < 4; k++) memcpy(s->weights[k] + at, a.weights[0], m * sizeof *sum);
     for (k = 0; k < 4; k++) memset(s->gradients[k] + at, 0, m * sizeof *sum);
