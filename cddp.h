@@ -9977,10 +9977,11 @@ static void cddp__stop_serving(cddp_group *g) {
    fails with a text about its wait. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__host *host = g->host;
-  int next = (host->index + 1) % host->size, status; /* next: process in the ring (head, 4) */
+  int next = (host->index + 1) % host->size; /* index of the next process in the ring: head, 4 */
+  int status; /* its wait status */
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
-  cddp__wait_read_clock(w);
+  cddp__wait_read_clock(w); /* sets w->now, due and late */
   if (cddp__serve_all_recvs(g)) w->since = w->now; /* sleeps are short again: more can follow */
   if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
   cddp__join_serve(g->host, CDDP__JOIN_POLL); /* answers joining processes */
@@ -10453,8 +10454,8 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   cddp__address_set_port(&to, entry->port);
   cddp__address_set_port(&from, 0); /* the system chooses one */
   cddp__set_scope(&to.v6, &from); /* a link-local address needs this host's interface */
-  if (from.sa.ss_family == to.sa.ss_family)
-    (void)!bind(fd, &from.any, from.size); /* the address in the table of ranks, if possible */
+  if (from.sa.ss_family == to.sa.ss_family) /* the address of this host in the table of ranks: */
+    (void)!bind(fd, &from.any, from.size); /* without it the system chooses one */
   cddp__link_write_hello(n, c, purpose, group);
   if (connect(fd, &to.any, to.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__connection_end(c, errno); /* else it connects in the background */
@@ -10478,7 +10479,7 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
     return true; /* no memory or descriptor now */
   /* c->fd keeps its number, since threads poll it. It becomes a copy of fresh->fd. */
-  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) {
+  if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* libc can hide dup3() */
     c->state = fresh->state;
     c->error = fresh->error;
     c->sent = c->got = c->in.start = c->in.end = 0; /* begins with the hello */
@@ -10819,7 +10820,7 @@ enum {
    ranks. */
 typedef struct cddp__rank_info {
   uint32_t version, world_size, rank, pid; /* version: CDDP_VERSION */
-  int port; /* of its listening socket for links; 0: none yet */
+  int port; /* of its listening socket for links; 0: not open yet, or the job has one host */
   uint32_t fp_mode; /* cddp__fp_mode() */
   uint32_t user; /* geteuid() */
   uint32_t joins; /* 1: CDDP_JOIN, a process that joins a running job */
@@ -10857,7 +10858,8 @@ typedef struct cddp__job_info {
   uint32_t foreign; /* a joining process's; bit i: address i of MASTER_ADDR is another job's */
   double timeout_s; /* limit of a joining process's search for the job */
   char endpoint[96]; /* where the ranks meet, for error texts: "port 29500" */
-  int rank_claim_fd; /* this rank's socket on its host, held while the group lives; -1: none */
+  int rank_claim_fd; /* this rank's socket on its host, held while the group lives; -1: not bound,
+                        see cddp__claim_rank */
   int port_fd; /* keeps rank 0's port while the group lives: cddp__close_port; -1: none */
   const char *secret; /* "": none: proofs only reject programs other than cddp */
 } cddp__job_info;
@@ -11527,8 +11529,9 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   return CDDP_OK;
 }
 
-/* Handles a child's messages. An invalid one ends the connection. Each is valid a limited number of
-   times, so the loop ends even if a stranger sends without a pause. */
+/* Handles a child's messages, of which FAIL is the longest: a text. An invalid one ends the
+   connection. Each is valid a limited number of times, so the loop ends even if a stranger sends
+   without a pause. */
 static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel *child) {
   cddp__connection *c = &child->connection;
   cddp__message *m;
@@ -12014,7 +12017,7 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   if (cddp__find_addresses(rdv) == CDDP_OK && /* not this host's own address: */
       !cddp__address_is_local(&root->addresses[0]))
     answer = cddp__try_root(rdv);
-  if (c->fd >= 0)
+  if (c->fd >= 0) /* cddp__try_root has connected */
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL /* fds */, deadline);
   while (answer == CDDP_OK && c->fd >= 0 && cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK)
     answer = cddp__receive_from_parent(rdv);
@@ -12171,7 +12174,7 @@ static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
       (void)cddp__send_message(c, CDDP__RENDEZVOUS_PORT, rdv->root.proof_salt,
                                sizeof rdv->root.proof_salt, fds, rdv->deadline);
     }
-    if (r != CDDP_OK) cddp__fail(r, "%s", failure.s);
+    if (r != CDDP_OK) cddp__fail(r, "%s", failure.s); /* the error text of r again */
     CDDP__POINT("greeted");
   }
   return r;
@@ -12249,7 +12252,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   socklen_t size = sizeof(int);
   int n = 0, i, p, error;
   cddp_result r = CDDP_OK;
-  /* Connects to all at the same time, and sends nothing. */
+  /* Connects to all at the same time, and sends nothing, so NOTICE has no effect. */
   for (i = 1; i < net->size && n < MOST_PORTS; i++) {
     p = (net->rank + i) % net->size;
     if (net->ranks[p].host == net->host) continue;
@@ -12510,7 +12513,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   double deadline;
   int passes = 0;
   size_t k, draining; /* draining: number of children that have to read FAIL */
-  snprintf(text, sizeof text, "%s", cddp_error());
+  snprintf(text, sizeof text, "%s", cddp_error()); /* a copy: sends can fail too */
   snprintf(remote, sizeof remote, "%s", text);
   if (r != CDDP_OK && !rdv->common_failure) /* others must see whose failure it is */
     memcpy(remote,
@@ -13533,8 +13536,10 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
 
 /* Exchanges this host's headers and shares for those of all hosts, in hosts.headers. Before each
    turn a leader knows the headers of `known` hosts in a row, its own first. In a turn each of
-   CDDP__DIRECT_HOSTS - 1 leaders, `distance` hosts away, sends it `known` more. A host in another
-   call can send other shares, up to in_limit; then all ranks find the mismatch in its headers. */
+   CDDP__DIRECT_HOSTS - 1 leaders, `distance` hosts away, sends it `known` more. Example, 20 hosts:
+   first the next 7 leaders send 1 host's headers each; then the 8th sends 8, and the 16th the last
+   4. A host in another call can send other shares, up to in_limit; then all ranks find the mismatch
+   in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   size_t out_bytes, in_limit;
@@ -13778,8 +13783,9 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
   const cddp__shape *s = f->shape;
   int owner = result ? from : to, other = result ? to : from; /* of the part; the other end */
   int host = hosts->peers[other].host;
-  bool lacks = cddp__in_one_buffer(f->c) ? result && f->hosts_sum_whole : s->scatters == result;
-  if (lacks) return false; /* the call has no such frames */
+  bool has_none = /* the call has no contributions, or no results: see above */
+      cddp__in_one_buffer(f->c) ? result && f->hosts_sum_whole : s->scatters == result;
+  if (has_none) return false;
   if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__acting_rank(hosts, host, owner)) return false;
   if (s->from_root) /* broadcast: the root's host contributes, the others get the results */
@@ -13981,7 +13987,8 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
     longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
   f->piece_max = longest;
   if (!f->hosts_sum_whole && (one_buffer || f->shape->reduces)) /* else one piece */
-    f->piece_max = cddp__min(longest, piece * host_count / sum_bytes);
+    f->piece_max = /* of which all hosts' sums have `piece` bytes per host, on average */
+        cddp__min(longest, piece * host_count / sum_bytes);
   f->piece_max = cddp__round_up(cddp__max(f->piece_max, 1), granule);
   f->pieces = (long)((longest + f->piece_max - 1) / f->piece_max);
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1; /* one piece: 0 */
@@ -14041,7 +14048,8 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
     if (ref->kind == CDDP__REF_NONE) /* elastic: the others continue without that rank */
       r = cddp__fail(g->elastic && p != g->rank ? CDDP_PEER_LOST : CDDP_OUT_OF_MEMORY,
                      "rank %d has no memory for the pieces of this call", p);
-    else if (ref->kind != CDDP__REF_UNUSED && (p != g->rank || scratch))
+    else if (ref->kind != CDDP__REF_UNUSED /* else only rank p accesses its view */ &&
+             (p != g->rank || scratch))
       r = cddp__map_ref(g->host, ref, &at);
     else if (p == g->rank) /* this rank's buffer: the call has its address */
       at = f->shape->reduces ? (void *)(uintptr_t)f->c->send : f->c->recv;
@@ -14054,7 +14062,8 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
 
 /* A barrier of this host's ranks between two uses of their views. */
 static cddp_result cddp__chunk_round(cddp_group *g, const cddp__call *c) {
-  return cddp__run_round(g, CDDP__ROUND_OF_HOST, c, CDDP__PHASE_CHUNK, NULL /* payload */, 0);
+  return cddp__run_round(g, CDDP__ROUND_OF_HOST, c, CDDP__PHASE_CHUNK, NULL /* payload */,
+                         0 /* bytes */);
 }
 
 /* Runs a chunk, with copies to and from views in scratch. has_sources: views hold the data to send,
