@@ -1848,7 +1848,7 @@ typedef struct cddp__logged_call {
     uint64_t count;
   } what;
   uint64_t hash; /* of `what` of this call and all before it */
-  char site[96]; /* text of the call site, cut to fill two cache lines; "": unknown */
+  char site[96]; /* text of the call site, cut: an entry has 128 bytes; "": unknown */
 } cddp__logged_call;
 #define CDDP__CALL_LOG 64 /* a rank's latest calls that a group keeps; a power of two */
 #define CDDP__COUNTED_PEERS 64 /* only ranks below this count their messages on device memory */
@@ -2562,15 +2562,14 @@ typedef struct cddp__net {
   cddp__atomic_u32 uses; /* number of users: the host or an elastic model, and groups */
   int rank, size; /* in the job */
   int host, host_count; /* this host's index; hosts of the job */
-  unsigned char *token; /* [16] of the job; a process gets it from the store */
+  unsigned char *token; /* [16] random number of the job, or of an elastic model: hellos contain it */
   cddp__host_entry *hosts; /* [host_count]; token, hosts and ranks are one block of memory */
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret; /* NULL: none */
-  int listener; /* for links from other ranks */
+  int listener; /* accepts links from other ranks */
   cddp__cause loss; /* why a group broke, for notices to others; state 1: not reported any more,
                        as a round began since */
-  cddp__atomic_u32 starved; /* errno of an accept that failed for want of a descriptor or memory;
-                               0: none */
+  cddp__atomic_u32 starved; /* errno of the last accept if a descriptor or memory was lacking; else 0 */
   pthread_mutex_t lock; /* guards the fields below */
   cddp__connection *incoming; /* accepted links that no group has claimed yet; newest first */
   cddp__connection *spare; /* memory for the next accepted link, or NULL */
@@ -2620,9 +2619,9 @@ typedef struct cddp__hosts {
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
   int posted_count; /* number of frames in `posted` */
   double notices_read; /* leaders: time, of cddp__now, at which a round last read notices */
-  long flow_step; /* current step of cddp__flow_run, noted in each frame that it posts: of the frames
+  long flow_step; /* current step of cddp__flow_run, noted in each frame that it posts. Of frames
                      to send, cddp__deliver waits only for those of steps before its due_step */
-  const void **pointers, **sums; /* [size] scratch, sources of a reduction: the arrays of a subtree's
+  const void **pointers, **sums; /* [size] scratch, sources of a reduction: arrays of a subtree's
                                     ranks; the sums of the subtrees */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote; /* lowest rank on another host; its header is written last */
@@ -3177,6 +3176,7 @@ enum { /* their bits in MXCSR */
   CDDP__MXCSR_DAZ = 1 << 6,
   CDDP__MXCSR_ROUNDING = 13, /* the first of two bits, which count as CDDP__FP_ROUNDING */
   CDDP__MXCSR_FTZ = 1 << 15,
+  /* all bits of the mode: */
   CDDP__MXCSR_MODE = CDDP__MXCSR_DAZ | 3 << CDDP__MXCSR_ROUNDING | CDDP__MXCSR_FTZ
 };
 #elif defined(__aarch64__)
@@ -3184,6 +3184,7 @@ enum { /* their bits in FPCR */
   CDDP__FPCR_DAZ = 1 << 0,  /* FIZ, Armv8.7 */
   CDDP__FPCR_ROUNDING = 22, /* the first of two bits */
   CDDP__FPCR_FTZ = 1 << 24, /* FZ: results and operands */
+  /* all bits of the mode: */
   CDDP__FPCR_MODE = CDDP__FPCR_DAZ | 3 << CDDP__FPCR_ROUNDING | CDDP__FPCR_FTZ
 };
 /* FPCR counts upward before downward; the same table converts both ways. */
@@ -3410,6 +3411,7 @@ static int64_t cddp__nanoseconds(clockid_t clock) { /* the clock's time */
 /* A number for a new job without a token. From the time and the process id, so that it differs from
    those of earlier jobs, and of jobs that start at the same moment. */
 static uint64_t cddp__record_job(void) {
+  /* << 44: times of jobs that start together differ only in lower bits (of 2^44 ns, 5 hours). */
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
@@ -4325,7 +4327,7 @@ static cddp_result cddp__listen_loopback(int *fd, int *port) {
   int listener = -1, count = 0;
   cddp_result r = cddp__listen_all(&a, 1, &listener, &count);
   *port = cddp__address_port(&a);
-  /* A copy that is not in the table of FORK; -1 too if r is a failure, so listener is -1. */
+  /* The copy is not in the table of FORK. If r is a failure, listener is -1, and so is the copy. */
   *fd = fcntl(listener, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   if (r == CDDP_OK && *fd < 0) r = cddp__fail_errno("fcntl of a socket");
   /* Port 0: _listen_all could not learn the port. The same call fails again, and sets errno. */
@@ -4465,7 +4467,7 @@ static void cddp__buffer_add_number(cddp__buffer *buffer, uint64_t number, size_
 static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
   buffer->start = buffer->end = 0;
   buffer->failed = false;
-  if (buffer->capacity <= keep) return;
+  if (buffer->capacity <= keep) return; /* the next bytes need no allocation */
   cddp__free(buffer->allocator, buffer->data);
   if (buffer->total != NULL) *buffer->total -= buffer->capacity;
   buffer->data = NULL;
@@ -4517,7 +4519,7 @@ struct cddp__connection {
   bool caller; /* this end has connected; false: it has accepted */
   bool local; /* a Unix socket: descriptors can travel with the bytes */
   bool ready; /* the last cddp__connections_poll found an event */
-  bool ended_early; /* it ended before it was UP: links then connect again */
+  bool ended_early; /* it ended before it was UP: the caller of a link connects again */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
   cddp__challenge challenge; /* PROVING: the proof of the secret */
   cddp__buffer out, in; /* to be sent; received and not parsed */
@@ -4602,10 +4604,12 @@ static void cddp__connection_close(cddp__connection *c) {
 }
 
 /* Begins the proof of the secret: the connection is PROVING until cddp__connection_progress has
-   completed it. Parameters as in cddp__challenge_begin. */
+   completed it. secret, purpose, context: as in cddp__challenge_begin. */
 static cddp_result cddp__connection_begin_proof(cddp__connection *c, const char *secret,
-                                              const char *purpose, const void *context, size_t n) {
-  cddp_result r = cddp__challenge_begin(&c->challenge, secret, purpose, c->caller, context, n);
+                                                const char *purpose, const void *context,
+                                                size_t context_size) {
+  cddp_result r =
+      cddp__challenge_begin(&c->challenge, secret, purpose, c->caller, context, context_size);
   if (r == CDDP_OK)
     c->state = CDDP__CONNECTION_PROVING;
   else
