@@ -2562,14 +2562,14 @@ typedef struct cddp__net {
   cddp__atomic_u32 uses; /* number of users: the host or an elastic model, and groups */
   int rank, size; /* in the job */
   int host, host_count; /* this host's index; hosts of the job */
-  unsigned char *token; /* [16] random number of the job, or of an elastic model: hellos contain it */
+  unsigned char *token; /* [16] random number of the job or elastic model: part of each hello */
   cddp__host_entry *hosts; /* [host_count]; token, hosts and ranks are one block of memory */
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret; /* NULL: none */
   int listener; /* accepts links from other ranks */
   cddp__cause loss; /* why a group broke, for notices to others; state 1: not reported any more,
                        as a round began since */
-  cddp__atomic_u32 starved; /* errno of the last accept if a descriptor or memory was lacking; else 0 */
+  cddp__atomic_u32 starved; /* the last accept's EMFILE, ENFILE or ENOMEM; 0: it lacked nothing */
   pthread_mutex_t lock; /* guards the fields below */
   cddp__connection *incoming; /* accepted links that no group has claimed yet; newest first */
   cddp__connection *spare; /* memory for the next accepted link, or NULL */
@@ -2581,9 +2581,9 @@ typedef struct cddp__net {
 
 /* A host of a group. */
 typedef struct cddp__group_host {
-  int first, size; /* its ranks: hosts.ranks[first] .. */
+  int first, size; /* its ranks: hosts.ranks[first .. first + size) */
   size_t headers_at; /* offset of the host's headers, and of their shares, in hosts.headers */
-  size_t received; /* bytes of these received in this round */
+  size_t received; /* how many of these bytes this host has received in this round */
   size_t bytes; /* of this host's sums, per element of the result */
   size_t bytes_at; /* the sum of `bytes` of all earlier hosts */
 } cddp__group_host;
@@ -2601,7 +2601,7 @@ typedef struct cddp__peer {
   double lost_at; /* the time, of cddp__now, at which that connection ended */
   int error; /* connection.error of that connection */
 } cddp__peer;
-#define CDDP__LEFT (-1) /* in connection.error: the other side said BYE */
+#define CDDP__LEFT (-1) /* in connection.error, instead of an errno: the other side said BYE */
 
 /* Data of a group that spans hosts. Host 0 is that of rank 0. Owner of the fields that change,
    unless stated: the thread that runs the group's collectives. */
@@ -2625,7 +2625,7 @@ typedef struct cddp__hosts {
                                     ranks; the sums of the subtrees */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote; /* lowest rank on another host; its header is written last */
-  bool local_only; /* the current round has only this host's ranks */
+  bool local_only; /* only this host's ranks take part in the current round */
   char *stage; /* pieces in transit to and from other hosts */
   size_t stage_size; /* bytes of `stage` */
   char **scratch; /* [local_size] shared: chunks of private buffers; NULL: none yet */
@@ -2635,7 +2635,7 @@ typedef struct cddp__hosts {
   size_t stored_bytes; /* of the messages in `stored` */
   uint64_t pass; /* number of the current pass through `posted` */
   bool polling; /* a thread of this rank polls for all threads that wait */
-  int wake_fd; /* an eventfd that wakes that thread */
+  int wake_fd; /* an eventfd that wakes the polling thread: another one has received its bytes */
   int epoll; /* of connections, wake_fd and listener, edge-triggered */
 } cddp__hosts;
 
@@ -3699,9 +3699,9 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
 enum { CDDP__END_CALLED, CDDP__END_CALLER }; /* the ends of a connection: values of `bool caller` */
 enum cddp__challenge_state {
   CDDP__CHALLENGE_ON,      /* needs more bytes */
-  CDDP__CHALLENGE_PROVEN,  /* both ends know the secret; the states behind it are failures */
+  CDDP__CHALLENGE_PROVEN,  /* both ends know the secret, or neither has one. Behind it: failures */
   CDDP__CHALLENGE_REFUSED, /* the called end has sent `why` */
-  CDDP__CHALLENGE_WRONG,   /* the other end does not know the secret */
+  CDDP__CHALLENGE_WRONG,   /* the other end has another secret, or this one has none */
   CDDP__CHALLENGE_NOT_CDDP /* the other end uses another protocol */
 };
 
@@ -4518,7 +4518,7 @@ struct cddp__connection {
   int error; /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
   bool caller; /* this end has connected; false: it has accepted */
   bool local; /* a Unix socket: descriptors can travel with the bytes */
-  bool ready; /* the last cddp__connections_poll found an event */
+  bool ready; /* the last cddp__connections_poll found an event: bytes, space to send, or the end */
   bool ended_early; /* it ended before it was UP: the caller of a link connects again */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
   cddp__challenge challenge; /* PROVING: the proof of the secret */
@@ -4540,7 +4540,7 @@ struct cddp__connection {
   bool peer_failed; /* the peer's BYE says that the group is broken */
   bool peer_over; /* the peer's BYE says that the peer has left the elastic model */
   double retry_at; /* when cddp__link_reconnect next connects again */
-  cddp__hello hello; /* sent or received, by `caller` */
+  cddp__hello hello; /* sent if this end is the caller, else received */
   /* of processes that join only: */
   double first_message_at; /* time, of cddp__now, of the first message of the proof */
 };
@@ -4880,7 +4880,8 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
     size_t esize;
     bool valid;
     if (!cddp__connection_peek(c)) return NULL;
-    /* The head holds the size twice: a damaged head does not allocate a wrong amount. */
+    /* The head holds the size twice, in bytes and elements. A damaged head, where they differ, must
+       not allocate a wrong amount. */
     esize = cddp__dtype_size(head->dtype); /* 0: no dtype */
     valid = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
             head->size % esize == 0 && head->size / esize == head->count &&
