@@ -5191,7 +5191,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
     if (entry == NULL) return false;
     entry->key_size = key.size;
     entry->value.allocator = &server->allocator;
-    entry->value.total = &server->stored; /* the buffer adds its capacity to it */
+    entry->value.total = &server->stored; /* to which the buffer adds its capacity */
     cddp__copy(entry + 1, key.data, key.size); /* the key follows the entry */
     *link = entry;
     server->keys++;
@@ -5446,7 +5446,7 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
     got = cddp__connection_fill(c, 256 /* bytes or more */);
   else if (events & (EPOLLHUP | EPOLLERR)) /* without EPOLLIN: all input has been read */
     got = -1;
-  if (got > 0 && idle && client->greeted) /* a command begins, and its time */
+  if (got > 0 && idle && client->greeted) /* a command begins: the time to send it */
     c->deadline = cddp__now() + CDDP__COMMAND_S;
   if (got < 0 || cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX ||
       server->buffered > CDDP__SERVER_MEMORY)
@@ -5576,7 +5576,7 @@ static void cddp__server_free(cddp__server *server) {
   uint32_t i;
   for (client = server->clients; client != NULL; client = client->next)
     cddp__client_close(server, client);
-  cddp__server_settle(server); /* frees them */
+  cddp__server_settle(server); /* frees the closed clients */
   for (i = 0; i < CDDP__MAP_CHAINS; i++)
     while (cddp__map_drop(server, &server->chains[i])) {}
   while (server->fd_count > 0) cddp__close_fd(&server->fds[--server->fd_count]);
@@ -5682,7 +5682,7 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
       c->in.start++;
       return CDDP_OK;
     }
-    /* Without a secret here, a server that has one refuses: 8 bytes and a letter. */
+    /* If only the server has a secret, its answer is a refusal: 8 bytes and a letter. */
     if (in.size < 9 && in.data[0] == CDDP__AUTH_REFUSAL[0])
       (void)cddp__connection_exchange(c, 9, cddp__earlier_deadline(1 /* s */, deadline));
     (void)cddp__connection_fill(c, 80); /* bytes for the error text: what the program sends */
@@ -6038,7 +6038,7 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   size_t n;
   memset(record, 0, sizeof *record);
   if (fstat(fd, &st) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
-  /* else another user could have written it, or can write to it */
+  /* NULL: no other user can have written it */
   why = !S_ISREG(st.st_mode)                 ? "is not a regular file"
         : st.st_uid != geteuid()             ? "belongs to another user"
         : st.st_nlink > 1                    ? "has other names (hard links)"
@@ -6192,7 +6192,7 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
   return store->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* Frees a store that has no server, or no longer; closes the connection and the file. */
+/* Frees a store whose server, if any, has ended; closes the connection and the file. */
 static void cddp__store_free(cddp_store *store) {
   cddp_allocator a = store->allocator; /* a copy: the store's own is freed with the store */
   cddp__connection_close(&store->connection);
@@ -7016,7 +7016,8 @@ static bool cddp__life_byte_is_locked(const cddp__host *host, int window) {
   return fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
-static int cddp__window_of(const cddp__host *host, uint64_t base) { /* that contains base */
+/* The number of the window that contains base. */
+static int cddp__window_of(const cddp__host *host, uint64_t base) {
   return (int)(base >> host->arena.window_bits) - 1; /* window 0 follows the first group's block */
 }
 
@@ -7094,7 +7095,7 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
   segment->base = base;
   segment->size = size;
   segment->address = address;
-  if (n > 0) segment->extents = (cddp__extent *)(void *)(segment + 1); /* allocated with it */
+  if (n > 0) segment->extents = (cddp__extent *)(void *)(segment + 1); /* behind the struct */
   return segment;
 }
 
@@ -7214,7 +7215,7 @@ static void cddp__pending_remove(cddp__host *host, cddp__extent *extent) {
   extent->previous->next = extent->next;
   extent->next->previous = extent->previous;
   if (host->arena.pending == extent)
-    host->arena.pending = extent->next != extent ? extent->next : NULL /* it was alone */;
+    host->arena.pending = extent->next != extent ? extent->next : NULL /* no other is left */;
   extent->freed_after = NULL;
 }
 
@@ -7259,7 +7260,7 @@ static bool cddp__populate(const cddp__host *host, char *address, uint64_t base,
 
 /* Whether p, an address in this process, is in the segment. */
 static bool cddp__segment_has(const cddp__segment *segment, const void *p) {
-  return (uintptr_t)p - (uintptr_t)segment->address < segment->size; /* if p is lower: it wraps */
+  return (uintptr_t)p - (uintptr_t)segment->address < segment->size; /* p is lower: a huge number */
 }
 
 /* The offset of shared memory, own or a peer's, in the memfd. */
@@ -7281,7 +7282,7 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
    not. */
 static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *extent) {
   const cddp__control_block *block = extent->freed_after;
-  bool is_block = cddp__extent_address(extent) == (const void *)block; /* so it isn't freed yet */
+  bool is_block = cddp__extent_address(extent) == (const void *)block; /* so it is not freed yet */
   struct { /* the block's fields of these names, in its order: one pread fills it */
     uint32_t left, generation, size;
   } now;
@@ -7465,7 +7466,7 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   if (ref->kind == CDDP__REF_POINTER) return CDDP_OK; /* base is the address itself */
   pthread_mutex_lock(&host->lock);
   segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
-  if (segment != NULL && segment->base != ref->base) segment = NULL; /* it begins earlier */
+  if (segment != NULL && segment->base != ref->base) segment = NULL; /* another, before it */
   for (i = 0; segment == NULL && i < host->arena.own.count; i++) /* or a buffer of this rank */
     if (host->arena.own.list[i]->base == ref->base) segment = host->arena.own.list[i];
   if (segment == NULL) {
@@ -7667,7 +7668,7 @@ static void cddp__free_window(cddp__host *host, cddp__process *p) {
   if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return; /* another process reads it */
   (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
   (void)cddp__arena_lock(host, F_UNLCK, use, 1);
-  p->lost_in_step = 0;
+  p->lost_in_step = 0; /* nothing is left to free */
   cddp__close_fd(&p->pidfd);
   if (p->window < host->size) return; /* p is in host->ranks, not in the list */
   pthread_mutex_lock(&host->lock);
@@ -8515,7 +8516,7 @@ static size_t cddp__fold_block_bytes(const cddp__fold *fold) {
   size_t results = 2; /* most partial results at a time: log2(nsrcs) + 2 */
   int n;
   for (n = fold->nsrcs; n > 1; n /= 2) results++;
-  if (fold->widths != NULL) results = CDDP__FOLD_DEPTH; /* sums as sources: at most that */
+  if (fold->widths != NULL) results = CDDP__FOLD_DEPTH; /* sums as sources: the stack's most */
   return cddp__min(CDDP__BLOCK_BYTES, CDDP__FOLD_BYTES / results / 64 * 64 /* whole cache lines */);
 }
 
@@ -8543,7 +8544,7 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
     i += k;
     while (depth > 1 && (i == fold->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
       bool last = i == fold->nsrcs && depth == 2; /* gives the root of the tree */
-      char *in_dst = dst + at * fold->compute_size; /* valid if it is not narrowed */
+      char *in_dst = dst + at * fold->compute_size; /* unless the result is narrowed */
       void *out = last && !fold->narrows ? in_dst : bufs[depth - 2];
       depth--;
       cddp__fold_pair(fold, out, results[depth - 1], results[depth], n, last);
@@ -8657,7 +8658,7 @@ static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   float buf[CDDP__BLOCK_FLOATS]; /* for F16 and BF16 ("halves"), which have no `squares` */
   double sum = 0;
   size_t at, m; /* a block: its first element, number of elements */
-  for (at = 0; at < n; at += m) { /* blocks for all types: so the order of additions is one */
+  for (at = 0; at < n; at += m) { /* of all dtypes, so the order of additions is the same */
     const void *q = (const char *)p + at * cddp__dtype_size(dtype);
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     if (loops[dtype].squares != NULL) {
@@ -9080,7 +9081,7 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   t = cddp__textf("%s", cddp__shapes[kind].name);
   if (kind == CDDP__KIND_DDP_BUCKET)
     cddp__append(t.s, sizeof t.s, " %" PRIu64, count /* the bucket's index */);
-  if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t; /* no user's data */
+  if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t; /* no elements */
   cddp__append(t.s, sizeof t.s, "(");
   if (kind < CDDP__KIND_ALL_GATHER_V) /* later kinds have a count for each rank */
     cddp__append(t.s, sizeof t.s, "count %" PRIu64 ", ", count);
@@ -9151,8 +9152,8 @@ static size_t cddp__piggyback_bytes(int size) {
 
 /* Offset of the slots in the block: behind headers and remote arrivals. */
 static size_t cddp__slots_at(int size) {
-  size_t headers = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
-  return CDDP__HEADERS_AT + cddp__round_up(headers, 4096 /* a page */);
+  size_t bytes = (size_t)size * (2 * sizeof(cddp__op_header) + sizeof(cddp__atomic_u32));
+  return CDDP__HEADERS_AT + cddp__round_up(bytes, 4096 /* a page */);
 }
 /* Offset of the staging buffers in the block: bytes of all that is before them. */
 static size_t cddp__head_bytes(int size, int local_size) {
@@ -9368,8 +9369,8 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 
 /* --- whether and how a peer has ended --- */
 
-#define CDDP__REMOTE_CAUSE_S 0.1      /* time for another host's notice of a failure to arrive */
-#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* the time if ranks there can have seen how a rank ended */
+#define CDDP__REMOTE_CAUSE_S 0.1      /* seconds for another host's notice of a failure */
+#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* if other ranks there can have seen how it ended */
 #define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
 #define CDDP__STATUS_S 0.5 /* time for the rank before a dead one to store slot.ended: >>round */
 #define CDDP__STOPPED_S 5.0 /* a peer that uses this rank's memory for longer counts as stopped */
