@@ -22442,21 +22442,24 @@ static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__rank_report *re
 
 /* An optimizer's data (NULL: none) for a joining rank. counts (or NULL) receives the steps of each
    parameter. */
-static cddp__snapshot cddp__optim_snapshot(const cddp_optim *o, float *counts) {
+static cddp__snapshot cddp__optim_snapshot(const cddp_optim *optim, float *counts) {
   cddp__snapshot out;
   memset(&out, 0, sizeof out);
-  if (o == NULL) return out;
+  if (optim == NULL) return out;
   out.has_optim = true;
   /* the settings: numbers that a joining rank's optimizer must have, too */
-  memcpy(out.settings, &o->desc, CDDP__SETTING_COUNT * sizeof *out.settings); /* its first fields */
-  if (o->count > 0) out.settings[CDDP__SETTING_COUNT] = o->desc.weight_decays[0]; /* the last */
-  out.lr_scales = cddp__hash64(1 /* seed */, o->desc.lr_scales, (size_t)o->count * sizeof(double));
+  memcpy(out.settings, &optim->desc /* its first fields */,
+         CDDP__SETTING_COUNT * sizeof *out.settings);
+  if (optim->count > 0) /* the last setting */
+    out.settings[CDDP__SETTING_COUNT] = optim->desc.weight_decays[0];
+  out.lr_scales =
+      cddp__hash64(1 /* seed */, optim->desc.lr_scales, (size_t)optim->count * sizeof(double));
   out.weight_decays =
-      cddp__hash64(1 /* seed */, o->desc.weight_decays, (size_t)o->count * sizeof(double));
-  if (cddp__most_steps(o) == 0) return out; /* it has not stepped, so it has no states */
-  out.state_count = o->state_count;
+      cddp__hash64(1 /* seed */, optim->desc.weight_decays, (size_t)optim->count * sizeof(double));
+  if (cddp__most_steps(optim) == 0) return out; /* it has not stepped, so it has no states */
+  out.state_count = optim->state_count;
   out.stepped = true;
-  if (counts != NULL) memcpy(counts, o->steps, (size_t)o->count * sizeof *counts);
+  if (counts != NULL) memcpy(counts, optim->steps, (size_t)optim->count * sizeof *counts);
   return out;
 }
 
@@ -22686,11 +22689,12 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
    computes it. A reduction that is repeated needs the weights before it, which only the ranks that
    lack it still have (`able`). */
 static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint64_t next) {
-  int *owner = d->shards.owner, able[CDDP__MAX_RANKS], count = 0, missing = 0, assigned = 0, i, k;
+  int *owner = d->shards.owner, able[CDDP__MAX_RANKS], able_count = 0, i, k;
+  int missing = 0, assigned = 0; /* shards without a sum: all; those that have an owner now */
   for (k = 0; k < d->step.active_count; k++) {
     const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
     if (!d->elastic->repeats || (report->head.joining == 0 && report->reductions == next))
-      able[count++] = k;
+      able[able_count++] = k;
   }
   for (i = 0; i < d->shards.count; i++) {
     owner[i] = -1; /* as yet no rank has its sum */
@@ -22701,7 +22705,7 @@ static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint6
     missing += owner[i] < 0; /* to be computed */
   }
   for (i = 0; i < d->shards.count; i++) /* about missing / count shards in a row for each rank */
-    if (owner[i] < 0) owner[i] = able[(int64_t)assigned++ * count / missing];
+    if (owner[i] < 0) owner[i] = able[(int64_t)assigned++ * able_count / missing];
 }
 
 /* Sets the groups' ranks, what this step needs, and the owners of shards. Returns the report of the
@@ -23563,12 +23567,12 @@ static cddp_safetensors *cddp__st_new(const cddp_allocator *allocator, size_t te
 }
 
 CDDPDEF void cddp_safetensors_close(cddp_safetensors *file) {
-  cddp_allocator a;
+  cddp_allocator allocator;
   if (file == NULL) return;
-  a = file->allocator;
+  allocator = file->allocator;
   cddp__close_fd(&file->fd);
-  cddp__free(&a, file->tensors);
-  cddp__free(&a, file);
+  cddp__free(&allocator, file->tensors);
+  cddp__free(&allocator, file);
 }
 
 /* --- JSON --- */
@@ -23857,26 +23861,27 @@ static cddp_result cddp__st_parse(cddp_safetensors *file) {
   const unsigned char *p = (const unsigned char *)file->text;
   const char *twice;
   size_t at, n, i;
-  cddp__json j;
+  cddp__json json;
   cddp_result r;
   for (at = 0; at < file->text_size; at += n)
     if ((n = cddp__utf8(p + at, file->text_size - at)) == 0)
       return cddp__fail(CDDP_IO, "its header is not UTF-8 at byte %zu", at);
   if ((r = cddp__st_reserve(file)) != CDDP_OK) return r;
-  memset(&j, 0, sizeof j);
-  j.begin = j.at = file->text;
-  j.end = file->text + file->text_size;
-  if (*j.at != '{') cddp__json_fail(&j, "it must begin with {"); /* no space first, unlike JSON */
-  for (n = 0; cddp__json_item(&j, "{}", n, "{"); n++) {
-    const char *name = cddp__json_key(&j);
+  memset(&json, 0, sizeof json);
+  json.begin = json.at = file->text;
+  json.end = file->text + file->text_size;
+  if (*json.at != '{') /* unlike in JSON, no space may come first */
+    cddp__json_fail(&json, "it must begin with {");
+  for (n = 0; cddp__json_item(&json, "{}", n, "{"); n++) {
+    const char *name = cddp__json_key(&json);
     if (strcmp(name, "__metadata__") == 0)
-      cddp__st_metadata(file, &j);
+      cddp__st_metadata(file, &json);
     else
-      cddp__st_tensor(file, &j, name);
+      cddp__st_tensor(file, &json, name);
   }
-  cddp__json_space(&j);
-  if (j.at != j.end) cddp__json_fail(&j, "only spaces may follow the last }");
-  if (j.result != CDDP_OK) return j.result;
+  cddp__json_space(&json);
+  if (json.at != json.end) cddp__json_fail(&json, "only spaces may follow the last }");
+  if (json.result != CDDP_OK) return json.result;
   if ((r = cddp__st_check_offsets(file)) != CDDP_OK) return r;
   for (i = 0; i < file->count; i++) {
     file->by_name[i].name = file->tensors[i].name;
@@ -24261,13 +24266,13 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
                  (optim != NULL && optim->backend->on_device);
   for (i = 0; i < ckpt->count; i++) {
     const cddp_param *p = &ckpt->params[i];
-    const cddp_shape *s = desc->shapes != NULL ? &desc->shapes[i] : NULL;
+    const cddp_shape *shape = desc->shapes != NULL ? &desc->shapes[i] : NULL;
     if (p->count > 0 && cddp__on_device(ckpt->g, p->data)) ckpt->has_device_memory = true;
-    if (s == NULL || s->dims == 0 /* none given */) continue;
-    if (s->dims < -1 /* -1: a scalar */ || s->dims > 8)
-      return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, s->dims);
-    if (!cddp__st_size(s->size, s->dims > 0 ? s->dims : 0, 64 /* bits: the widest */, &elements,
-                       &bytes) || elements != p->count)
+    if (shape == NULL || shape->dims == 0 /* none given */) continue;
+    if (shape->dims < -1 /* -1: a scalar */ || shape->dims > 8)
+      return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, shape->dims);
+    if (!cddp__st_size(shape->size, shape->dims > 0 ? shape->dims : 0, 64 /* bits: the widest */,
+                       &elements, &bytes) || elements != p->count)
       return CDDP__REFUSE(
           "the shape of parameter \"%s\" does not match its count, %zu", p->name, p->count);
   }
@@ -24601,37 +24606,37 @@ static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
 
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
                                 int count, const cddp_checkpoint_desc *desc) {
-  cddp__ckpt c;
+  cddp__ckpt ckpt;
   bool shares; /* rank 0 can read states in the other ranks' memory: an access (>>failure) */
   cddp_result r, mine; /* mine: of this rank, before all ranks agree */
   cddp__enter_call(__func__);
-  r = cddp__ckpt_begin(&c, CDDP__CKPT_SAVES, g, path, params, count, desc);
-  shares = g != NULL && g->size > 1 && !c.partitioned;
-  r = cddp__compare_calls(&c, r);
-  if (r == CDDP_OK && c.partitioned) r = cddp__alloc_whole(&c);
+  r = cddp__ckpt_begin(&ckpt, CDDP__CKPT_SAVES, g, path, params, count, desc);
+  shares = g != NULL && g->size > 1 && !ckpt.partitioned;
+  r = cddp__compare_calls(&ckpt, r);
+  if (r == CDDP_OK && ckpt.partitioned) r = cddp__alloc_whole(&ckpt);
   if (r == CDDP_OK) {
-    if (c.root || c.partitioned) /* partitioned: each rank needs the list of states to gather */
-      r = cddp__save_header(&c);
-    if (c.partitioned) r = cddp__agree(g, r); /* before the ranks gather states together */
-    if (r == CDDP_OK && c.root) {
-      r = cddp__open_temporary(&c);
+    if (ckpt.root || ckpt.partitioned) /* partitioned: each rank needs the list of states */
+      r = cddp__save_header(&ckpt);
+    if (ckpt.partitioned) r = cddp__agree(g, r); /* before the ranks gather states together */
+    if (r == CDDP_OK && ckpt.root) {
+      r = cddp__open_temporary(&ckpt);
       if (r == CDDP_OK && shares) r = cddp__begin_access(g);
       if (r == CDDP_OK)
-        r = cddp__file_io(c.fd, CDDP__FILE_WRITE, c.header.data, c.header.end, 0 /* at */);
-      if (r == CDDP_OK || c.partitioned /* collective */) r = cddp__save_items(&c, r);
+        r = cddp__file_io(ckpt.fd, CDDP__FILE_WRITE, ckpt.header.data, ckpt.header.end, 0 /* at */);
+      if (r == CDDP_OK || ckpt.partitioned /* collective */) r = cddp__save_items(&ckpt, r);
       if (shares) (void)cddp__end_access(g, CDDP_OK); /* OK: no peer uses this rank's memory */
-      if (c.fd >= 0) r = cddp__close_temporary(&c, r);
-    } else if (r == CDDP_OK && c.partitioned) {
-      r = cddp__save_items(&c, r);
+      if (ckpt.fd >= 0) r = cddp__close_temporary(&ckpt, r);
+    } else if (r == CDDP_OK && ckpt.partitioned) {
+      r = cddp__save_items(&ckpt, r);
     }
     mine = r;
     r = cddp__agree(g, mine); /* the other ranks wait here for rank 0 and its disk */
-    if (r == CDDP_TIMEOUT && !c.root)
+    if (r == CDDP_TIMEOUT && !ckpt.root)
       r = cddp__fail_in(r, "rank 0 has not finished writing the file to the disk: ");
-    if (r != CDDP_OK && mine == CDDP_OK && c.root)
+    if (r != CDDP_OK && mine == CDDP_OK && ckpt.root)
       r = cddp__fail_in(r, "the file is complete and in place, but the ranks have failed: ");
   }
-  cddp__ckpt_end(&c);
+  cddp__ckpt_end(&ckpt);
   return cddp__fail_on_file(__func__, path, r);
 }
 
@@ -24790,9 +24795,9 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
    cddp__load_states has sent partitioned states. */
 static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
-  cddp__packet p;
+  cddp__packet packet;
   size_t i;
-  cddp__packet_begin(&p, ckpt->g, 0 /* root */);
+  cddp__packet_begin(&packet, ckpt->g, 0 /* root */);
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype = item->dtype;
@@ -24802,12 +24807,12 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
       continue;
     if (ckpt->has_device_memory)
       r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
-    else r = cddp__packet_add(&p, item->data, item->count, dtype);
+    else r = cddp__packet_add(&packet, item->data, item->count, dtype);
   }
   if (r != CDDP_OK) return r;
   /* the device can still run the broadcasts and rank 0's copies */
   return ckpt->has_device_memory ? cddp__await_device(ckpt->g, CDDP__AWAIT_GROUP)
-                                 : cddp__packet_broadcast(&p);
+                                 : cddp__packet_broadcast(&packet);
 }
 
 /* Collective: rank 0 broadcasts each state in `whole`, of which each rank keeps its part. */
@@ -24913,41 +24918,42 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
 
 CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *params, int count,
                                 const cddp_checkpoint_desc *desc) {
-  cddp__ckpt c;
+  cddp__ckpt ckpt;
   cddp_result r;
   char *text;
   int i;
   cddp__enter_call(__func__);
-  r = cddp__ckpt_begin(&c, CDDP__CKPT_LOADS, g, path, params, count, desc);
-  r = cddp__load_header(&c, r);
-  if (r == CDDP_OK) r = cddp__load_tensors(&c);
-  desc = c.desc; /* never NULL */
+  r = cddp__ckpt_begin(&ckpt, CDDP__CKPT_LOADS, g, path, params, count, desc);
+  r = cddp__load_header(&ckpt, r);
+  if (r == CDDP_OK) r = cddp__load_tensors(&ckpt);
+  desc = ckpt.desc; /* never NULL */
   if (r == CDDP_OK && desc->optim != NULL) {
     cddp__renew_masters(desc->optim); /* they begin anew as the loaded weights */
     desc->optim->paired = 0; /* steps that other optimizers made before do not matter now */
-    if (c.has_lr) r = cddp__commit_states(&c); /* else the file has no optimizer: its states stay */
+    if (ckpt.has_lr) r = cddp__commit_states(&ckpt); /* else its states stay: the file has none */
     if (r == CDDP_OK) r = (desc->optim->backend->copy)(desc->optim); /* to desc.copies */
-    r = cddp__agree(c.g, r);
+    r = cddp__agree(ckpt.g, r);
   }
   if (r == CDDP_OK) {
-    uint64_t start = c.numbers[CDDP__META_SAMPLES];
+    uint64_t start = ckpt.numbers[CDDP__META_SAMPLES];
     /* a set of numbers that the file lacks in part (desc.partial) changes nothing */
-    if ((c.found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
-      desc->ddp->steps = c.numbers[CDDP__META_STEPS];
-    if (start > 0 && start >= c.numbers[CDDP__META_DATASET_SIZE])
+    if ((ckpt.found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
+      desc->ddp->steps = ckpt.numbers[CDDP__META_STEPS];
+    if (start > 0 && start >= ckpt.numbers[CDDP__META_DATASET_SIZE])
       start = UINT64_MAX; /* the epoch had ended: so it has now, even if the dataset has grown */
-    if ((c.found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
-      cddp__sampler_begin(desc->sampler, c.numbers[CDDP__META_EPOCH], start, CDDP__EPOCH_RESUMED);
+    if ((ckpt.found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
+      cddp__sampler_begin(desc->sampler, ckpt.numbers[CDDP__META_EPOCH], start,
+                          CDDP__EPOCH_RESUMED);
     text = desc->text; /* large enough for the values: cddp__load_header has checked that */
     for (i = 0; i < desc->metadata_count; i++) {
-      const char *value = cddp__st_value(c.file, desc->metadata[i].key);
+      const char *value = cddp__st_value(ckpt.file, desc->metadata[i].key);
       desc->metadata[i].value = value != NULL ? text : NULL;
       if (value == NULL) continue;
       strcpy(text, value);
       text += strlen(value) + 1;
     }
   }
-  cddp__ckpt_end(&c);
+  cddp__ckpt_end(&ckpt);
   return cddp__fail_on_file(__func__, path, r);
 }
 
@@ -25055,15 +25061,15 @@ typedef struct cddp__spawn_job {
 static void cddp__notify_supervisor(const cddp__host *host) {
   const char *name = cddp__env("CDDP_SUPERVISOR"), *text = name != NULL ? strchr(name, ':') : NULL;
   struct timeval limit = {5 /* s */, 0}; /* of sendto: all ranks notify, so the queue can be full */
-  cddp__address a;
+  cddp__address address;
   ssize_t sent = -1;
   int fd;
   if (text == NULL /* no supervisor */ || host->one_process /* threads: none can join */) return;
-  cddp__unix_name(&a, cddp__textf("%.*s", (int)(text - name), name).s);
+  cddp__unix_name(&address, cddp__textf("%.*s", (int)(text - name), name).s);
   fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
   while (fd >= 0 && sent < 0) {
-    sent = sendto(fd, text + 1, strlen(text + 1), MSG_NOSIGNAL, &a.any, a.size);
+    sent = sendto(fd, text + 1, strlen(text + 1), MSG_NOSIGNAL, &address.any, address.size);
     if (sent < 0 && errno != EINTR) break;
   }
   if (sent < 0)
@@ -25077,17 +25083,18 @@ static void cddp__notify_supervisor(const cddp__host *host) {
    children know. */
 static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
   uint64_t bytes[2];
-  cddp__address a;
+  cddp__address address;
   int fd;
   CDDP__TRY(cddp__random(bytes, sizeof bytes));
   snprintf(job->supervisor, sizeof job->supervisor, "cddp-%016" PRIx64 ":%016" PRIx64 "-",
            bytes[0], bytes[1]);
-  cddp__unix_name(&a, cddp__textf("%.21s" /* the NAME */, job->supervisor).s);
+  cddp__unix_name(&address, cddp__textf("%.21s" /* the NAME */, job->supervisor).s);
   fd = cddp__above_stdio( /* a closed stdout must not become this socket */
       socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0 /* protocol */));
   job->fds[job->n].fd = fd;
   job->fds[job->n].events = POLLIN;
-  return fd >= 0 && bind(fd, &a.any, a.size) == 0 ? CDDP_OK : cddp__fail_errno("socket");
+  return fd >= 0 && bind(fd, &address.any, address.size) == 0 ? CDDP_OK
+                                                              : cddp__fail_errno("socket");
 }
 
 /* Reads all notices that have arrived: which children have the model. `most` limits them, as any
@@ -25229,9 +25236,9 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
 static void cddp__reap_children(cddp__spawn_job *job) {
   bool none_before = job->next_signal == 0; /* no failure before this call */
   bool known; /* `status` is valid */
-  cddp__wait w;
+  cddp__wait wait;
   int i, status;
-  cddp__wait_begin(&w, 0.1 /* s */); /* for all children together */
+  cddp__wait_begin(&wait, 0.1 /* s */); /* for all children together */
   for (i = 0; i < job->n; i++) {
     cddp__child *child = &job->children[i];
     pid_t pid = child->pid, got;
@@ -25240,7 +25247,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     if (got == 0) continue; /* it lives */
     /* got < 0: another thread reaps it. Until then the pid exists; after that the pidfd has the
        status. */
-    while (got < 0 && kill(pid, 0) == 0 && cddp__wait_pause(&w)) {}
+    while (got < 0 && kill(pid, 0) == 0 && cddp__wait_pause(&wait)) {}
     /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
        6.15 and later still have the status. */
     known = got > 0 || cddp__exit_status(job->fds[i].fd, (uint32_t)pid, &status);
@@ -25716,74 +25723,75 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
 
 /* Checks a call and runs it, or (work not NULL) starts it and sets *work. function: the public
    one's name, for texts and call sites. */
-static cddp_result cddp__start_call(const char *function, cddp_group *g, const cddp__call *c,
+static cddp_result cddp__start_call(const char *function, cddp_group *g, const cddp__call *call,
                                     cddp_work **work) {
   cddp_result r;
   cddp__enter_call(function);
   if (work != NULL) *work = NULL;
-  if ((r = cddp__check_call(g, c)) != CDDP_OK) return cddp__named(function, r);
-  return (g->backend->start)(g, c, work);
+  if ((r = cddp__check_call(g, call)) != CDDP_OK) return cddp__named(function, r);
+  return (g->backend->start)(g, call, work);
 }
 
 CDDPDEF cddp_result (cddp_all_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                       cddp_op op, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op, -1 /* root */);
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call =
+      cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op, -1 /* root */);
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 CDDPDEF cddp_result (cddp_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                   cddp_op op, int root, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_REDUCE, buf, buf, count, dtype, op, root);
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_REDUCE, buf, buf, count, dtype, op, root);
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 CDDPDEF cddp_result (cddp_broadcast)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                      int root, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, buf, buf, count, dtype, CDDP_SUM, root);
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_BROADCAST, buf, buf, count, dtype, CDDP_SUM, root);
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 CDDPDEF cddp_result (cddp_all_gather)(cddp_group *g, const void *send, void *recv, size_t count,
                                       cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER, send, recv, count, dtype,
-                                 CDDP_SUM, -1 /* root */);
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_ALL_GATHER, send, recv, count, dtype,
+                                    CDDP_SUM, -1 /* root */);
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 CDDPDEF cddp_result (cddp_gather)(cddp_group *g, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, int root, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_GATHER, send, recv, count, dtype, CDDP_SUM, root);
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_GATHER, send, recv, count, dtype, CDDP_SUM, root);
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 CDDPDEF cddp_result (cddp_scatter)(cddp_group *g, const void *send, void *recv, size_t count,
                                    cddp_dtype dtype, int root, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_SCATTER, send, recv, count, dtype, CDDP_SUM, root);
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_SCATTER, send, recv, count, dtype, CDDP_SUM, root);
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 CDDPDEF cddp_result (cddp_reduce_scatter)(cddp_group *g, const void *send, void *recv, size_t count,
                                           cddp_dtype dtype, cddp_op op, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_REDUCE_SCATTER, send, recv, count, dtype,
-                                 op, -1 /* root */);
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_REDUCE_SCATTER, send, recv, count, dtype,
+                                    op, -1 /* root */);
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *recv, size_t count,
                                       cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL, send, recv, count, dtype,
-                                 CDDP_SUM, -1 /* root */);
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_ALL_TO_ALL, send, recv, count, dtype,
+                                    CDDP_SUM, -1 /* root */);
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 /* cddp__start_call with counts. send_counts NULL (all_gather_v): this rank sends one share, of
    recv_counts[g->rank] elements, to all ranks. */
 static cddp_result cddp__start_counted(
-    const char *function, cddp_group *g, cddp__call *c, const size_t *send_counts,
+    const char *function, cddp_group *g, cddp__call *call, const size_t *send_counts,
     const size_t *recv_counts, cddp_work **work) {
-  bool scatters = cddp__shapes[c->kind].scatters;
+  bool scatters = cddp__shapes[call->kind].scatters;
   size_t sent = 0, received = 0; /* elements */
-  size_t most = SIZE_MAX / 2 / c->esize; /* elements in half of the address space */
+  size_t most = SIZE_MAX / 2 / call->esize; /* elements in half of the address space */
   cddp__counted_share *shares; /* [size] for this call; a started one has a copy */
   cddp_result r;
   int p;
@@ -25805,64 +25813,64 @@ static cddp_result cddp__start_counted(
     sent += share->out;
     received += share->in;
   }
-  if (sent == 0) c->send = g; /* any address, not read: NULL + 0 would be undefined */
-  if (received == 0) c->recv = g->host; /* not g: Open MPI takes equal buffers for MPI_IN_PLACE */
-  c->count = g->size > 1 ? CDDP__COUNTED : received; /* one rank: as a call without counts */
-  c->shares = g->size > 1 ? shares : NULL;
-  r = p == g->size ? cddp__check_call(g, c)
+  if (sent == 0) call->send = g; /* any address, not read: NULL + 0 would be undefined */
+  if (received == 0) call->recv = g->host; /* not g: Open MPI takes equal ones for MPI_IN_PLACE */
+  call->count = g->size > 1 ? CDDP__COUNTED : received; /* one rank: as a call without counts */
+  call->shares = g->size > 1 ? shares : NULL;
+  r = p == g->size ? cddp__check_call(g, call)
                    : CDDP__REFUSE("the counts up to rank %d's exceed the address space", p);
   if (r != CDDP_OK) r = cddp__named(function, r);
   else if (g->size == 1 && sent != received)
     r = cddp__fail(
         CDDP_MISMATCH, "rank 0 sends itself %zu elements and expects %zu", sent, received);
-  else r = (g->backend->start)(g, c, work);
+  else r = (g->backend->start)(g, call, work);
   cddp__free(&g->host->allocator, shares);
   return r;
 }
 
 CDDPDEF cddp_result (cddp_all_gather_v)(cddp_group *g, const void *send, void *recv,
                                         const size_t *counts, cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0 /* set below */, dtype,
-                                 CDDP_SUM, -1 /* root */);
-  return cddp__start_counted(__func__, g, &c, NULL /* send_counts */, counts, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0 /* set below */, dtype,
+                                    CDDP_SUM, -1 /* root */);
+  return cddp__start_counted(__func__, g, &call, NULL /* send_counts */, counts, work);
 }
 
 CDDPDEF cddp_result (cddp_all_to_all_v)(
     cddp_group *g, const void *send, const size_t *send_counts, void *recv,
     const size_t *recv_counts, cddp_dtype dtype, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0 /* set below */, dtype,
-                                 CDDP_SUM, -1 /* root */);
-  return cddp__start_counted(__func__, g, &c, send_counts, recv_counts, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0 /* set below */, dtype,
+                                    CDDP_SUM, -1 /* root */);
+  return cddp__start_counted(__func__, g, &call, send_counts, recv_counts, work);
 }
 
 CDDPDEF cddp_result (cddp_barrier)(cddp_group *g) {
-  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL /* send */, NULL /* recv */,
-                                 0 /* count */, CDDP_F32, CDDP_SUM, -1 /* root */);
-  return cddp__start_call(__func__, g, &c, NULL /* waits */);
+  cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL /* send */, NULL /* recv */,
+                                    0 /* count */, CDDP_F32, CDDP_SUM, -1 /* root */);
+  return cddp__start_call(__func__, g, &call, NULL /* waits */);
 }
 
 CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL /* send */, NULL /* recv */,
-                                 0 /* count */, CDDP_F32, CDDP_SUM, -1 /* root */);
+  cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL /* send */, NULL /* recv */,
+                                    0 /* count */, CDDP_F32, CDDP_SUM, -1 /* root */);
   CDDP__CHECK(work != NULL, "work is NULL");
-  return cddp__start_call(__func__, g, &c, work);
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 /* --- messages and handles --- */
 
 CDDPDEF cddp_result (cddp_send)(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                                 int peer, int tag, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_SEND, buf, NULL, count, dtype, CDDP_SUM, peer);
-  memcpy(&c.recv, &buf, sizeof buf); /* drops the const of buf; a send does not write to recv */
-  c.tag = tag;
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_SEND, buf, NULL, count, dtype, CDDP_SUM, peer);
+  memcpy(&call.recv, &buf, sizeof buf); /* drops the const of buf; a send does not write to recv */
+  call.tag = tag;
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 CDDPDEF cddp_result (cddp_recv)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                                 int tag, cddp_work **work) {
-  cddp__call c = cddp__make_call(CDDP__KIND_RECV, buf, buf, count, dtype, CDDP_SUM, peer);
-  c.tag = tag;
-  return cddp__start_call(__func__, g, &c, work);
+  cddp__call call = cddp__make_call(CDDP__KIND_RECV, buf, buf, count, dtype, CDDP_SUM, peer);
+  call.tag = tag;
+  return cddp__start_call(__func__, g, &call, work);
 }
 
 CDDPDEF int cddp_source(void) { return cddp__last_source; }
@@ -26256,7 +26264,7 @@ static cddp_result cddp__store_command(const char *function, cddp_store *store,
 }
 
 CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *desc) {
-  cddp__store_options o;
+  cddp__store_options options;
   cddp_result r;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
@@ -26265,12 +26273,12 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
   CDDP__CHECK(desc->timeout_s >= 0, "desc->timeout_s is %g; it is in seconds, and 0 or more",
               desc->timeout_s);
   CDDP__TRY(cddp__check_allocator(&desc->allocator));
-  memset(&o, 0, sizeof o);
-  o.desc = *desc;
-  CDDP__TRY(cddp__discover_timeout(desc->timeout_s, &o.desc.timeout_s));
-  o.elect = true; /* file://: the first opener serves */
-  o.deadline = cddp__now() + o.desc.timeout_s;
-  r = cddp__store_open(out, &o);
+  memset(&options, 0, sizeof options);
+  options.desc = *desc;
+  CDDP__TRY(cddp__discover_timeout(desc->timeout_s, &options.desc.timeout_s));
+  options.elect = true; /* file://: the first opener serves */
+  options.deadline = cddp__now() + options.desc.timeout_s;
+  r = cddp__store_open(out, &options);
   return r == CDDP_MISMATCH ? CDDP_NETWORK : r; /* another program listens: no rank's fault */
 }
 
@@ -26282,27 +26290,27 @@ CDDPDEF int cddp_store_port(const cddp_store *store) {
 
 CDDPDEF cddp_result cddp_store_set(cddp_store *store, const char *key, const void *value,
                                    size_t size) {
-  cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1 /* key */);
-  q.values[0] = cddp__span_of(value, size);
-  return cddp__store_command(__func__, store, &q, &q /* required: none */);
+  cddp__request request = cddp__request_of(CDDP__STORE_SET, &key, 1 /* key */);
+  request.values[0] = cddp__span_of(value, size);
+  return cddp__store_command(__func__, store, &request, &request /* required: none */);
 }
 
 CDDPDEF cddp_result cddp_store_get(cddp_store *store, const char *key, void *value, size_t capacity,
                                    size_t *size) {
-  cddp__request q = cddp__request_of(CDDP__STORE_GET, &key, 1 /* key */);
-  q.out = value;
-  q.capacity = capacity;
-  q.size = size;
-  return cddp__store_command(__func__, store, &q, size);
+  cddp__request request = cddp__request_of(CDDP__STORE_GET, &key, 1 /* key */);
+  request.out = value;
+  request.capacity = capacity;
+  request.size = size;
+  return cddp__store_command(__func__, store, &request, size);
 }
 
 CDDPDEF cddp_result cddp_store_add(cddp_store *store, const char *key, int64_t amount,
                                    int64_t *total) {
-  cddp__request q = cddp__request_of(CDDP__STORE_ADD, &key, 1 /* key */);
+  cddp__request request = cddp__request_of(CDDP__STORE_ADD, &key, 1 /* key */);
   cddp_result r;
-  q.number = (uint64_t)amount; /* replaced by the total */
-  r = cddp__store_command(__func__, store, &q, &q /* required: none */);
-  if (r == CDDP_OK && total != NULL) *total = (int64_t)q.number;
+  request.number = (uint64_t)amount; /* replaced by the total */
+  r = cddp__store_command(__func__, store, &request, &request /* required: none */);
+  if (r == CDDP_OK && total != NULL) *total = (int64_t)request.number;
   return r;
 }
 
@@ -26310,46 +26318,46 @@ CDDPDEF cddp_result cddp_store_compare_set(
     cddp_store *store, const char *key, const void *expected, size_t expected_size,
     const void *desired, size_t desired_size, void *value, size_t capacity, size_t *size,
     bool *swapped) {
-  cddp__request q = cddp__request_of(CDDP__STORE_COMPARE_SET, &key, 1 /* key */);
+  cddp__request request = cddp__request_of(CDDP__STORE_COMPARE_SET, &key, 1 /* key */);
   cddp_result r;
-  q.values[0] = cddp__span_of(expected, expected_size);
-  q.values[1] = cddp__span_of(desired, desired_size);
-  q.out = value;
-  q.capacity = capacity;
-  q.size = size;
-  r = cddp__store_command(__func__, store, &q,
+  request.values[0] = cddp__span_of(expected, expected_size);
+  request.values[1] = cddp__span_of(desired, desired_size);
+  request.out = value;
+  request.capacity = capacity;
+  request.size = size;
+  r = cddp__store_command(__func__, store, &request,
                           swapped != NULL ? size : NULL /* NULL if one of the two is */);
-  if (swapped != NULL) *swapped = q.equal;
+  if (swapped != NULL) *swapped = request.equal;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_wait(cddp_store *store, const char *const *keys, int count,
                                     double timeout_s) {
-  cddp__request q = cddp__request_of(CDDP__STORE_WAIT, keys, count);
-  CDDP__TRY(cddp__check_request(store, &q, &q /* required: none */));
+  cddp__request request = cddp__request_of(CDDP__STORE_WAIT, keys, count);
+  CDDP__TRY(cddp__check_request(store, &request, &request /* required: none */));
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it is in seconds, and 0 or more", timeout_s);
   return cddp__named(__func__, cddp__store_wait(store, keys, count, timeout_s));
 }
 
 CDDPDEF cddp_result cddp_store_check(cddp_store *store, const char *const *keys, int count,
                                      bool *all_exist) {
-  cddp__request q = cddp__request_of(CDDP__STORE_CHECK, keys, count);
-  cddp_result r = cddp__store_command(__func__, store, &q, all_exist);
-  if (all_exist != NULL) *all_exist = r == CDDP_OK && q.number == 0; /* 1: a key is missing */
+  cddp__request request = cddp__request_of(CDDP__STORE_CHECK, keys, count);
+  cddp_result r = cddp__store_command(__func__, store, &request, all_exist);
+  if (all_exist != NULL) *all_exist = r == CDDP_OK && request.number == 0; /* 1: a key is missing */
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_delete(cddp_store *store, const char *key, bool *deleted) {
-  cddp__request q = cddp__request_of(CDDP__STORE_DELETE_KEY, &key, 1 /* key */);
-  cddp_result r = cddp__store_command(__func__, store, &q, &q /* required: none */);
-  if (r == CDDP_OK && deleted != NULL) *deleted = q.number != 0; /* 1: the key existed */
+  cddp__request request = cddp__request_of(CDDP__STORE_DELETE_KEY, &key, 1 /* key */);
+  cddp_result r = cddp__store_command(__func__, store, &request, &request /* required: none */);
+  if (r == CDDP_OK && deleted != NULL) *deleted = request.number != 0; /* 1: the key existed */
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
-  cddp__request q = cddp__request_of(CDDP__STORE_GETNUMKEYS, NULL /* keys */, 0 /* count */);
-  cddp_result r = cddp__store_command(__func__, store, &q, count);
-  if (r == CDDP_OK) *count = (int64_t)q.number;
+  cddp__request request = cddp__request_of(CDDP__STORE_GETNUMKEYS, NULL /* keys */, 0 /* count */);
+  cddp_result r = cddp__store_command(__func__, store, &request, count);
+  if (r == CDDP_OK) *count = (int64_t)request.number;
   return r;
 }
 
