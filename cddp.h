@@ -14365,7 +14365,8 @@ static bool cddp__reclaim_send(cddp__send_request *request) {
    Counts the sends in flight to rank `to`, and their copies' bytes: sends_open, sends_staged.
    Returns the free request with the memory that fits `bytes` best; -1: none is free. */
 static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
-  size_t kept = 0 /* bytes of unused memory */, best_size = 0; /* stage_size of `best` */
+  size_t kept = 0; /* bytes of the memory that requests keep unused, for later messages */
+  size_t best_size = 0; /* stage_size of `best` */
   int i, best = -1, n = cddp__send_count(g);
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
   CDDP__HELD(&g->p2p.lock);
@@ -14383,7 +14384,7 @@ static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
         g->p2p.sends_staged += request->count * cddp__dtype_size((cddp_dtype)request->dtype);
     }
     if (!request->staged && request->stage != NULL /* memory that no message uses */ &&
-        (kept += request->stage_size) > CDDP__STAGED_MAX /* with the earlier requests': enough */) {
+        (kept += request->stage_size) > CDDP__STAGED_MAX /* more need not be kept */) {
       cddp__arena_free(g->host, request->stage);
       request->stage = NULL;
       request->stage_size = 0;
@@ -14525,7 +14526,7 @@ static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int b
     request = (cddp__send_request *)at;
     for (i = 0; i < size && i < unscanned; i++, request++) {
       if (cddp__load32(&request->state) != CDDP__POSTED_TO(g->rank) ||
-          cddp__load32(&request->tag) != (uint32_t)work->call.tag) continue; /* not for work */
+          cddp__load32(&request->tag) != (uint32_t)work->call.tag) continue; /* does not match */
       if (best == NULL || cddp__load64(&request->number) < cddp__load64(&best->number))
         best = request; /* older */
     }
@@ -14563,7 +14564,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
   cddp_result r = CDDP_OK;
   CDDP__HELD(&g->p2p.lock);
   if (bytes <= sizeof request->u.bytes && request->count == work->call.count &&
-      request->dtype == work->call.dtype) { /* it fits, and is short: inside the request */
+      request->dtype == work->call.dtype) { /* a short message is inside the request */
     cddp__copy(work->call.recv, from, bytes);
     work->result = CDDP_OK;
     work->done = true;
@@ -14584,8 +14585,9 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
     /* If the group has failed, the sender may have stopped waiting for this copy (see
        cddp__finish_send) and changed the bytes. */
-    if (r == CDDP_OK) /* no cddp__check_group: this thread can serve g for another rank, a thread */
-      r = cddp__check_failure(g);
+    /* Not cddp__check_group, which notes this thread as one of g's rank: if ranks are threads, g
+       can be another rank's group. */
+    if (r == CDDP_OK) r = cddp__check_failure(g);
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
     cddp__exchange32(&request->state, CDDP__SEND_DONE); /* a full fence, for cddp__notify */
@@ -14691,7 +14693,7 @@ static bool cddp__serve_all_recvs(cddp_group *g) {
   memcpy(kept, cddp__error_text, sizeof kept);
   for (s = cddp__served; s != NULL; s = s->p2p.next_served) {
     bool polls = s != g && s->hosts != NULL; /* cddp__poll_all_groups has served the links of g */
-    if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0) continue; /* see above */
+    if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0 /* in use */) continue;
     if (polls) (void)cddp__hosts_send_queued(s);
     if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net); /* new links */
     if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* g: to read its links */
@@ -14826,9 +14828,8 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, work->call.root, events);
     else {
-      /* From now on peers that change a send notify this rank: a change before is seen here. */
-      cddp__add32(&slot->event_sleepers, 1);
-      if (!cddp__message_ready(work))
+      cddp__add32(&slot->event_sleepers, 1); /* from now on peers that change a send notify it */
+      if (!cddp__message_ready(work)) /* no earlier change completes it */
         cddp__wait_sleep(g, &w, &slot->event_sleepers, &slot->events, events);
       cddp__add32(&slot->event_sleepers, (uint32_t)-1);
     }
@@ -14928,7 +14929,7 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   pthread_mutex_lock(&g->p2p.lock);
   while (*at != work) at = &(*at)->next; /* work is in the list until here */
   *at = work->next;
-  if (work->filling) cddp__hosts_detach_receive(g, work); /* the wait failed before its end */
+  if (work->filling) cddp__hosts_detach_receive(g, work); /* the wait failed meanwhile */
   pthread_mutex_unlock(&g->p2p.lock);
   return cddp__end_recv(work, r);
 }
@@ -15135,7 +15136,7 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *c
       size_t at = one_buffer ? begin : (size_t)p * call->count + begin; /* of rank p's share */
       r = cddp__mpi_reduce(g, call, send + at * call->esize,
                            (char *)call->recv + begin * call->esize, n,
-                           one_buffer ? call->root : p);
+                           one_buffer ? call->root : p /* root: gets its share's sum */);
       if (one_buffer) break;
     }
   }
@@ -15379,8 +15380,8 @@ static void cddp__engine_run(cddp__engine *engine) {
   engine->first = work->next;
   engine->busy = true;
   pthread_mutex_unlock(&engine->lock);
-  if (cddp__own_engine == engine /* this is its thread */ && g->host->cores < 2 * g->local_size) {
-    /* It shares a core: each rank's training thread needs one too. */
+  if (cddp__own_engine == engine /* on its thread */ && g->host->cores < 2 * g->local_size) {
+    /* The engine's thread shares a core: each rank's training thread needs one too. */
     g->spin = g->oversubscribed ? 0 /* as before: cddp__spin_of */ : CDDP__ENGINE_SPIN;
     g->yields = 0; /* sleeps instead: a yield would give the core away for a whole time slice */
   }
@@ -15527,7 +15528,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
    buckets. */
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
-  if (!engine->started) return; /* written only by the thread that calls this group's collectives */
+  if (!engine->started) return; /* no lock: only the caller of this group's collectives writes it */
   if (pthread_equal(engine->thread, pthread_self())) return; /* in a hook: it would await itself */
   (void)cddp__engine_wait(engine, NULL /* work: all */, INFINITY);
 }
@@ -16105,7 +16106,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
       direct = direct && !cddp__is_read(call, p);
     } else if (theirs->kind != CDDP__REF_UNUSED) {
       written = written && !cddp__is_read(call, p); /* p has an address, so it has staged nothing */
-      if (p == g->rank)
+      if (p == g->rank) /* needs no mapping */
         g->buffers[p] = (void *)(uintptr_t)call->send;
       else if (direct) { /* so far; else mapping it would be useless */
         r = cddp__map_ref(g->host, theirs, &g->buffers[p]);
@@ -16159,7 +16160,8 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     sent[p].on_host = *host_memory;
   }
   counts.shares = NULL;
-  counts.count = sizeof *sent / call->esize; /* a notice for each rank, in elements of the call */
+  /* A notice for each rank, in elements of the call. An all_gather_v sends sent[0] to all. */
+  counts.count = sizeof *sent / call->esize;
   counts.send = sent;
   counts.recv = received;
   r = cddp__run_by_size(g, &counts);
@@ -16262,9 +16264,9 @@ enum { CDDP__PACKET_ARRAYS = 256 }; /* most arrays of a packet */
    for each would take longer than their bytes. */
 typedef struct cddp__packet {
   cddp_group *g;
-  int root, count;
-  size_t used; /* bytes of the arrays in the packet */
-  void *to[CDDP__PACKET_ARRAYS]; /* [count] those arrays: read on the root, written on the others */
+  int root, count; /* the rank that sends; number of arrays in the packet */
+  size_t used; /* bytes of these arrays */
+  void *to[CDDP__PACKET_ARRAYS]; /* [count] the arrays: read on the root, written on the others */
   size_t sizes[CDDP__PACKET_ARRAYS]; /* [count] their bytes */
   char bytes[16384]; /* their contents, one after the other, while they are sent */
 } cddp__packet;
@@ -16562,7 +16564,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   size_t bytes, l2; /* of a staging buffer; of the cache */
   cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
-  int i, slot_count = 0;
+  int i, slot_count = 0; /* slots given to ranks of this host so far */
   *out = NULL;
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
   g->buffers = (void **)(void *)(g + 1);
@@ -17339,7 +17341,8 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const unsigned char *used;   /* [count] 0: skip the parameter; NULL: use all */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense */
   uint32_t paired;             /* id of the cddp_ddp that has last checked optim; 0: none */
-  uint32_t number; /* of the pairing: ranks compare it, and a model knows by it who stepped last */
+  uint32_t number; /* of the pairing with that model, whose ranks compare it; last_optim of a
+                      cddp__tensor is the number of the optimizer that stepped last */
   cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
 
   /* cddp_kernels.cuh's. */
