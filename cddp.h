@@ -9941,7 +9941,7 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
    waiting thread serves them all. A thread that holds served_lock takes p2p.lock by trylock, since
    cddp__serve_in_waits is called with p2p.lock held. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp_group *cddp__served; /* the first; cddp__served_lock. Without it: whether it is NULL */
+static cddp_group *cddp__served; /* cddp__served_lock, unless it is only compared with NULL */
 
 /* Runs in a forked child, which can have copied a locked lock. The groups are the parent's. */
 static void cddp__reset_served(void) {
@@ -9968,7 +9968,7 @@ static void cddp__serve_in_waits(cddp_group *g) {
 
 /* Removes g from the served groups, before it is freed. Afterwards no other thread serves g. */
 static void cddp__stop_serving(cddp_group *g) {
-  cddp_group **at = &cddp__served; /* the pointer to g */
+  cddp_group **at = &cddp__served; /* where the list points to g */
   if (!g->p2p.is_served) return;
   pthread_mutex_lock(&cddp__served_lock); /* waits for a thread that serves g now */
   while (*at != g) at = &(*at)->p2p.next_served;
@@ -10104,7 +10104,8 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
       "rank %d called %s%.*s" /* 0 bytes of an unknown site */, rank, call.s,
       site_known ? CDDP__SITE_MAX - 1 : 0, slot->site);
   expected = cddp__describe_call(reference->call, reference->count, reference->root);
-  if (header == reference || strcmp(expected.s, call.s) != 0) return t; /* the two texts differ */
+  if (header == reference) return t;
+  if (strcmp(expected.s, call.s) != 0) return t; /* the two texts show the difference */
   if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER) /* count: a hash of logged calls */
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
   else if (reference->fp_mode != header->fp_mode)
@@ -10197,7 +10198,7 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
   }
   CDDP__POINT("met");
   if (CDDP__LIKELY(same) || !all) return CDDP_OK;
-  return cddp__compare_headers(g); /* different headers can match: of ranks in cddp_ddp_join */
+  return cddp__compare_headers(g); /* a rank in cddp_ddp_join matches with another header */
 }
 
 /* The ranks of a round. ALL: all ranks of the group; different calls are a CDDP_MISMATCH. HOST:
@@ -10423,9 +10424,9 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
     int io = c->caller ? cddp__connection_send(c, NULL /* head */, h, sizeof *h, done, SIZE_MAX)
                        : cddp__connection_read(c, NULL /* head */, h, sizeof *h, done, SIZE_MAX);
     if (io <= 0) return false; /* the rest later, or the link has ended */
-    *done = 0; /* from now on bytes of frames */
-    if (!c->caller) c->peer = (int)h->from; /* checked below */
-    if (c->caller && cddp__connected_to_itself(c->fd)) /* so the peer does not listen */
+    *done = 0; /* from now on it counts bytes of frames */
+    if (!c->caller) c->peer = (int)h->from; /* cddp__link_hello_ok checks it, below */
+    if (c->caller && cddp__connected_to_itself(c->fd)) /* only if the peer does not listen */
       cddp__connection_end(c, ECONNREFUSED);
     else if (!c->caller && !cddp__link_hello_ok(n, h))
       cddp__connection_end(c, EPROTO);
@@ -10480,15 +10481,15 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
   if (!cddp__link_is_cut(c) || !c->caller || !c->ended_early || now > c->deadline) return false;
-  if (now < c->retry_at) return true; /* not yet */
+  if (now < c->retry_at) return true; /* too early: a later call connects */
   c->retry_at = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
-    return true; /* no memory or descriptor now */
+    return true; /* no memory or descriptor now: a later call tries again */
   /* c->fd keeps its number, since threads poll it. It becomes a copy of fresh->fd. */
   if (syscall(SYS_dup3, fresh->fd, c->fd, O_CLOEXEC) >= 0) { /* libc can hide dup3() */
     c->state = fresh->state;
     c->error = fresh->error;
-    c->sent = c->got = c->in.start = c->in.end = 0; /* begins with the hello */
+    c->sent = c->got = c->in.start = c->in.end = 0; /* the hello is sent again first */
   }
   cddp__link_free(fresh); /* closes its own descriptor only */
   return true;
@@ -10673,7 +10674,7 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
     if (*spare == NULL) *spare = cddp__link_alloc(a);
     if (*spare == NULL) errno = ENOMEM; /* an allocator need not set it */
     fd = *spare != NULL ? cddp__accept(listener) : -1;
-    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue; /* of one connection */
+    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue; /* only this one failed */
     none = fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM);
     if (starved != NULL) cddp__store32(starved, none ? (uint32_t)errno : 0);
     few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd));
@@ -10745,7 +10746,7 @@ static void cddp__net_release(cddp__net *n) {
   cddp__link_free(n->spare);
   cddp__close_fd(&n->listener);
   pthread_mutex_destroy(&n->lock);
-  cddp__free(&a, n->token); /* the same memory has hosts and ranks */
+  cddp__free(&a, n->token); /* and with it hosts and ranks, which are in the same block */
   cddp__free(&a, n->secret);
   cddp__free(&a, n);
 }
@@ -10843,8 +10844,8 @@ typedef struct cddp__join_table {
   uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
   cddp__leader_info lead; /* leader of the model's ranks; self.life 0: not known */
   struct sockaddr_in6 address; /* of the answering rank's host, without a port */
-  int host; /* its number in cddp__meeting.net */
-  int local_size; /* ranks of the first group there */
+  int host; /* number of that host in cddp__meeting.net */
+  int local_size; /* ranks of the first group on that host */
   int shards; /* of the model */
   int size; /* ranks of the first group */
   int record_number; /* in the name of the joining process's flight record: cddp__record_open */
@@ -10929,12 +10930,12 @@ typedef struct cddp__rendezvous {
   size_t child_count, child_capacity;
   cddp__registration *registered; /* this rank, [0], and all below it, in order of registration */
   size_t registered_count, registered_capacity;
-  size_t forwarded; /* number of these sent to the parent as RANK */
+  size_t forwarded; /* number of entries in `registered` that the parent has got as RANK */
   int node_count; /* this node, and those with a coordinator that sent RANK */
   uint32_t expected; /* number of ranks: the largest WORLD_SIZE that has registered */
   bool with_rank_0; /* rank 0 is on this node, perhaps a misfit */
   cddp__cause problem; /* why the first misfit is refused */
-  double problem_at; /* when it registered */
+  double problem_at; /* when that misfit registered */
   bool common_failure; /* the failure is not this rank's alone: its text is sent unchanged */
   int memory_fd; /* a client's: the memfd, received with TABLE; -1: not received, or mapped since */
   cddp__net *net; /* the table of ranks; NULL: it is not complete */
@@ -11114,7 +11115,7 @@ static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, ui
    a new one, with new ranks, while other survivors still hold the sockets of their old ranks. */
 #define CDDP__NODE_HASHES 16
 static cddp__atomic_u32 cddp__node_hashes[CDDP__NODE_HASHES]; /* a ring; 0: unused */
-static cddp__atomic_u32 cddp__node_hash_count; /* so far */
+static cddp__atomic_u32 cddp__node_hash_count; /* of all that were stored so far */
 
 #define CDDP__CLAIM "?" /* sent to the holder of a name by another process that wants it */
 
@@ -11168,7 +11169,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
 static void cddp__hold_name(cddp__job_info *job) {
   cddp__address a = cddp__rank_socket(job, "alone-", (int)job->table.info.rank);
   job->rank_claim_fd = cddp__socket(AF_UNIX);
-  (void)!bind(job->rank_claim_fd, &a.any, a.size); /* fails in a second such job */
+  (void)!bind(job->rank_claim_fd, &a.any, a.size); /* a second such job does without */
 }
 
 /* The pid of another process of this host that also claims this rank: its cddp__claim_rank found
@@ -11422,7 +11423,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   bool local = listener == rdv->node_socket;
   size_t most = (size_t)cddp__unproven_most(rdv->config->world_size);
   int tries;
-  for (tries = 0; tries < 64 && listener >= 0; tries++) { /* the rest when it is polled again */
+  for (tries = 0; tries < 64 && listener >= 0; tries++) { /* more than 64: at the next poll */
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
     bool none = error == EMFILE || error == ENFILE; /* no descriptor is left */
     bool few = none || (error == 0 && !cddp__has_spare_fd(fd));
@@ -11530,7 +11531,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   /* As rank 0's coordinator this rank is the root, unless another root has answered WAIT. */
   if (!c->local || info.rank != 0 || rdv->parent.end_is_loss) return CDDP_OK;
   cddp__close_parent(rdv);
-  rdv->root.blocked.s[0] = 0; /* no longer looked for */
+  rdv->root.blocked.s[0] = 0; /* this rank no longer looks for the root */
   rdv->root.next = rdv->root.address_count; /* so cddp__try_root publishes this root's address */
   return CDDP_OK;
 }
@@ -11988,7 +11989,7 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
     root->blocked.s[0] = 0; /* finding the addresses no longer fails */
   }
   if (root->fd_count > 0) return CDDP_OK; /* this rank is the root: its address is published */
-  if (root->address_count == 0) { /* the root's is not published yet */
+  if (root->address_count == 0) { /* the root has not published its address yet */
     root->next_look = cddp__now() + root->pause;
     root->pause = 2 * root->pause < most_pause ? 2 * root->pause : most_pause;
     return CDDP_OK;
@@ -12003,7 +12004,8 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
                  "or rank 0 has not yet called cddp_init or is suspended",
                  cddp__describe_address(&root->addresses[root->next - 1]).s);
   r = cddp__look_again(rdv, r, false /* port_blocked */);
-  return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r; /* its near end, for links */
+  /* At this end's address ranks of other hosts will connect links. */
+  return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r;
 }
 
 /* This process has RANK 0, but MASTER_ADDR is no address of its host. If a process at MASTER_ADDR
@@ -12117,7 +12119,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->expected = (uint32_t)config->world_size;
   snprintf(root->key, sizeof root->key, "%s/meeting", config->run);
   root->try_s = 0.25; /* short: between tries this rank serves its clients; doubles up to 8 s */
-  root->pause = 0.002; /* at first */
+  root->pause = 0.002; /* s, at first: it doubles */
   /* The first look is delayed: if rank 0 registers with this coordinator first, none is needed. */
   root->next_look = cddp__now() + 0.002;
   if (!config->client_only && rdv->job->endpoint_here && cddp__env("CDDP_HOST_ID") == NULL)
@@ -12210,7 +12212,7 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
     a = cddp__internet_address(&info->host.address);
     if (cddp__address_is_loopback(&a)) net->hosts[entry->host].address = rdv->address.v6;
   }
-  (void)cddp__check_table(net, rdv->config->rank); /* true; completes the table */
+  (void)cddp__check_table(net, rdv->config->rank); /* completes this table, which is correct */
   return cddp__random(net->token, 16 /* bytes: the job's token */);
 }
 
@@ -12428,11 +12430,11 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
    they know which rank is not ready. Called again after MPI's start. */
 static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   cddp__connection *up = &rdv->parent.connection;
-  double deadline = rdv->deadline + 1; /* later than all of cddp__collect_ranks */
+  double deadline = rdv->deadline + 1; /* later than all deadlines in cddp__collect_ranks */
   cddp_result r = CDDP_OK;
   size_t i;
   if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
-    deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* other coordinators check their ports */
+    deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* time for other coordinators' port checks */
   rdv->parent.end_is_loss = up->fd >= 0; /* until its READY */
   for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
     bool waits = rdv->children[i].end_is_loss && !rdv->children[i].ready;
@@ -12484,7 +12486,8 @@ static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char
   cddp__connection *c = &channel->connection;
   if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger: no answer would come */
   (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
-  channel->fail_sent = !c->local && shutdown(c->fd, SHUT_WR) == 0; /* cddp__channel_drain waits */
+  /* true: cddp__channel_drain waits until the other side has read FAIL */
+  channel->fail_sent = !c->local && shutdown(c->fd, SHUT_WR) == 0;
 }
 
 /* Waits until the other side of a TCP connection has received FAIL and closed it. Closing a socket
@@ -12761,7 +12764,8 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     if (error != 0) continue; /* no rank listens there, or not now */
     search->count++;
     cddp__connection_begin(c, &host->allocator, fd, CDDP__END_CALLER);
-    c->local = rank >= 0 && host->arena.fd < 0; /* accepts the memfd, if it has none: >>arena */
+    /* local: accepts the job's memfd; not if this process has one of its own already */
+    c->local = rank >= 0 && host->arena.fd < 0;
     c->peer = rank;
     r = cddp__connection_begin_proof(c, job->secret, "join", NULL, 0 /* context */);
     (void)cddp__connection_progress(c);
@@ -13418,7 +13422,7 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
     /* stuck_pass: an earlier frame to, or from, this rank is incomplete; this one must follow it */
     for (k = 0; !done && p->stuck_pass[frame.out] != hosts->pass && k < links; k++) {
       cddp__connection *link = p->link[k];
-      size_t before = link == NULL ? 0 : frame.out ? link->sent : link->got; /* bytes */
+      size_t before = link == NULL ? 0 : frame.out ? link->sent : link->got; /* of its next frame */
       if (link == NULL) break; /* the peer has fewer links */
       done = frame.out ? cddp__send_frame(g, &frame, link) : cddp__receive_frame(g, &frame, link);
       *moved = *moved || (frame.out ? link->sent : link->got) != before;
@@ -13429,7 +13433,7 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
     p->stuck_pass[frame.out] = hosts->pass; /* the rank's later frames wait for this one */
     hosts->posted[kept++] = frame;
     if ((!frame.out || frame.step < due_step) && /* the caller must wait for it */
-        (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0)) /* a lost rank stays */
+        (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0)) /* a lost rank stays `late` */
       late = frame.rank;
   }
   hosts->posted_count = kept;
@@ -13490,7 +13494,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
       sched_yield();
   } while (late >= 0 && r == CDDP_OK);
   cddp__store64(&slot->awaits, 0); /* this rank awaits no other host's rank */
-  if (r != CDDP_OK) g->hosts->posted_count = 0; /* the caller is free to reuse their memory */
+  if (r != CDDP_OK) g->hosts->posted_count = 0; /* the caller is free to reuse the frames' memory */
   return r;
 }
 
@@ -13510,7 +13514,7 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
    leader on the rank's host, which tells the call. */
 static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *header, int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
-  size_t element; /* bytes of a rank's shares per `count` */
+  size_t element; /* bytes of a rank's shares for each element of `count` */
   if (cddp__code_phase(header->call) != CDDP__PHASE_STAGED ||
       kind >= CDDP__KIND_GROUP_NEW /* no data */ || !cddp__dtype_ok(dtype) /* damaged */)
     return 0;
@@ -13958,7 +13962,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
       n = cddp__piece_elements(f, g->rank, s, &begin);
       if (n > 0) cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
     }
-    if (spreads && complete >= 0) cddp__copy_to_views(f, complete); /* on this host */
+    if (spreads && complete >= 0) cddp__copy_to_views(f, complete); /* of this host's ranks */
   }
   return r;
 }
