@@ -2146,7 +2146,7 @@ struct cddp_work {
   cddp__site site; /* where the program called the operation */
 
   /* Work of the engine. */
-  cddp_result (*run)(struct cddp_work *w); /* NULL for send and recv */
+  cddp_result (*run)(struct cddp_work *w); /* executes the operation; NULL: a message */
   void *context; /* for run; if staged through the host: the result's address on the device */
   uint32_t fp_mode; /* 1 + cddp__fp_mode() of the thread that made the call: `run` computes in that
                        mode on any thread */
@@ -2397,7 +2397,8 @@ typedef struct cddp__leader_info {
 /* Sizes of the model and of this rank's gradient memory. Written by cddp__set_layout; elastic:
    `slots` grows later. */
 typedef struct cddp__layout {
-  int *param_order; /* [count] parameters in the order of the model; sparse ones come last */
+  int *param_order; /* [count] parameters, in the order of their gradients' memory; sparse ones come
+                       last */
   size_t dense_bytes; /* of all gradients except the sparse ones */
   size_t starts[CDDP__DTYPE_COUNT + 1]; /* offset of each dtype's dense gradients; the last:
                                            dense_bytes */
@@ -2636,7 +2637,8 @@ typedef struct cddp__hosts {
   uint64_t pass; /* number of the current pass through `posted` */
   bool polling; /* a thread of this rank polls for all threads that wait */
   int wake_fd; /* an eventfd that wakes the polling thread: another one has received its bytes */
-  int epoll; /* of connections, wake_fd and listener, edge-triggered */
+  int epoll; /* of connections, wake_fd and net.listener. Edge-triggered: it only ends the sleep of the
+                polling thread, which then looks at all of them */
 } cddp__hosts;
 
 /* >>hooks ---------------------------------------------------------------------------------------
@@ -2853,7 +2855,7 @@ static cddp__text cddp__describe_number(double x) {
 /* " at train.c:120", with the last 80 bytes of a path; "" if the call site is not known. */
 static cddp__text cddp__describe_site(void) {
   const char *file = cddp__this_site.file;
-  size_t omitted = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0;
+  size_t omitted = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0; /* first bytes */
   if (file == NULL) return cddp__textf("%s", ""); /* gcc warns of an empty format */
   return cddp__textf(" at %s%s:%d", omitted > 0 ? "..." : "", file + omitted, cddp__this_site.line);
 }
@@ -2903,7 +2905,7 @@ static const char *cddp__descriptor_advice(int e) {
 
 /* A system call has failed and set errno. what: the call's name, or its purpose. */
 static cddp_result cddp__fail_errno(const char *what) {
-  int e = errno;
+  int e = errno; /* read first: the calls below can change it */
   return cddp__fail(CDDP_SYSTEM, "%s: %s%s", what, strerror(e), cddp__descriptor_advice(e));
 }
 
@@ -3343,7 +3345,7 @@ static void cddp__wait_read_clock(cddp__wait *w) {
   cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S); /* excludes a stop from all deadlines */
   w->now = cddp__now();
   w->late = w->now >= w->deadline;
-  w->due = w->now >= w->next_check;
+  w->due = w->now >= w->next_check; /* about every 20 ms */
   if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
 }
 
@@ -3370,7 +3372,7 @@ static bool cddp__wait_pause(cddp__wait *w) {
   pause = (w->now - w->since) / 16;
   if (pause < CDDP__PAUSE_MIN_S) pause = CDDP__PAUSE_MIN_S;
   if (pause > CDDP__PAUSE_MAX_S) pause = CDDP__PAUSE_MAX_S;
-  cddp__sleep(pause < w->deadline - w->now ? pause : w->deadline - w->now);
+  cddp__sleep(pause < w->deadline - w->now ? pause : w->deadline - w->now); /* not beyond it */
   return true;
 }
 
@@ -3603,9 +3605,9 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
       0xfedcba9876543210u, 0x357b20c16df984aeu, 0x491763eadf250c8bu, 0x8f04a562ebcd1397u,
       0xd386cb1efa427509u, 0x91ef57d438b0a6c2u, 0xb8293670a4def15cu, 0xa2684f05931ce7bdu,
       0x5a417d2c803b9ef6u, 0x0dc3e9bf5167482au};
-  uint32_t v[16];
+  uint32_t v[16]; /* a matrix of 4 x 4 words */
   int round, i;
-  memcpy(v, h, 8 * sizeof *v);
+  memcpy(v, h, 8 * sizeof *v); /* the upper half of the matrix is the state */
   memcpy(v + 8, cddp__blake2s_start, 8 * sizeof *v);
   v[12] ^= (uint32_t)bytes;
   v[13] ^= (uint32_t)(bytes >> 32);
@@ -3788,7 +3790,7 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
                          ? CDDP__CHALLENGE_PROVEN
                          : CDDP__CHALLENGE_WRONG;
   if (challenge->caller) return; /* the message was ACCEPT, the last one */
-  cddp__challenge_prove(challenge, CDDP__END_CALLED, proof);
+  cddp__challenge_prove(challenge, CDDP__END_CALLED, proof); /* this end's, for ACCEPT */
   if (challenge->state == CDDP__CHALLENGE_PROVEN)
     cddp__challenge_queue(challenge, CDDP__AUTH_ACCEPT, proof, sizeof proof);
   else
@@ -4262,7 +4264,8 @@ static int cddp__listen_port(cddp__address *addresses, int count, int port, int 
       *failed = cddp__describe_address(&addresses[i]);
     } else {
       int fd = fds[(*fd_count)++];
-      if (port == 0 && cddp__local_address(fd, &bound)) port = cddp__address_port(&bound);
+      if (port == 0 && cddp__local_address(fd, &bound)) /* the others listen at the same port */
+        port = cddp__address_port(&bound);
     }
   }
   for (i = 0; i < count; i++) cddp__address_set_port(&addresses[i], port); /* the system's choice */
@@ -4676,7 +4679,7 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
   cddp__socket_message_init(&message, io, count, c->local ? CMSG_SPACE(2 * sizeof(int)) : 0);
   do n = recvmsg(c->fd, &message.m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
-  head = n > 0 && c->local ? CMSG_FIRSTHDR(&message.m) : NULL;
+  head = n > 0 && c->local ? CMSG_FIRSTHDR(&message.m) : NULL; /* NULL: no descriptors came */
   if (head != NULL && head->cmsg_type == SCM_RIGHTS && head->cmsg_len >= CMSG_LEN(sizeof(int))) {
     fd_count = cddp__min((head->cmsg_len - CMSG_LEN(0)) / sizeof(int), 2);
     cddp__close_fd(&c->fds[0]);
@@ -4766,7 +4769,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
     if ((size_t)n > left) { /* the bytes behind the first `left` are in `in` */
       c->in.start = 0;
       c->in.end = (size_t)n - left;
-      n = (ssize_t)left;
+      n = (ssize_t)left; /* now the bytes at `at` only */
     }
     *got += (size_t)n;
   }
