@@ -22218,7 +22218,7 @@ static void cddp__publish_ref(cddp__published *own, int which, const void *memor
   cddp__ref ref = cddp__ref_of(host, memory, bytes);
   uint64_t kind = ref.kind;
   own->refs[which].kind = ref.kind = CDDP__REF_NONE;
-  __atomic_signal_fence(__ATOMIC_SEQ_CST); /* for the compiler: a round orders it for readers */
+  __atomic_signal_fence(__ATOMIC_SEQ_CST); /* orders for the compiler; for readers a round does */
   own->refs[which] = ref;
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   own->refs[which].kind = kind;
@@ -22414,7 +22414,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (elastic->own != NULL) cddp__publish_own(d); /* on a host */
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  elastic->reductions - elastic->repeat_counted /* number: must be the same */,
+                  elastic->reductions - elastic->repeat_counted /* its number, which ranks compare */,
                   &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
@@ -22426,7 +22426,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
                                           d->shards.nodes, d->shards.widths, &unused);
   r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
   if (r != CDDP_OK) return r;
-  elastic->reductions += !elastic->repeat_counted; /* else it was counted already */
+  elastic->reductions += !elastic->repeat_counted; /* else this rank has counted it already */
   elastic->repeats = elastic->repeat_counted = false;
   elastic->has_mean = true;
   elastic->meetings = 0;
@@ -22520,7 +22520,7 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
    it up to 20 ms. */
 static void cddp__elastic_record_ends(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
-  bool unproven; /* a link was reset, and its member is not in `ended` */
+  bool unproven; /* a link was reset, and `ended` of its member is not set */
   cddp__connection *link;
   cddp__wait wait;
   int i;
@@ -22534,7 +22534,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
         unsigned char *ended = &d->elastic->meeting.ended[member], unused;
         ssize_t got = 1; /* > 0: open, with bytes */
         if (link->state == CDDP__CONNECTION_UP) /* it can have ended since the last poll */
-          got = recv(link->fd, &unused, 1, MSG_PEEK | MSG_DONTWAIT);
+          got = recv(link->fd, &unused, 1 /* byte */, MSG_PEEK | MSG_DONTWAIT);
         if (got == 0) /* closed */
           cddp__connection_end(link, 0 /* error */);
         else if (got < 0 && errno != EAGAIN /* EAGAIN: open, no bytes */)
@@ -22641,7 +22641,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
                         d->group->timeout_s);
   if (r != CDDP_OK) return r;
   memcpy(hashed, m->net->token, 2 * sizeof *hashed);
-  hashed[2] = cddp__report_at(m, table, 0)->table_id + (uint64_t)which;
+  hashed[2] = cddp__report_at(m, table, 0 /* any */)->table_id + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = (*out)->of_model = true;
   (*out)->id = cddp__hash64(1 /* seed */, hashed, sizeof hashed) & ~(uint64_t)1; /* odd: a split */
@@ -22671,7 +22671,8 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, &ref, sizeof ref);
   if (r == CDDP_OK) /* makes the links of comm */
-    r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, NULL, 0);
+    r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */,
+                    NULL /* payload */, 0);
   for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
     void *at = elastic->own;
     if (g->host_index[k] < 0) continue; /* on another host */
@@ -22810,7 +22811,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
     for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = cddp__report_steps(from)[i];
     elastic->updates = from->reductions; /* the weights are those after this many updates */
     d->steps = from->steps;
-    elastic->meeting.self_joining = false; /* it is complete: it can send in the next meeting */
+    elastic->meeting.self_joining = false; /* this rank is complete, and can send in the next meeting */
   }
   if (states != elastic->states) /* the sender's copy; after a failure a receiver's, too */
     (d->group->backend->free)(d->group, states);
@@ -22823,7 +22824,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__rank_report *from) {
   cddp__elastic *elastic = d->elastic;
   bool joins = elastic->meeting.self_joining, some_join = false, some_lack_mean = false;
-  bool mean_lives = !elastic->repeats; /* else it is made again, and none receives it */
+  bool mean_lives = !elastic->repeats; /* else no rank has the last mean: all make it again */
   bool lacks_mean = mean_lives && !joins && elastic->reductions < from->reductions;
   bool has_mean = lacks_mean /* then it receives it here */ || (!joins && elastic->has_mean);
   int source = 0 /* the rank of `from` */, k;
@@ -22916,7 +22917,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (elastic->reductions == elastic->updates && !elastic->repeats) /* the last step is complete */
     cddp__leave_broken(d);
-  cddp__join_serve(d->group->host, CDDP__JOIN_WAIT);
+  cddp__join_serve(d->group->host, CDDP__JOIN_WAIT); /* answers processes that join */
   if (shard >= 0 && elastic->reductions == elastic->updates /* the step has no mean yet */)
     r = cddp__finish_shard(d);
   if (shard >= 0) cddp__reset_step(d); /* the next shard's gradients are not ready */
@@ -22930,7 +22931,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     cddp__accept_reports(m, CDDP__ACCEPT_JOINING);
     if (cddp__choose_leader(m) != m->me) cddp__drop_all_links(m); /* only the leader admits */
     if (m->requests > 0 && elastic->meetings == 0 /* no second one in a step for joins */ &&
-        elastic->last_update.kind != 0 /* else it would not admit: cddp__elastic_regroup */)
+        elastic->last_update.kind != 0 /* else the meeting admits none: see _regroup */)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
     else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* else comm lost a member */
       r = cddp__elastic_reduce(d);
@@ -23093,7 +23094,7 @@ static void cddp__forget_elastic_models(void) { /* in a forked child: they are i
 }
 
 static void cddp__register_elastic_fork(void) {
-  (void)pthread_atfork(NULL, NULL, cddp__forget_elastic_models);
+  (void)pthread_atfork(NULL /* before */, NULL /* in the parent */, cddp__forget_elastic_models);
 }
 
 /* When the model is complete: optimizers find it. */
@@ -23446,7 +23447,7 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *sampler, const cddp_sampler_
   /* so that positions, and the bytes of a permutation, cannot overflow */
   CDDP__CHECK(d.dataset_size <= SIZE_MAX / 16, "dataset_size %zu is too large", d.dataset_size);
   sampler->desc = d;
-  cddp__sampler_begin(sampler, 0, 0, CDDP__EPOCH_NEW);
+  cddp__sampler_begin(sampler, 0 /* epoch */, 0 /* start */, CDDP__EPOCH_NEW);
   return CDDP_OK;
 }
 
@@ -23455,7 +23456,7 @@ CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *sampler, uint64_t epoch) {
   if (sampler->resumed && sampler->epoch == epoch)
     sampler->resumed = false; /* continue at the checkpoint */
   else
-    cddp__sampler_begin(sampler, epoch, 0, CDDP__EPOCH_NEW);
+    cddp__sampler_begin(sampler, epoch, 0 /* start */, CDDP__EPOCH_NEW);
 }
 
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *sampler) {
@@ -23477,7 +23478,8 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
   /* this rank's samples are at positions rank, rank + W, ... behind `start` */
   next = sampler->start + (size_t)sampler->desc.rank +
          sampler->position * (size_t)sampler->desc.world_size;
-  sampler->result = cddp__named(__func__, cddp__sampler_indices(sampler, next, 1, &next));
+  sampler->result =
+      cddp__named(__func__, cddp__sampler_indices(sampler, next, 1 /* index */, &next));
   if (sampler->result != CDDP_OK) return false;
   if (index != NULL) *index = next;
   sampler->position++;
@@ -23767,7 +23769,7 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
       if (type == NULL) cddp__json_fail(json, "its dtype is not one of the format's");
     }
     if (k == 1) tensor->dims = (int)cddp__json_numbers(json, shape, CDDP__DIMS_MAX);
-    if (k == 2) offset_count = cddp__json_numbers(json, offsets, 2);
+    if (k == 2) offset_count = cddp__json_numbers(json, offsets, 2 /* most */);
     seen |= 1u << k;
   }
   if (seen != 7 /* all three */ || offset_count != 2)
@@ -23971,7 +23973,7 @@ static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
     else if ((unsigned char)*s < 0x20)
       cddp__st_add(buffer, cddp__textf("\\u%04x", (unsigned)*s).s);
     else
-      cddp__buffer_add(buffer, s, 1);
+      cddp__buffer_add(buffer, s, 1 /* byte */);
   }
   cddp__st_add(buffer, "\"");
 }
@@ -24099,7 +24101,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   if (fd < 0) return cddp__fail(CDDP_IO, "open: %s", strerror(errno));
   if (fstat(fd, &st) != 0) r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
   else if (!S_ISREG(st.st_mode)) r = cddp__fail(CDDP_IO, "it is not a regular file");
-  else if (st.st_size >= 8) r = cddp__file_io(fd, CDDP__FILE_READ, first, 8, 0 /* at */); /* N */
+  else if (st.st_size >= 8) r = cddp__file_io(fd, CDDP__FILE_READ, first, 8 /* N */, 0 /* at */);
   if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
   if (r == CDDP_OK && (*out = cddp__st_new(allocator, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (*out == NULL) {
@@ -25114,7 +25116,7 @@ static void cddp__read_notices(cddp__spawn_job *job) {
   char text[64];
   int most = CDDP__MAX_RANKS /* a notice from each child */, rank;
   ssize_t n;
-  while (most-- > 0 && (n = recv(job->fds[job->n].fd, text, sizeof text - 1, 0)) >= 0) {
+  while (most-- > 0 && (n = recv(job->fds[job->n].fd, text, sizeof text - 1, 0 /* flags */)) >= 0) {
     text[n] = 0;
     if (strncmp(text, token + 1, strlen(token + 1)) != 0) continue; /* from a stranger */
     rank = atoi(text + strlen(token + 1));
@@ -25143,7 +25145,7 @@ static bool cddp__spawn_continues(cddp__spawn_job *job) {
 static void cddp__setenv_int(const char *name, int value) {
   char text[16];
   snprintf(text, sizeof text, "%d", value);
-  setenv(name, text, 1);
+  setenv(name, text, 1 /* replace */);
 }
 
 /* Functions of OpenMP and OpenBLAS; NULL: not in the program. A forked child would wait forever for
@@ -25187,7 +25189,7 @@ static int cddp__call_fn(const cddp__spawn_job *job, int rank)
    */
 static void cddp__end_child(void *code) {
   int value = *(const int *)code;
-  fflush(NULL);
+  fflush(NULL); /* all streams: _exit does not */
   _exit(value >= 0 && value <= 255 ? value : 255); /* others would be cut to 8 bits, perhaps 0 */
 }
 
@@ -25200,8 +25202,8 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   prctl(PR_SET_PDEATHSIG, SIGKILL); /* when the parent dies, so does the child */
   if (getppid() != job->parent) _exit(1); /* the parent died before the line above */
   close(job->start[1]); /* so the read ends when the parent closes its copy */
-  while ((code = (int)read(job->start[0], &byte, 1)) < 0 && errno == EINTR) {}
-  if (code != 1) _exit(1); /* closed: a child could not be started */
+  while ((code = (int)read(job->start[0], &byte, 1 /* or 0 at the end */)) < 0 && errno == EINTR) {}
+  if (code != 1) _exit(1); /* the parent has closed it: a child could not be started */
   close(job->start[0]);
   if (job->elastic) close(job->fds[job->n].fd); /* the parent's socket for notices */
   cddp__setenv_int("RANK", rank);
@@ -25224,7 +25226,8 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   else
     close(job->listen_fd);
   if (job->n > 1) cddp__limit_math_threads();
-  if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* does not mix the ranks' lines */
+  if (!isatty(1 /* stdout */)) /* writes whole lines: those of several ranks do not mix */
+    setvbuf(stdout, line, _IOLBF, sizeof line);
   cddp__error_text[0] = 0; /* the text is of an earlier call of the parent */
   code = 255; /* the exit code if fn calls pthread_exit */
   pthread_cleanup_push(cddp__end_child, &code);
@@ -25257,7 +25260,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     if (got == 0) continue; /* it lives */
     /* got < 0: another thread reaps it. Until then the pid exists; after that the pidfd has the
        status. */
-    while (got < 0 && kill(pid, 0) == 0 && cddp__wait_pause(&wait)) {}
+    while (got < 0 && kill(pid, 0 /* only checks */) == 0 && cddp__wait_pause(&wait)) {}
     /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
        6.15 and later still have the status. */
     known = got > 0 || cddp__exit_status(job->fds[i].fd, (uint32_t)pid, &status);
@@ -25450,7 +25453,7 @@ static void cddp__thread_rank_end(void *p) {
   cddp_group *g;
   snprintf(thread->text, sizeof thread->text, "%s", cddp__error_text);
   if (failed) /* unless another rank has failed before */
-    cddp__compare_swap32(thread->first, 0, (uint32_t)host->index + 1);
+    cddp__compare_swap32(thread->first, 0 /* none yet */, (uint32_t)host->index + 1);
   pthread_mutex_lock(&host->lock);
   for (g = host->groups; g != NULL; g = g->next) {
     /* Without a failure marks only models' groups on the host: the program's are left below. */
@@ -25672,7 +25675,7 @@ CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line) {
 }
 
 CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line) {
-  (void)cddp_at(NULL, file, line);
+  (void)cddp_at(NULL /* no group */, file, line);
   return d;
 }
 
@@ -25870,8 +25873,9 @@ CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
 
 CDDPDEF cddp_result (cddp_send)(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                                 int peer, int tag, cddp_work **work) {
-  cddp__call call = cddp__make_call(CDDP__KIND_SEND, buf, NULL, count, dtype, CDDP_SUM, peer);
-  memcpy(&call.recv, &buf, sizeof buf); /* drops the const of buf; a send does not write to recv */
+  cddp__call call =
+      cddp__make_call(CDDP__KIND_SEND, buf, NULL /* set below */, count, dtype, CDDP_SUM, peer);
+  memcpy(&call.recv, &buf, sizeof buf); /* a copy without const: a send does not write to recv */
   call.tag = tag;
   return cddp__start_call(__func__, g, &call, work);
 }
