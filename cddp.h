@@ -2637,8 +2637,8 @@ typedef struct cddp__hosts {
   uint64_t pass; /* number of the current pass through `posted` */
   bool polling; /* a thread of this rank polls for all threads that wait */
   int wake_fd; /* an eventfd that wakes the polling thread: another one has received its bytes */
-  int epoll; /* of connections, wake_fd and net.listener. Edge-triggered: it only ends the sleep of the
-                polling thread, which then looks at all of them */
+  int epoll; /* of connections, wake_fd and net.listener. Edge-triggered: it only ends the sleep of
+                the polling thread, which then looks at all of them */
 } cddp__hosts;
 
 /* >>hooks ---------------------------------------------------------------------------------------
@@ -3090,7 +3090,7 @@ CDDP__OUT_OF_LINE double cddp__now(void) {
    the first to wake sets the clock back: by that clock the others' sleeps were short. */
 static void cddp__note_sleep(double start, double asked) {
   uint64_t stopped;
-  double overrun; /* seconds; another thread that sets the clock back makes it smaller */
+  double overrun; /* seconds beyond `asked`; smaller once another thread has set the clock back */
   do {
     stopped = cddp__load64(&cddp__stopped); /* anew if another thread has changed it meanwhile */
     overrun = cddp__monotonic() - 1e-9 * (double)stopped - start - asked;
@@ -3132,7 +3132,7 @@ static int cddp__poll_ms(double deadline, int max_ms) {
   return left >= (double)max_ms ? max_ms : (int)left + 1; /* + 1: never ends before the deadline */
 }
 
-#define CDDP__POLL_MAX_MS 250 /* half of CDDP__STOP_S: a full sleep must not look like a stop */
+#define CDDP__POLL_MAX_MS 250 /* half of CDDP__STOP_S: in a longer sleep a stop could hide */
 
 /* poll(2), with its result, for waits with a deadline: callers repeat it. ms: at most
    CDDP__POLL_MAX_MS; -1: no deadline. */
@@ -3273,7 +3273,7 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
     start = cddp__now();
     left = deadline - start;
     if (left <= 0) break;
-    if (left > CDDP__STOP_S / 2) left = CDDP__STOP_S / 2; /* longer would look like a stop */
+    if (left > CDDP__STOP_S / 2) left = CDDP__STOP_S / 2; /* a stop hides in a longer sleep */
     t = cddp__timespec(cddp__monotonic() + left);
     e = pthread_cond_timedwait(c, lock, &t);
     cddp__note_sleep(start, left);
@@ -3288,6 +3288,7 @@ enum cddp__thread_kind { CDDP__THREAD_OF_USER, CDDP__THREAD_OF_CDDP };
    run on the program's threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       enum cddp__thread_kind kind) {
+  /* Signals of a thread's own fault: blocked, they would end the process without its handler. */
   static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
   pthread_attr_t a;
   sigset_t blocked, old; /* old: this thread's mask */
@@ -3420,7 +3421,7 @@ static uint64_t cddp__record_job(void) {
 /* Writes the path of a rank's file. Returns false if the recorder is off: no CDDP_RECORD. */
 static bool cddp__record_path(char *path, size_t size, uint64_t job, int rank, int join) {
   const char *dir = getenv("CDDP_RECORD");
-  if (dir == NULL || dir[0] == 0) return false;
+  if (dir == NULL || dir[0] == 0) return false; /* unset, or empty as launchers can pass it */
   snprintf(path, size, "%s/cddp-%016" PRIx64 "-%d", dir, job, rank);
   if (join > 0) cddp__append(path, size, ".join%d", join);
   cddp__append(path, size, ".rec");
@@ -3866,7 +3867,7 @@ static void cddp__in_forked_child(void) {
   idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   for (i = 0; i < CDDP__OWN_SOCKETS / 32; i++) {
     if ((word = __atomic_load_n(&cddp__own_sockets[i], __ATOMIC_ACQUIRE)) == 0) continue;
-    __atomic_store_n(&cddp__own_sockets[i], 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&cddp__own_sockets[i], 0, __ATOMIC_RELEASE); /* the child has none of its own */
     for (fd = (int)i * 32; word != 0; fd++, word >>= 1) {
       if ((word & 1) == 0) continue;
       /* syscall: a program without _GNU_SOURCE does not declare dup3 */
@@ -4524,7 +4525,7 @@ struct cddp__connection {
   bool ready; /* the last cddp__connections_poll found an event: bytes, space to send, or the end */
   bool ended_early; /* it ended before it was UP: the caller of a link connects again */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
-  cddp__challenge challenge; /* PROVING: the proof of the secret */
+  cddp__challenge challenge; /* the proof of the secret; used while PROVING */
   cddp__buffer out, in; /* to be sent; received and not parsed */
   size_t sent; /* bytes sent of a hello, proof or frame (with head) that is not in `out`; 0: none
                   is partly sent */
@@ -4758,7 +4759,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
       memcpy((char *)at, c->in.data + c->in.start, buffered);
       c->in.start += buffered;
       *got += buffered;
-      continue;
+      continue; /* if that was all, the loop ends */
     }
     io[0].iov_base = (char *)at;
     io[0].iov_len = left;
