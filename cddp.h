@@ -10044,7 +10044,7 @@ static cddp_result cddp__check_wait(cddp_group *g, bool *published) {
 /* Waits until *word == want, after the polls of cddp__wait_word: yields, then sleeps. Between two
    sleeps it checks for a failure and, unless the wait is over, for ended ranks and the deadline. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
-  bool published = false;
+  bool published = false; /* peers can see this wait: cddp__check_wait */
   cddp_result r = CDDP_OK;
   cddp__wait w;
   uint32_t seen; /* value of *word when it was read last: this thread sleeps until it changes */
@@ -10557,8 +10557,8 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
   unsigned char body[CDDP__NOTICE_BYTES];
   char saved[CDDP__ERROR_MAX]; /* the error text, which failed connections change */
   double batch_s = 0.3; /* limit of the first batch; of later ones 0.1: hosts can be silent */
-  size_t count;
-  int p = 0;
+  size_t count; /* of links in the batch */
+  int p = 0; /* the next rank */
   memcpy(saved, cddp__error_text, sizeof saved);
   memset(body, 0, sizeof body); /* also behind the text: the proof covers all bytes */
   cddp__put32(body, code);
@@ -10604,7 +10604,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
 static void cddp__record_arrivals(cddp_group *g, const char *text) {
   char *at, *begin; /* at: behind the last number */
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
-  long p, last;
+  long p, last; /* a range of ranks in the list */
   while (*at == ' ' || *at == ',') {
     begin = at + 1;
     p = last = strtol(begin, &at, 10);
@@ -10622,7 +10622,7 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   const char *text;
   char saved[CDDP__ERROR_MAX];
-  uint32_t code, result;
+  uint32_t code, result; /* result: the code without its flags */
   cddp_group *g;
   while (cddp__buffer_size(&c->in) < CDDP__NOTICE_BYTES)
     if (cddp__connection_fill(c, CDDP__NOTICE_BYTES) <= 0) return; /* the rest later, or ended */
@@ -10895,7 +10895,7 @@ typedef struct cddp__channel { /* a connection to the parent or a child */
 
 typedef struct cddp__root_search { /* how a coordinator finds the root */
   int fds[CDDP__ADDRESSES_MAX]; /* on rank 0 and the root: sockets that listen for coordinators */
-  int fd_count;
+  int fd_count; /* of fds */
   char key[160]; /* in the launcher's store: RUN/meeting */
   cddp_store *store; /* a launcher's, or file://, locked by rank 0; NULL: none, or not open */
   /* From the store, the file or rank 0's PORT; 0 for an address and a port. The proof of the secret
@@ -10986,7 +10986,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   static const char hex[] = "0123456789abcdef";
   const char *id = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
-  char endpoint[1200], text[1600];
+  char endpoint[1200], text[1600]; /* text: what tells nodes and jobs apart; the name is its MAC */
   cddp__text spelled;
   unsigned char mac[32];
   struct stat pids, times; /* namespaces: ranks in both see the same pids and start times */
@@ -11377,7 +11377,7 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
   cddp__address a = *at;
   int count; /* of sockets: always 1 */
   cddp_result r = CDDP_NETWORK; /* no socket yet */
-  cddp__address_set_port(&a, 0); /* any */
+  cddp__address_set_port(&a, 0); /* any, or one of CDDP_PORTS */
   if (wide && !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
     memset(&all, 0, sizeof all);
     all.sin6_family = AF_INET6;
@@ -11386,7 +11386,7 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
     if (r == CDDP_NETWORK) { /* no IPv6 here: all addresses of the family of *at */
       a = *at;
       cddp__address_to_all(&a);
-      cddp__address_set_port(&a, 0); /* any */
+      cddp__address_set_port(&a, 0); /* any, or one of CDDP_PORTS */
     }
   }
   if (r == CDDP_NETWORK) r = cddp__listen_all(&a, 1, fd, &count);
@@ -11512,7 +11512,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
                                       const cddp__message *m, bool *admitted) {
   cddp__connection *c = &child->connection;
   cddp__rank_info info;
-  int node;
+  int node; /* that rank's */
   cddp_result r = CDDP_OK;
   memcpy(&info, m + 1, sizeof info);
   info.host.name[sizeof info.host.name - 1] = 0;
@@ -11947,7 +11947,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
 static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
-  const char *name;
+  const char *name; /* what follows the scheme */
   int scheme = cddp__url_scheme(config->init_method, &name);
   cddp_result r = CDDP_OK;
   if (config->client_only) return cddp__ask_store(rdv);
@@ -12262,7 +12262,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   cddp__address a;
   cddp__text listener;
   socklen_t size = sizeof(int);
-  int n = 0, i, p, error;
+  int n = 0 /* of links */, i, p, error;
   cddp_result r = CDDP_OK;
   /* Connects to all at the same time, and sends nothing, so NOTICE has no effect. */
   for (i = 1; i < net->size && n < MOST_PORTS; i++) {
@@ -12679,7 +12679,7 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   int limit = few ? CDDP__FEW_UNPROVEN : cddp__unproven_most(host->size);
   int silent = 0, proving = 0 /* `limit` is that of each */, n = 0;
   while ((c = *at) != NULL) {
-    bool began = c->challenge.messages_received > 0;
+    bool began = c->challenge.messages_received > 0; /* in an earlier call of this function */
     if (cddp__connection_progress(c) /* proven */ && c->peer < 0) cddp__join_answer(host, c);
     if (!began && c->challenge.messages_received > 0) c->first_message_at = cddp__now();
     /* Ended, answered (the system has all bytes), too late, or too many. */
@@ -13184,7 +13184,7 @@ enum { CDDP__RANK_STAYING, CDDP__RANK_LEAVING }; /* values of `bool leaving` */
    group's remaining calls may not need that rank. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *net = g->hosts->net;
-  cddp__text text = {""}, how;
+  cddp__text text = {""}, how; /* the notice, so far none; how a rank has ended */
   int p;
   if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0 /* sent or received one */)
     return;
@@ -13212,7 +13212,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   struct epoll_event unused[16]; /* the caller looks at all links */
-  double start;
+  double start; /* of the sleep */
   /* ms: limit of the sleep; short for a rank of this host, which cannot end epoll_wait */
   int p, ms = peer != CDDP_ANY && g->host_index[peer] < 0 ? 5 : 1;
   bool polls; /* this thread polls for all */
@@ -13479,7 +13479,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
   uint32_t events;
-  int late;
+  int late; /* a rank with a frame that must be complete; -1: there is none */
   do {
     if (moved) {
       cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S);
@@ -13556,7 +13556,7 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
    in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
-  size_t out_bytes, in_limit;
+  size_t out_bytes, in_limit; /* bytes of a frame to send; most bytes of the one to receive */
   int known, distance, k, n, count = hosts->count;
   cddp_result r = CDDP_OK;
   out_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__GOES_OUT);
@@ -13649,7 +13649,8 @@ typedef struct cddp__subtree {
    is a leaf, is divided even if it is on one host: the owner of a part adds up the root, rounds and
    averages. */
 static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
-  int host = hosts->peers[hosts->leaves[low]].host, end, half = 1;
+  int host = hosts->peers[hosts->leaves[low]].host; /* of the first leaf */
+  int end /* the first leaf on another host */, half = 1;
   for (end = low; end < high && hosts->peers[hosts->leaves[end]].host == host; end++) {}
   if (end == high /* on one host */ &&
       (high - low == 1 /* a leaf */ || high - low < hosts->leaf_count /* not the root */)) {
@@ -13674,7 +13675,7 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp_
   for (p = 0; p < g->size; p++)
     if (which == CDDP__LEAVES_ALL || cddp__op_header_of(g, p, g->round)->u.bytes[0] == 0)
       hosts->leaves[hosts->leaf_count++] = p;
-  cddp__find_subtrees(hosts, 0, hosts->leaf_count);
+  cddp__find_subtrees(hosts, 0 /* low */, hosts->leaf_count);
 }
 
 /* Sets the sizes of the hosts' sums and the offset of each sum, in bytes per element of the call.
@@ -13776,7 +13777,7 @@ static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
 static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t *begin) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__peer *p = &hosts->peers[rank];
-  size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize;
+  size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize; /* elements */
   int host_count = f->hosts_sum_whole ? 1 : hosts->count; /* hosts that share the slices */
   bool one_buffer = cddp__in_one_buffer(f->c); /* else each rank owns its share: [0, n) */
   *begin = 0;
@@ -13893,7 +13894,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   bool sends = move == CDDP__SEND_CONTRIBUTION || move == CDDP__SEND_RESULT;
   bool result = move == CDDP__SEND_RESULT || move == CDDP__RECV_RESULT;
   bool own = move == CDDP__RECV_CONTRIBUTION || move == CDDP__SEND_RESULT; /* this rank's part */
-  size_t begin, n, bytes;
+  size_t begin, n, bytes; /* the piece: offset in the chunk, elements; bytes of its frame */
   int i, p, me = g->rank;
   const char *at;
   if (k < 0 || k >= f->pieces) return;
@@ -13924,7 +13925,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
 static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
-  size_t begin, n, bytes;
+  size_t begin, n, bytes; /* a piece: offset in the chunk, elements; its bytes */
   const char *from;
   int p, t;
   for (p = 0; p < g->size; p++) {
@@ -14110,7 +14111,7 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
    cannot access the buffer, or received bytes would overwrite bytes to send. */
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
-  char **scratch = &g->hosts->scratch[g->local_rank];
+  char **scratch = &g->hosts->scratch[g->local_rank]; /* this rank's own */
   size_t most = SIZE_MAX /* elements of a chunk */, sent, received; /* sent: only for sums */
   bool any_scratch = false;
   cddp__ref ref;
@@ -14164,8 +14165,8 @@ static const cddp__carrier cddp__hosts_carrier = {
 /* Numbers the hosts of the group by their lowest ranks, and sets all that depends on it: peers,
    group_hosts, ranks, staging buffers. index: scratch, [net.host_count] zeros. */
 static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
-  int p, h, first = 0;
-  size_t at = 0;
+  int p, h, first = 0; /* first: index in hosts.ranks of the next host's lowest rank */
+  size_t at = 0; /* offset of the next host's headers in hosts.headers */
   for (p = 0; p < g->size; p++) {
     int *number = &index[hosts->net->ranks[g->world[p]].host]; /* 1 + its index in g; 0: none */
     if (*number == 0) *number = ++hosts->count;
