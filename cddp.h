@@ -14479,7 +14479,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   cddp_result r = CDDP_OUT_OF_MEMORY;
   int i = 0; /* the request's index. A short message uses request 0 without a scan, if it is free */
   pthread_mutex_lock(&g->p2p.lock);
-  if (!eager || !cddp__reclaim_send(cddp__send_at(g, 0)))
+  if (!eager || !cddp__reclaim_send(cddp__send_at(g, 0 /* index */)))
     i = cddp__scan_sends(g, call->root, bytes);
   if (i < 0) i = cddp__grow_sends(g); /* all requests are in use */
   if (i >= 0) { /* else CDDP_OUT_OF_MEMORY, with its text */
@@ -14732,7 +14732,7 @@ static void cddp__post_recv(cddp_group *g, cddp_work *work) {
 static bool cddp__message_ready(cddp_work *work) {
   cddp_group *g = work->group;
   size_t bytes = work->call.count * work->call.esize;
-  bool ready;
+  bool ready; /* the result */
   pthread_mutex_lock(&g->p2p.lock);
   cddp__serve_recvs(g);
   if (work->call.kind == CDDP__KIND_RECV) {
@@ -14809,7 +14809,7 @@ static bool cddp__peer_is_lost(cddp_work *work) {
 static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  bool shown = false;
+  bool shown = false; /* this thread's wait is published: cddp__show_message_wait */
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int i, spin = cddp__spin_of(g->host) / CDDP__POLLS_PER_SCAN; /* scans before the second loop */
@@ -15073,7 +15073,8 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
   MPI_Datatype elements, type; /* n elements; the same, with the extent of a share */
   pthread_mutex_lock(&cddp__mpi_lock); /* cddp__mpi_wait unlocks it */
   MPI_Type_contiguous((int)n, cddp__mpi_type(call->dtype), &elements);
-  MPI_Type_create_resized(elements, 0, (MPI_Aint)(call->count * call->esize), &type);
+  MPI_Type_create_resized(elements, 0 /* lower bound */, (MPI_Aint)(call->count * call->esize),
+                          &type);
   MPI_Type_commit(&type);
   MPI_Type_free(&elements);
   if (!cddp__receives(call, g->rank)) to = NULL; /* MPI ignores buffers that a rank does not use */
@@ -15114,7 +15115,7 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
     ones[rank] = 1;
     at = (MPI_Aint)(((sends ? share->out_at : share->in_at) + begin) * call->esize);
     length = (int)(bytes / call->esize);
-    MPI_Type_create_hindexed(1, &length, &at, type, &out[i]);
+    MPI_Type_create_hindexed(1 /* block */, &length, &at, type, &out[i]);
     MPI_Type_commit(&out[i]); /* from g->size on these are in[], which follows */
   }
   code =
@@ -15171,7 +15172,7 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
     if (copy != NULL) memcpy(copy, send, sent);
     mpi_call.send = copy;
   }
-  if (r == CDDP_OK) r = cddp__mpi_data(g, &mpi_call, NULL);
+  if (r == CDDP_OK) r = cddp__mpi_data(g, &mpi_call, NULL /* arrays */);
   if (r == CDDP_OK) { /* else MPI can still read the copy, which stays allocated */
     r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0 /* no payload */);
     cddp__free(&g->host->allocator, copy);
@@ -15801,8 +15802,10 @@ static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const c
 /* Allocates missing pages of the first `bytes` of this rank's two staging buffers: those before
    staging_ready exist. Without memory breaks the group: a write would end the process (SIGBUS). */
 CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) {
-  const char *mine = (const char *)cddp__staging_of(g, g->rank, 0), *block = (char *)g->block;
-  /* offset in the memfd of this rank's first buffer; the job's first block (ref NONE) is at 0 */
+  const char *mine = (const char *)cddp__staging_of(g, g->rank, 0 /* of even rounds */);
+  const char *block = (char *)g->block;
+  /* Offset in the memfd of this rank's first buffer. The ref of the job's first block is NONE, all
+     zeros: that block begins at 0. */
   uint64_t at = g->block_ref.base + g->block_ref.offset + (uint64_t)(mine - block);
   size_t have = g->staging_ready, k;
   bytes = cddp__round_up(bytes, cddp__page_size());
@@ -16222,7 +16225,7 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uin
   g->calls++; /* the call's number, for texts and the record */
   cddp__record_start(g, record, g->calls);
   if (call->count == 0 || call->kind == CDDP__KIND_BARRIER) { /* no data: ranks only meet */
-    r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0);
+    r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0 /* no payload */);
   } else if (g->size == 1) {
     /* one value is its own sum, product, ... */
     cddp__copy(call->recv, call->send, call->count * call->esize);
@@ -16263,7 +16266,8 @@ static cddp_result cddp__broadcast(cddp_group *g, void *data, size_t bytes, int 
 }
 
 static cddp_result cddp__all_gather(cddp_group *g, const void *mine, void *all, size_t bytes) {
-  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, all, bytes, CDDP_U8, CDDP_SUM, -1);
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, all, bytes, CDDP_U8,
+                                 CDDP_SUM /* not used */, -1 /* root */);
   return cddp__run_call(g, &c);
 }
 
@@ -16291,7 +16295,7 @@ static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
    cddp__packet_add. */
 static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   bool sends = packet->g->rank == packet->root;
-  size_t at = 0;
+  size_t at = 0; /* of the next array, in packet->bytes */
   cddp_result r;
   int i;
   if (packet->count == 0) return CDDP_OK;
@@ -16366,7 +16370,7 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
 
 /* cddp__consensus without a payload. */
 static cddp_result cddp__agree(cddp_group *g, cddp_result mine) {
-  return cddp__consensus(g, mine, NULL, 0, NULL);
+  return cddp__consensus(g, mine, NULL, 0 /* bytes */, NULL);
 }
 
 /* Records a collective, and starts it in the engine with this thread's site and floating-point
@@ -16684,7 +16688,7 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
                                         char **block, cddp_result *mine) {
   void *p = NULL; /* the block */
   cddp_result r;
-  size_t bytes;
+  size_t bytes; /* of the block */
   int first = 0, here = 0, i; /* index of the first member on this host; number of members here */
   for (i = n - 1; i >= 0; i--) { /* downwards: the last assignment is that of the first member */
     if (g->host_index[members[i]] < 0) continue;
@@ -16893,8 +16897,8 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
     return cddp__fail_errno("lock on the shared memory");
   for (i = 0; fd >= 0 && i < host->size; i++) host->ranks[i].use_locked = i != host->index;
   if (fd >= 0 && host->index == 0 && /* the first rank of the host does it */
-      (r = cddp__commit_block(host, 0, size, host->size)) != CDDP_OK) return r;
-  block = cddp__map_memory(fd, 0, bytes);
+      (r = cddp__commit_block(host, 0 /* base */, size, host->size)) != CDDP_OK) return r;
+  block = cddp__map_memory(fd, 0 /* offset in the memfd */, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
   if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP); /* not in core dumps */
   r = cddp__group_build(out, host, config->rank, size, NULL /* all */, block, config->timeout_s);
@@ -17440,7 +17444,7 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
   double buf[CDDP__BLOCK_BYTES / sizeof(double)]; /* for d, also as floats: g must not change */
   const cddp__scalars *s = &update->scalars;
   cddp_dtype type = cddp__compute_type(update->dtype);
-  const void *d = g;
+  const void *d = g; /* the gradient, as changed so far */
   void *m = states[0]; /* NULL: without momentum */
   if (s->sign < 0) { /* maximize */
     memcpy(buf, g, n * cddp__dtype_size(type));
@@ -17663,7 +17667,7 @@ static cddp_result cddp__check_disjoint(const cddp_param *params, int count,
   cddp__owned *list = (cddp__owned *)cddp__calloc(allocator, 3 * (size_t)count, sizeof *list);
   cddp_result r = CDDP_OK;
   size_t n = 0, k; /* n: entries of the list */
-  int i, j;
+  int i, j; /* j: index in `what` and `memory` */
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < count; i++) {
     const cddp_param *p = &params[i];
@@ -17718,7 +17722,7 @@ static cddp_result cddp__cpu_copies(const cddp_optim *optim) {
   int i;
   for (i = 0; i < optim->count; i++)
     if (optim->params[i].data != NULL) /* the caller can set data later, before the first step */
-      cddp__optim_copy(optim, i, 0, optim->params[i].count);
+      cddp__optim_copy(optim, i, 0 /* from */, optim->params[i].count);
   return CDDP_OK;
 }
 
@@ -18026,7 +18030,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   size_t states = (size_t)state_count + (d->master_weights != 0); /* arrays per parameter */
   size_t pointers = n * (states + (d->copies != NULL));
   cddp_optim *optim;
-  double *scales, *decays;
+  double *scales, *decays; /* the optimizer's lr_scales and weight_decays */
   int i;
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
