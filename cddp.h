@@ -22420,7 +22420,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (elastic->own != NULL) cddp__publish_own(d); /* on a host */
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  elastic->reductions - elastic->repeat_counted /* its number, which ranks compare */,
+                  elastic->reductions - elastic->repeat_counted /* number: ranks compare it */,
                   &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
@@ -22817,7 +22817,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
     for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = cddp__report_steps(from)[i];
     elastic->updates = from->reductions; /* the weights are those after this many updates */
     d->steps = from->steps;
-    elastic->meeting.self_joining = false; /* this rank is complete, and can send in the next meeting */
+    elastic->meeting.self_joining = false; /* complete: it can send in the next meeting */
   }
   if (states != elastic->states) /* the sender's copy; after a failure a receiver's, too */
     (d->group->backend->free)(d->group, states);
@@ -24336,7 +24336,7 @@ static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dt
   CDDP_ASSERT(item->type != NULL); /* the format has a type of that name */
   item->count = count;
   item->data = data;
-  item->param = -1; /* no state of a parameter; the caller can set it */
+  item->param = -1; /* not a state; the caller sets the parameter of a state */
   item->bytes = (uint64_t)count * cddp__dtype_size(dtype);
   item->any_shape = shape == NULL || shape->dims == 0;
   if (item->any_shape) {
@@ -24395,7 +24395,7 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
       }
       item->param = i;
       item->state = k;
-      /* the item's name, which it refers to already; + 1: its end */
+      /* writes the item's name, at the address given to cddp__add_item; + 1: its NUL */
       name += sprintf(name, "optimizer.%s.%s", cddp__state_name(optim, k), p->name) + 1;
     }
   }
@@ -24418,7 +24418,7 @@ static cddp_result cddp__ckpt_begin(
   ckpt->count = count;
   ckpt->desc = desc != NULL ? desc : &ckpt->none;
   ckpt->root = g == NULL || g->rank == 0;
-  if (g != NULL) cddp__engine_drain(g); /* its operations can write to params */
+  if (g != NULL) cddp__engine_drain(g); /* operations of g can write to params */
   r = cddp__ckpt_check(ckpt, saves);
   if (r == CDDP_OK && ckpt->has_device_memory) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
   return r == CDDP_OK ? cddp__list_items(ckpt) : r;
@@ -24546,7 +24546,7 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
     if (item->param >= 0 && optim->steps[item->param] == 0) continue; /* no states yet */
     if (item->state_pointer != NULL) {
       if (cddp__is_master(optim, item->state) && optim->init_master[item->param])
-        continue; /* it does not match the weights */
+        continue; /* this master does not match the weights */
       item->data = *item->state_pointer;
       if (optim->shared_by != NULL && item->data == NULL) /* in the shared memory of all ranks */
         item->data = cddp__state_at(optim->shared_by, optim, optim->shared_states, item->state,
@@ -24719,7 +24719,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     if (r != CDDP_OK) break;
     r = cddp__check_tensor(item, tensor);
     matched[tensor - ckpt->file->tensors] = true;
-    if (item->data == &ckpt->lr) ckpt->has_lr = true; /* it precedes the states in the list */
+    if (item->data == &ckpt->lr) ckpt->has_lr = true; /* lr precedes the states in the list */
     if (r == CDDP_OK && item->state_pointer != NULL) {
       item->data = *item->state_pointer;
       if (!optim->backend->on_device)
@@ -24923,7 +24923,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
     if (!optim->backend->on_device) {
       cddp__free(NULL /* malloc */, *item->state_pointer);
       *item->state_pointer = item->data; /* NULL if not found */
-      item->data = NULL; /* cddp__ckpt_end does not free it */
+      item->data = NULL; /* else cddp__ckpt_end would free the optimizer's state */
     } else if (!found) { /* found ones were read into this memory */
       r = (optim->backend->zero)(optim, *item->state_pointer, cddp__kept_bytes(ckpt, item),
                                  CDDP__WAIT);
@@ -25042,8 +25042,8 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
 
 typedef struct cddp__child {
   pid_t pid;      /* 0: not forked, or ended; -1: to be forked again */
-  bool joins;     /* it was forked to join the running job */
-  bool has_model; /* it has created its elastic model */
+  bool joins;     /* forked to join the running job; false: one of the first n */
+  bool has_model; /* the child has created its elastic model */
 } cddp__child;
 
 typedef struct cddp__spawn_job {
@@ -25065,7 +25065,7 @@ typedef struct cddp__spawn_job {
   bool blind;                 /* a child has no pidfd to poll: all are checked every 10 ms */
   struct pollfd *fds;         /* [n + 1] pidfds, -1: none; the last: CDDP_SUPERVISOR's socket */
   cddp_result result;         /* the first failure */
-  char text[CDDP__ERROR_MAX]; /* its error text */
+  char text[CDDP__ERROR_MAX]; /* the error text of `result` */
   bool by_signal;             /* a signal killed the child that failed first */
   int next_signal;            /* sent to the living at `deadline`; 0: the job has not failed */
   double deadline;            /* by cddp__now(): for next_signal, if not 0 */
@@ -25207,7 +25207,7 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   int code;
   prctl(PR_SET_PDEATHSIG, SIGKILL); /* when the parent dies, so does the child */
   if (getppid() != job->parent) _exit(1); /* the parent died before the line above */
-  close(job->start[1]); /* so the read ends when the parent closes its copy */
+  close(job->start[1]); /* so that read returns 0 when the parent closes its copy */
   while ((code = (int)read(job->start[0], &byte, 1 /* or 0 at the end */)) < 0 && errno == EINTR) {}
   if (code != 1) _exit(1); /* the parent has closed it: a child could not be started */
   close(job->start[0]);
@@ -25263,7 +25263,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     pid_t pid = child->pid, got;
     if (pid <= 0) continue;
     got = waitpid(pid, &status, WNOHANG);
-    if (got == 0) continue; /* it lives */
+    if (got == 0) continue; /* the child lives */
     /* got < 0: another thread reaps it. Until then the pid exists; after that the pidfd has the
        status. */
     while (got < 0 && kill(pid, 0 /* only checks */) == 0 && cddp__wait_pause(&wait)) {}
@@ -25352,7 +25352,8 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
         continue;
       job->restarts--;
       fflush(NULL); /* else the child prints the buffered text again */
-      if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK) continue; /* others do its work */
+      if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK)
+        continue; /* the job continues without the child */
       if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true;
       if (write(job->start[1], "", 1) != 1) /* the child waits for this byte */
         cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0 /* s */);
@@ -25372,7 +25373,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   job->result = CDDP_OK;
   job->next_signal = 0;
   job->again = job->by_signal = job->blind = false;
-  for (i = 0; i <= job->n; i++) job->fds[i].fd = -1; /* poll skips these */
+  for (i = 0; i <= job->n; i++) job->fds[i].fd = -1; /* none yet: poll skips -1 */
   if ((r = cddp__random(secret, sizeof secret)) != CDDP_OK) return r;
   if ((r = cddp__listen_loopback(&job->listen_fd, &job->port)) != CDDP_OK) return r;
   snprintf(job->secret, sizeof job->secret, "%d:%016" PRIx64 "%016" PRIx64, job->port, secret[0],
@@ -25386,7 +25387,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
     r = cddp__fail_errno("write"); /* else all begin now */
   if (r != CDDP_OK) cddp__spawn_note_failure(job, r, 0 /* s */);
-  close(job->listen_fd);                            /* rank 0 has it */
+  close(job->listen_fd);                            /* rank 0 has a copy */
   if (r != CDDP_OK) cddp__close_fd(&job->start[1]); /* children exit without a byte */
   r = cddp__wait_children(job);
   cddp__close_fd(&job->start[0]);
@@ -25470,7 +25471,7 @@ static void cddp__thread_rank_end(void *p) {
   }
   do { /* leaves what fn has not destroyed, newest first; a model's group has been marked above */
     for (g = host->groups; g != NULL && g->of_model; g = g->next) {}
-    pthread_mutex_unlock(&host->lock); /* cddp__group_leave takes it */
+    pthread_mutex_unlock(&host->lock); /* cddp__group_leave locks it itself */
     if (g != NULL) cddp__group_leave(g);
     pthread_mutex_lock(&host->lock);
   } while (g != NULL);
@@ -25921,7 +25922,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
 CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                       const cddp_ddp_desc *desc) {
   static cddp_ddp_desc defaults; /* never written; const would need an initializer in C++ */
-  cddp_ddp_desc given; /* shards as the job set them, if this process joins */
+  cddp_ddp_desc given; /* *desc; in a joining process with the job's number of shards */
   bool joins; /* this process joins the job's model, which has more ranks than g */
   cddp_ddp *d;
   cddp_result r;
@@ -25942,7 +25943,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
               "shards is %d; it must be from 0 to %d", desc->shards, CDDP__MAX_RANKS);
   CDDP__CHECK(desc->max_grad_norm >= 0, "max_grad_norm must be at least 0");
   CDDP__TRY(cddp__check_disjoint(params, count, NULL /* copies */, &g->host->allocator));
-  cddp__engine_drain(g); /* its operations can write to params */
+  cddp__engine_drain(g); /* operations of g can write to params */
   joins = g->host->joined && desc->elastic; /* else the model has g's ranks only */
   if (joins && g->host->job_info->table.lead.model.params == 0)
     return cddp__fail(
@@ -25983,7 +25984,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
         "rank %d; call cddp_ddp_ready for every parameter first", cddp__param_name(d->params, i).s,
         d->shards.current, d->group->rank);
   else if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED)
-    return false; /* in a graph's capture: the step fails with it, and the model stays usable */
+    return false; /* in a graph's capture: the step returns this error; the model stays usable */
   else if (r == CDDP_OK)
     r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_shard(d);
   if (r != CDDP_OK) (void)cddp__break_model(d, r); /* the next step returns r */
@@ -26129,7 +26130,7 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
   CDDP__CHECK(d->step.has_norm, "nothing has been clipped since the last step; see max_grad_norm");
   CDDP__TRY(d->memory->select_device(d));
-  if (d->memory->norm != NULL) return (d->memory->norm)(d, norm); /* copies it from the device */
+  if (d->memory->norm != NULL) return (d->memory->norm)(d, norm); /* the norm is on the device */
   *norm = d->step.norm;
   return CDDP_OK;
 }
@@ -26167,9 +26168,9 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
 
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
   if (d == NULL) return;
-  cddp__elastic_free(d); /* if it is elastic */
+  cddp__elastic_free(d); /* does nothing unless d is elastic */
   cddp__ddp_free(d);
-  cddp__await_nccl_threads(); /* if its group has been destroyed: the program can end now */
+  cddp__await_nccl_threads(); /* if d's group has been destroyed: the program can end now */
 }
 
 CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data) {
@@ -26384,10 +26385,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *store, int64_t *count) {
 /* --- GPUs --- */
 
 #ifdef CDDP_CUDA
-#define CDDP__DEVICE_ROOMS /* the file's rooms for GPUs, without its kernels */
+#define CDDP__DEVICE_ROOMS /* includes the file's rooms for GPUs, without the kernels */
 #include "cddp_kernels.cuh"
 #undef CDDP__DEVICE_ROOMS
-#else /* without CUDA no memory is on a device, and these do as little as possible */
+#else /* without CUDA no memory is on a device: these functions do the least that callers need */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
   return (void)g, (void)desc, cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
 }
