@@ -9953,6 +9953,7 @@ static void cddp__reset_served(void) {
   __atomic_store_n(&cddp__served, NULL, __ATOMIC_RELEASE);
 }
 
+/* Runs once, at the first served group. If it fails (no memory), forked children keep the list. */
 static void cddp__register_fork_handler(void) {
   (void)pthread_atfork(NULL /* before */, NULL /* in the parent */, cddp__reset_served);
 }
@@ -11065,6 +11066,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
   return CDDP_OK;
 }
 
+/* Frees host->job_info, if it exists. Other processes can now claim this rank and rank 0's port. */
 static void cddp__job_info_free(cddp__host *host) {
   cddp__job_info *job = host->job_info;
   if (job == NULL) return;
@@ -11101,7 +11103,8 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error
 
 /* --- two jobs at one endpoint --- */
 
-/* Fails because two processes have one rank: pid (0: not known) on host `name`, and `other`. */
+/* Fails because two processes have one rank: pid (0: not known) on host `name`, and `other` on host
+   `other_name`. */
 static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, uint32_t pid,
                                          const char *name, uint32_t other, const char *other_name) {
   return CDDP__REFUSE(
@@ -14112,17 +14115,17 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
   char **scratch = &g->hosts->scratch[g->local_rank]; /* this rank's own */
-  size_t most = SIZE_MAX /* elements of a chunk */, sent, received; /* sent: only for sums */
+  size_t most = SIZE_MAX /* elements of a chunk */, sent, view_bytes;
   bool any_scratch = false;
   cddp__ref ref;
   cddp_result r;
   memset(&ref, 0, sizeof ref);
-  cddp__call_bytes(g, c, &sent, &received);
-  if (f.shape->reduces) received = sent; /* bytes of the view, which of a sum is the send buffer */
-  if (received == 0 /* no view */ || (g->local_size == 1 && !cddp__is_in_place_all_to_all(c)))
+  cddp__call_bytes(g, c, &sent, &view_bytes /* received */);
+  if (f.shape->reduces) view_bytes = sent; /* the view of a sum is the send buffer */
+  if (view_bytes == 0 /* no view */ || (g->local_size == 1 && !cddp__is_in_place_all_to_all(c)))
     ref.kind = CDDP__REF_UNUSED;
   else if (!cddp__is_in_place_all_to_all(c))
-    ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, received);
+    ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, view_bytes);
   f.in_scratch = ref.kind == CDDP__REF_NONE;
   if (f.in_scratch && *scratch == NULL) { /* the first time */
     *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH_HALF, CDDP__EXTENT_OPEN);
