@@ -5187,7 +5187,7 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
   CDDP_ASSERT(capacity == 0 || value.data < entry->value.data ||
               value.data >= entry->value.data + capacity);
   if (size > CDDP__VALUE_MAX) return false;
-  if (size > capacity && /* the buffer must grow: to `size` at least */
+  if ((fresh || size > capacity) && /* the entry is added, or its buffer grows to `size` or more */
       server->stored - capacity + size + overhead > CDDP__STORE_MEMORY)
     return false;
   if (fresh) {
@@ -26517,7 +26517,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A thread of cddp_run_threads that returned without destroying its groups.
               A zombie, for ranks without /proc or descriptors. Backend MPI: a rank that called
               exit(); the call after an all_to_all_v with nothing for a rank.
-              A store's operation behind another thread's. cddp_alloc under a fast timer.
+              A store's operation behind another thread's; the limit of its memory for keys
+              without values. cddp_alloc under a fast timer.
               GPUs: a receive from a rank that has left; a failed copy in cddp_save; CUDA failing on
               one rank in a collective. A rank lost on another host delayed its step, by 0.1 s.
      Mended. Memory and descriptors

@@ -2132,7 +2132,7 @@ static void test_memory(void) {
   memset(name, 'k', sizeof name - 1);
   for (i = 0; i < 9; i++) { /* keys take memory, too */
     name[0] = (char)('a' + i);
-    (void)cddp_store_set(c, name, NULL, 0);
+    CHECK_IS(cddp_store_set(c, name, NULL, 0), CDDP_NETWORK);
   }
   CHECK_OK(cddp_store_set(c, "big0", big, CDDP__VALUE_MAX - 60)); /* it shrinks */
   CHECK_OK(cddp_store_set(c, "big0", NULL, 0));
