@@ -3867,7 +3867,7 @@ static void cddp__in_forked_child(void) {
   idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   for (i = 0; i < CDDP__OWN_SOCKETS / 32; i++) {
     if ((word = __atomic_load_n(&cddp__own_sockets[i], __ATOMIC_ACQUIRE)) == 0) continue;
-    __atomic_store_n(&cddp__own_sockets[i], 0, __ATOMIC_RELEASE); /* the child has none of its own */
+    __atomic_store_n(&cddp__own_sockets[i], 0, __ATOMIC_RELEASE); /* the child owns none */
     for (fd = (int)i * 32; word != 0; fd++, word >>= 1) {
       if ((word & 1) == 0) continue;
       /* syscall: a program without _GNU_SOURCE does not declare dup3 */
@@ -4525,7 +4525,7 @@ struct cddp__connection {
   bool ready; /* the last cddp__connections_poll found an event: bytes, space to send, or the end */
   bool ended_early; /* it ended before it was UP: the caller of a link connects again */
   double deadline; /* the owner's: when the next awaited bytes are overdue */
-  cddp__challenge challenge; /* the proof of the secret; used while PROVING */
+  cddp__challenge challenge; /* the proof of the secret. Valid later too: tells why it failed */
   cddp__buffer out, in; /* to be sent; received and not parsed */
   size_t sent; /* bytes sent of a hello, proof or frame (with head) that is not in `out`; 0: none
                   is partly sent */
