@@ -2914,7 +2914,7 @@ CDDP__PRINTF(3, 4)
 static void cddp__log(const cddp_logger *logger, int level, const char *format, ...) {
   char line[CDDP__ERROR_MAX];
   va_list args;
-  if (logger->log == NULL) return;
+  if (logger->log == NULL) return; /* the program wants no messages */
   va_start(args, format);
   cddp__format(line, sizeof line, format, args);
   va_end(args);
@@ -2936,7 +2936,7 @@ static void *cddp__malloc(const cddp_allocator *allocator, size_t bytes) {
 /* count elements of `size` bytes, all 0. */
 static void *cddp__calloc(const cddp_allocator *allocator, size_t count, size_t size) {
   void *p;
-  if (size != 0 && count > SIZE_MAX / size) {
+  if (size != 0 && count > SIZE_MAX / size) { /* count * size would overflow */
     cddp__fail(CDDP_OUT_OF_MEMORY, "%zu elements of %zu bytes exceed the address space", count,
                size);
     return NULL;
@@ -3016,7 +3016,7 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
 
 enum { CDDP__COPY_CACHED, CDDP__COPY_NONTEMPORAL }; /* values of `bool nontemporal` */
 static void cddp__copy_by(void *to, const void *from, size_t n, bool nontemporal) {
-  if (nontemporal && to != from)
+  if (nontemporal && to != from) /* the same place needs no copy: cddp__copy does nothing */
     cddp__copy_nontemporal(to, from, n);
   else cddp__copy(to, from, n);
 }
@@ -3296,7 +3296,7 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   int e = pthread_attr_init(&a);
   if (e == 0) {
     pthread_attr_getstacksize(&a, &stack);
-    if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN)
+    if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN) /* a larger default stays */
       pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_MARGIN);
     sigfillset(&blocked);
     for (i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&blocked, faults[i]);
@@ -3369,7 +3369,7 @@ static bool cddp__wait_pause(cddp__wait *w) {
   double pause;
   w->now = cddp__now();
   if (w->now >= w->deadline) return false;
-  if (cddp__wait_yields(w)) return true;
+  if (cddp__wait_yields(w)) return true; /* no sleep yet: the wait is still short */
   pause = (w->now - w->since) / 16;
   if (pause < CDDP__PAUSE_MIN_S) pause = CDDP__PAUSE_MIN_S;
   if (pause > CDDP__PAUSE_MAX_S) pause = CDDP__PAUSE_MAX_S;
@@ -3449,6 +3449,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   if (fd < 0)
     return cddp__fail(CDDP_IO, "CDDP_RECORD: rank %d cannot open the flight recorder's file %s: %s",
                       rank, path, strerror(errno));
+  /* Beyond the limit (ulimit -f) posix_fallocate would end the process (SIGXFSZ). */
   do e = cddp__file_allowance(0) >= bytes ? posix_fallocate(fd, 0, (off_t)bytes) : EFBIG;
   while (e == EINTR);
   if (e == 0) map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -3647,7 +3648,7 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
     bool is_key = at == 0 && key_size > 0;
     take = is_key ? key_size : cddp__min(64, total - at);
     memset(block, 0, sizeof block);
-    cddp__copy(block, is_key ? key : p, take);
+    cddp__copy(block, is_key ? key : p, take); /* of 0 bytes p can be NULL */
     if (!is_key) p += take;
     at += is_key ? 64 /* the padding counts */ : take;
     cddp__blake2s_block(h, block, at, at == total /* last */);
@@ -3765,7 +3766,7 @@ static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char 
   CDDP_ASSERT(challenge->covered_size <= sizeof challenge->covered);
   cddp__copy(challenge->covered + 2 * CDDP__NONCE_SIZE, context, context_size);
   r = cddp__random(nonce, CDDP__NONCE_SIZE);
-  if (r == CDDP_OK && caller)
+  if (r == CDDP_OK && caller) /* the called end sends its nonce after HELLO has arrived */
     cddp__challenge_queue(challenge, CDDP__AUTH_HELLO, nonce, CDDP__NONCE_SIZE);
   return r;
 }
@@ -4062,7 +4063,7 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
   hints.ai_socktype = SOCK_STREAM; /* else each address is listed for each type of socket */
   e = getaddrinfo(host, NULL /* no service */, &hints, &list);
   for (info = e == 0 ? list : NULL; info != NULL; info = info->ai_next) {
-    if (n == CDDP__ADDRESSES_MAX) break;
+    if (n == CDDP__ADDRESSES_MAX) break; /* enough: callers try them in turn */
     if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, info->ai_addr, info->ai_addrlen);
@@ -4157,7 +4158,7 @@ static int cddp__stream_ready(int fd) {
   cddp__address a;
   uint32_t peer[3]; /* pid, uid, gid */
   (void)cddp__local_address(fd, &a); /* for the family; after a failure set_tcp_options fails too */
-  if (a.sa.ss_family != AF_UNIX) return cddp__set_tcp_options(fd) ? 0 : errno;
+  if (a.sa.ss_family != AF_UNIX /* TCP */) return cddp__set_tcp_options(fd) ? 0 : errno;
   if (!cddp__peer_process(fd, peer)) return errno;
   return peer[1] /* uid */ == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
 }
@@ -4201,7 +4202,7 @@ static int cddp__connect_address(const cddp__address *address, double deadline, 
   if (connect(fd, &address->any, address->size) != 0) {
     if (errno != EINPROGRESS && errno != EINTR /* after which the system continues too */)
       error = errno;
-    else if (cddp__wait_fd(fd, POLLOUT, deadline) != CDDP_OK)
+    else if (cddp__wait_fd(fd, POLLOUT /* connected, or failed */, deadline) != CDDP_OK)
       error = ETIMEDOUT; /* or poll has failed, which callers need not tell apart */
     else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error /* connect's result */, &size) != 0)
       error = errno;
@@ -4438,7 +4439,7 @@ static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
     if (data == NULL) return false;
   }
   if (size > 0) memmove(data, buffer->data + buffer->start, size);
-  if (data != buffer->data) {
+  if (data != buffer->data) { /* a new block */
     cddp__free(buffer->allocator, buffer->data);
     if (buffer->total != NULL) *buffer->total += capacity - buffer->capacity;
     buffer->data = data;
@@ -4803,7 +4804,7 @@ static bool cddp__connection_progress(cddp__connection *c) {
   if (cddp__buffer_size(out) > 0 && c->sent == 0) { /* else a frame that is partly sent is first */
     (void)cddp__connection_send(c, NULL /* head */, out->data, out->end,
                                 &out->start /* bytes before it are sent */, SIZE_MAX);
-    if (cddp__buffer_size(out) == 0) cddp__buffer_clear(out, CDDP__BUFFER_KEEP);
+    if (cddp__buffer_size(out) == 0) cddp__buffer_clear(out, CDDP__BUFFER_KEEP); /* all is sent */
   }
   return c->state == CDDP__CONNECTION_UP;
 }
@@ -4901,7 +4902,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
       c->message = (cddp__message *)cddp__malloc(
           c->in.allocator,
           sizeof *m + (c->into != NULL ? 0 /* the receive has the memory */ : (size_t)head->size));
-    if (c->message == NULL) {
+    if (c->message == NULL) { /* the head is not valid, or there is no memory */
       cddp__connection_end(c, valid ? ENOMEM : EPROTO);
       return NULL;
     }
@@ -4961,7 +4962,7 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
     fds = (struct pollfd *)cddp__malloc(allocator, total * sizeof *fds);
   if (fds == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < total; i++) {
-    const cddp__connection *c = i < n ? list[i] : NULL;
+    const cddp__connection *c = i < n ? list[i] : NULL; /* NULL: a listener, or an empty entry */
     fds[i].fd = i >= n ? listeners[i - n]
                 : c == NULL || c->state == CDDP__CONNECTION_ENDED ? -1 /* poll skips it */ : c->fd;
     fds[i].events = c != NULL ? cddp__connection_events(c) : POLLIN;
@@ -4981,7 +4982,7 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
    limit, or 1/4 of a low limit. */
 static bool cddp__has_spare_fd(int fd) {
   struct rlimit limit;
-  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX /* no limit */) return true;
   return (rlim_t)fd + (limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64) < limit.rlim_cur;
 }
 
