@@ -22324,7 +22324,7 @@ static cddp_result cddp__check_updates(cddp_ddp *d) {
     call = cddp__reduction_header_of(d, k).last_update;
     member = elastic->member_of_rank[k];
     if (call.kind == 0 /* it has joined, and made no update yet */ ||
-        (oldest >= 0 && members[member].since >= members[oldest].since))
+        (oldest >= 0 && members[member].since >= members[oldest].since) /* not older */)
       continue;
     oldest = member;
     job = call;
@@ -22608,7 +22608,7 @@ static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t
 /* Fails if the program has closed the memfd. Then this rank's locks are lost, and other ranks would
    free memory that it reads. */
 static cddp_result cddp__check_memfd(const cddp__host *host) {
-  if (host->arena.fd < 0 || cddp__memfd_is_open(host)) return CDDP_OK;
+  if (host->arena.fd < 0 /* no memfd */ || cddp__memfd_is_open(host)) return CDDP_OK;
   return cddp__fail(CDDP_SYSTEM, "the program has closed descriptors of cddp (closefrom), without "
                                  "which an elastic model cannot replace ranks");
 }
@@ -22631,7 +22631,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
     const cddp__member *member = &cddp__report_at(m, table, k)->self; /* rank k of the group */
     indices[k] = member->host == m->members[m->me].host ? member->index : -1;
     if (indices[k] >= 0) r = cddp__register_process(host, indices[k], member->pid);
-    if (indices[k] >= 0 && local_size++ == 0) lowest_local = k;
+    if (indices[k] >= 0 && local_size++ == 0 /* the first on this host */) lowest_local = k;
     if (elastic->member_of_rank[k] == m->me) rank = k;
   }
   if (r != CDDP_OK) return r;
@@ -22695,7 +22695,9 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__set_gradient_addresses(d, d->me, d->arena);
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
-  if (r != CDDP_OK || elastic->own == NULL || d->layout.dense_bytes == 0) return r;
+  if (r != CDDP_OK || elastic->own == NULL /* a GPU's memory has its pages */ ||
+      d->layout.dense_bytes == 0 /* no mean */)
+    return r;
   if (!elastic->one_host) return cddp__commit_mean(d);
   /* On one host this rank writes only its part of the mean. */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end);
@@ -22703,7 +22705,8 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
     begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
     end = cddp__round_up(end, CDDP__HUGE_PAGE);
   }
-  return begin < end ? cddp__commit_lazy(d->group->host, elastic->mean + begin, end - begin) : r;
+  if (begin >= end) return r; /* this rank has no part */
+  return cddp__commit_lazy(d->group->host, elastic->mean + begin, end - begin);
 }
 
 /* Sets the owner of each shard of reduction number `next`: a rank that has its sum, else one that
@@ -22753,7 +22756,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
       elastic->repeats = true;
   }
   next = (from != NULL ? from->reductions : 0) - elastic->repeats; /* the reduction to make */
-  elastic->repeat_counted =
+  elastic->repeat_counted = /* this rank joins now, or joined and has the weights after `next` */
       elastic->repeats && (elastic->meeting.self_joining || elastic->reductions > next);
   if (elastic->reductions != next) cddp__drop_sums(d); /* of the reduction before, or after */
   cddp__assign_missing_shards(d, table, next);
@@ -22798,7 +22801,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   char *states = elastic->states; /* not NULL: this rank joined, and has no optimizer yet */
   cddp_result r = CDDP_OK;
   int i;
-  CDDP_ASSERT(!receives || states == NULL);
+  CDDP_ASSERT(!receives || states == NULL); /* each rank receives states once */
   /* A sender's optimizer has the states, unless they are still in elastic->states. */
   if ((sends || receives) && bytes > 0 && states == NULL) {
     states = cddp__elastic_allocate(d, bytes, CDDP__EXTENT_OPEN); /* peers write to it */
@@ -23222,7 +23225,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   if (elastic->meeting.net != NULL) cddp__elastic_close(d); /* else cddp__meeting_new has failed */
   cddp__free(&host->allocator, elastic->lost_blocks);
   host->elastic = false;
-  if (host->joined && !elastic->meeting.self_joining)
+  if (host->joined && !elastic->meeting.self_joining /* it has become a member */)
     host->job_info->table.lead.model.params = 0; /* cddp_ddp_create refuses another elastic model */
   (void)d->memory->select_device(d);
   (backend->free)(d->group, elastic->mean);
@@ -23429,7 +23432,7 @@ static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t 
 static cddp_result cddp__sampler_indices(cddp_sampler *sampler, size_t position, size_t n,
                                          size_t *indices) {
   size_t samples = sampler->desc.dataset_size, i;
-  if (n > 0 && sampler->desc.shuffle && sampler->order == NULL) {
+  if (n > 0 && sampler->desc.shuffle && sampler->order == NULL /* not computed yet */) {
     sampler->order = (uint64_t *)malloc(samples * sizeof *sampler->order);
     if (sampler->order == NULL)
       return cddp__fail(
@@ -23661,7 +23664,8 @@ static char *cddp__json_escape(cddp__json *json, char *to) {
   if (json->at[-1] != 'u' || !cddp__json_hex(json, &c)) return NULL;
   if (c == 0) return NULL;         /* a NUL would end the C string */
   if (c >= 0xd800 && c < 0xe000) { /* a surrogate pair */
-    if (c >= 0xdc00 || json->at[0] != '\\' || json->at[1] != 'u') return NULL;
+    if (c >= 0xdc00 /* its second half first */ || json->at[0] != '\\' || json->at[1] != 'u')
+      return NULL;
     json->at += 2;
     if (!cddp__json_hex(json, &low) || low < 0xdc00 || low > 0xdfff) return NULL;
     c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
@@ -23746,7 +23750,7 @@ static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *e
   }
   *elements = n;
   *bytes = n * (uint64_t)bits / 8;
-  return n <= UINT64_MAX / (uint64_t)bits && n * (uint64_t)bits % 8 == 0;
+  return n <= UINT64_MAX / (uint64_t)bits /* *bytes is right */ && n * (uint64_t)bits % 8 == 0;
 }
 
 static cddp__text cddp__describe_shape(const uint64_t *size, int dims) { /* "[2,3]" */
@@ -24478,7 +24482,7 @@ static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
   if (all == NULL) return cddp__break(ckpt->g, CDDP_OUT_OF_MEMORY); /* else the others would wait */
   r = cddp__consensus(ckpt->g, r, &h, sizeof h, all);
   for (i = 0; r == CDDP_OK && i < n; i++)
-    if (all[i] != all[0])
+    if (all[i] != all[0] /* rank 0's */)
       r = cddp__fail(CDDP_MISMATCH, "rank %zu passed other parameters (names, counts, dtypes) or "
                      "other options than rank 0", i);
   cddp__free(ckpt->allocator, all);
@@ -24619,7 +24623,7 @@ static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
     CDDP__POINT("save");
     if (ckpt->partitioned && item->state_pointer != NULL) {
       gathered = cddp__gather_state(ckpt->desc->optim, item->state, item->param, ckpt->whole);
-      if (r == CDDP_OK) r = gathered;
+      if (r == CDDP_OK) r = gathered; /* else r has an earlier failure */
     }
     if (ckpt->root && r == CDDP_OK) r = cddp__copy_item(ckpt, item);
   }
@@ -24674,8 +24678,8 @@ static cddp_result cddp__fail_missing(const char *what, const char *name) {
    which models train are converted into each other. */
 static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tensor_info *tensor) {
   cddp_dtype dtype = item->dtype;
-  bool converts = tensor->dtype >= 0 && cddp__dtype_trains((cddp_dtype)tensor->dtype) &&
-                  cddp__dtype_trains(dtype);
+  bool converts = tensor->dtype >= 0 /* a cddp_dtype */ &&
+                  cddp__dtype_trains((cddp_dtype)tensor->dtype) && cddp__dtype_trains(dtype);
   cddp__text name = cddp__cut(tensor->name, 60);
   if (tensor->count != item->count)
     return CDDP__REFUSE("\"%s\" has %" PRIu64 " elements in the file, the parameter has %zu",
@@ -24873,7 +24877,7 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
     cddp__st_item item = ckpt->items[i];
     bool is_lr = item.data == &ckpt->lr, is_steps = item.param >= 0 && item.state_pointer == NULL;
     float steps = 0;
-    if (item.file_tensor == NULL || (!is_lr && !is_steps)) continue;
+    if (item.file_tensor == NULL /* not in the file */ || (!is_lr && !is_steps)) continue;
     if (is_steps) item.data = &steps; /* not yet to the optimizer */
     r = cddp__copy_item(ckpt, &item);
     /* f32 counts up to 2^24; each comparison is false for a NaN */
@@ -24917,7 +24921,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
     bool found = item->file_tensor != NULL;
     if (item->param < 0) continue; /* a parameter, or the learning rate */
     if (item->state_pointer == NULL) { /* a step count, read into optim->steps */
-      if (!found) *(float *)item->data = 0;
+      if (!found) *(float *)item->data = 0; /* the file lacks it */
       continue;
     }
     if (!optim->algorithm->counts) /* SGD: steps is 1 if a state, this or an earlier, was found */
@@ -25129,7 +25133,7 @@ static void cddp__read_notices(cddp__spawn_job *job) {
   while (most-- > 0 && (n = recv(job->fds[job->n].fd, text, sizeof text - 1, 0 /* flags */)) >= 0) {
     text[n] = 0;
     if (strncmp(text, token + 1, strlen(token + 1)) != 0) continue; /* from a stranger */
-    rank = atoi(text + strlen(token + 1));
+    rank = atoi(text + strlen(token + 1)); /* it follows the token */
     if (rank < 0 || rank >= job->n) continue;
     job->children[rank].has_model = job->has_model = true;
   }
