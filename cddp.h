@@ -9963,7 +9963,7 @@ static void cddp__register_fork_handler(void) {
    threads. */
 static void cddp__serve_in_waits(cddp_group *g) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
-  if (g->p2p.is_served) return;
+  if (g->p2p.is_served) return; /* already in the list */
   pthread_once(&once, cddp__register_fork_handler);
   pthread_mutex_lock(&cddp__served_lock);
   g->p2p.is_served = true;
@@ -9975,7 +9975,7 @@ static void cddp__serve_in_waits(cddp_group *g) {
 /* Removes g from the served groups, before it is freed. Afterwards no other thread serves g. */
 static void cddp__stop_serving(cddp_group *g) {
   cddp_group **at = &cddp__served; /* where the list points to g */
-  if (!g->p2p.is_served) return;
+  if (!g->p2p.is_served) return; /* not in the list */
   pthread_mutex_lock(&cddp__served_lock); /* waits for a thread that serves g now */
   while (*at != g) at = &(*at)->p2p.next_served;
   __atomic_store_n(at, g->p2p.next_served, __ATOMIC_RELEASE);
@@ -10110,7 +10110,7 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
       "rank %d called %s%.*s" /* 0 bytes of an unknown site */, rank, call.s,
       site_known ? CDDP__SITE_MAX - 1 : 0, slot->site);
   expected = cddp__describe_call(reference->call, reference->count, reference->root);
-  if (header == reference) return t;
+  if (header == reference) return t; /* the others' differences are described, not its own */
   if (strcmp(expected.s, call.s) != 0) return t; /* the two texts show the difference */
   if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER) /* count: a hash of logged calls */
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
@@ -10717,7 +10717,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   int silent = 0, proving = 0; /* links without a hello, without a proof */
   int most = cddp__unproven_most(n->size); /* limit of each; the list's first are the newest */
   bool few; /* few descriptors are left */
-  if (pthread_mutex_trylock(&n->lock) != 0) return;
+  if (pthread_mutex_trylock(&n->lock) != 0) return; /* another thread serves the net */
   few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->spare, &n->starved);
   for (at = &n->incoming; (c = *at) != NULL;) {
     bool up = cddp__link_progress(n, c), group_left;
@@ -11134,8 +11134,8 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   cddp__job_info *job = rdv->job;
   int rank = rdv->config->rank, tries, status, k;
   const char *name = rdv->host->name;
-  cddp__address a = cddp__rank_socket(job, "", rank);
-  char answer;
+  cddp__address a = cddp__rank_socket(job, "" /* purpose */, rank);
+  char answer; /* of the holder, "!": cddp__find_second_claim */
   for (tries = 0; tries < 100; tries++) { /* 1 ms apart: a dead holder's name is soon free */
     uint32_t peer[3] = {0, 0, 0} /* pid, uid, gid */, pid; /* pid: the holder's */
     bool ended; /* the holder has */
@@ -11153,7 +11153,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     ended = error != 0 /* none listens */ || /* or the holder does not exist, or is a zombie: */
             (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
                           cddp__exit_status(-1 /* pidfd */, pid, &status)));
-    /* EAGAIN: its queue is full. An answer, "!": it lived when it got the claim, which ended it. */
+    /* EAGAIN: its queue is full. An answer: it was alive, and this claim has made it fail. */
     if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1)) ended = false;
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
@@ -11439,8 +11439,9 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
     size_t limit = !few || local ? most : none ? 1 /* any silent child */ : CDDP__FEW_UNPROVEN;
     size_t i, oldest = 0, silent = 0; /* silent: number of children that have not sent RANK */
     cddp__channel *children;
-    if (error == EINTR || error == ECONNABORTED) continue;
+    if (error == EINTR || error == ECONNABORTED) continue; /* tries the next connection */
     if (error == EAGAIN || error == EINVAL) return CDDP_OK; /* EINVAL: rank 0 has closed its port */
+    /* The oldest has the earliest deadline, as all get the same time. */
     for (i = 0; i < rdv->child_count; i++) {
       const cddp__channel *child = &rdv->children[i];
       if (!child->rank_received &&
@@ -11460,7 +11461,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
       cddp__close_fd(&fd);
       return CDDP_OUT_OF_MEMORY;
     }
-    rdv->children = children;
+    rdv->children = children; /* it can have moved */
     cddp__channel_init(rdv, &children[rdv->child_count++], fd, local, CDDP__END_CALLED);
     if (few) return CDDP_OK; /* read its RANK before accepting the next connection */
   }
@@ -12271,7 +12272,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   /* Connects to all at the same time, and sends nothing, so NOTICE has no effect. */
   for (i = 1; i < net->size && n < MOST_PORTS; i++) {
     p = (net->rank + i) % net->size;
-    if (net->ranks[p].host == net->host) continue;
+    if (net->ranks[p].host == net->host) continue; /* no links within a host */
     if (cddp__link_connect(net, p, CDDP__LINK_NOTICE, 0 /* group */, &links[n]) != CDDP_OK)
       break; /* no memory or descriptor: checks those so far */
     n++;
@@ -12385,9 +12386,9 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     if (alone) until = rdv->deadline;
     if (cddp__looks_for_root(rdv) && rdv->root.next_look < until) until = rdv->root.next_look;
     if (r == CDDP_OK) r = cddp__poll_channels(rdv, until);
-    if (r != CDDP_OK || rdv->net != NULL) break;
+    if (r != CDDP_OK || rdv->net != NULL) break; /* a failure, or TABLE has arrived */
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING; /* the poll can have changed it */
-    /* The root and ranks without a parent first, then coordinators, then clients. */
+    /* The root and ranks without a parent first, then coordinators, then clients (0.5 s). */
     late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
     complete = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 && cddp__all_registered(rdv);
     mismatch = cddp__has_cause(&rdv->problem) && alone; /* with a parent, the root decides */
@@ -12556,7 +12557,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   deadline = cddp__now() + 0.2; /* for all together */
   cddp__channel_drain(&rdv->parent, deadline);
   for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
-  if (r == CDDP_OK) return;
+  if (r == CDDP_OK) return; /* only misfits have failed: the job goes on */
   if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote)); /* for ranks that use it already */
   if (rdv->host->net != NULL) /* ranks of other hosts can use group 0 already, too */
     cddp__send_notices(rdv->host->net, 0 /* group */, NULL, rdv->net->size, (uint32_t)r, remote);
@@ -12810,7 +12811,7 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
       return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
     job->foreign |= 1u << (-1 - c->peer); /* peer -1 - i: address i of MASTER_ADDR */
   }
-  if (m == NULL) return CDDP_NETWORK;
+  if (m == NULL) return CDDP_NETWORK; /* not yet, or the connection has ended */
   valid = m->head.number == CDDP__RENDEZVOUS_TABLE && m->head.size == sizeof *table;
   if (valid) memcpy(table, m + 1, sizeof *table);
   valid = valid && cddp__check_join_table(table);
@@ -12905,7 +12906,7 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
         answered = r == CDDP_OK;
         if (r == CDDP_NETWORK) r = CDDP_OK; /* no answer yet */
       }
-      if (polled[i]->state != CDDP__CONNECTION_ENDED) continue;
+      if (polled[i]->state != CDDP__CONNECTION_ENDED) continue; /* the call stays */
       cddp__connection_close(polled[i]);
       *polled[i] = search.calls[--search.count]; /* the last call moves here */
     }
@@ -13192,6 +13193,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
   int p;
   if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0 /* sent or received one */)
     return;
+  /* Looks for a dead rank of this host. Other hosts send notices about theirs. */
   for (p = 0; p < g->size && text.s[0] == 0; p++) {
     if (p == g->rank || g->host_index[p] < 0 || cddp__rank_end(g, p) != CDDP__HAS_ENDED) continue;
     how = cddp__describe_end(g, p);
@@ -13437,7 +13439,7 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
       cddp__handle_link_end(g, link);
     }
     *moved = *moved || done; /* a whole frame can leave `sent` and `got` at 0, as before */
-    if (done) continue;
+    if (done) continue; /* the frame is no longer posted */
     p->stuck_pass[frame.out] = hosts->pass; /* the rank's later frames wait for this one */
     hosts->posted[kept++] = frame;
     if ((!frame.out || frame.step < due_step) && /* the caller must wait for it */
@@ -13867,7 +13869,7 @@ static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_
   int i;
   f->sums += f->piece_max * hosts->group_hosts[hosts->mine].bytes;
   for (i = 0; i < hosts->subtree_count; i++) {
-    if (hosts->subtrees[i].host != hosts->mine) continue;
+    if (hosts->subtrees[i].host != hosts->mine) continue; /* that host sends its own sum */
     to = sums + n * hosts->subtrees[i].at;
     /* copies one rank's elements; a sum of several ranks is in `to` already */
     cddp__copy(to, cddp__subtree_sum(f, i, owner, begin, n, to), n * f->c->esize);
