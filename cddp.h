@@ -25271,7 +25271,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   for (i = 0; i < job->n; i++) {
     cddp__child *child = &job->children[i];
     pid_t pid = child->pid, got;
-    if (pid <= 0) continue;
+    if (pid <= 0) continue; /* not running */
     got = waitpid(pid, &status, WNOHANG);
     if (got == 0) continue; /* the child lives */
     /* got < 0: another thread reaps it. Until then the pid exists; after that the pidfd has the
@@ -25283,7 +25283,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     child->pid = 0;
     job->alive--;
     cddp__close_fd(&job->fds[i].fd);
-    if (!known && job->result == CDDP_OK) {
+    if (!known && job->result == CDDP_OK /* no child has failed */) {
       job->result = CDDP_SYSTEM; /* replaced if a child fails later */
       snprintf(job->text, sizeof job->text,
                "rank %d (pid %d) has ended, but another part of this program took its exit status "
@@ -25364,7 +25364,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
       fflush(NULL); /* else the child prints the buffered text again */
       if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK)
         continue; /* the job continues without the child */
-      if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true;
+      if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true; /* its end wakes no poll */
       if (write(job->start[1], "", 1) != 1) /* the child waits for this byte */
         cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0 /* s */);
     }
@@ -25432,7 +25432,7 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   job.children = (cddp__child *)(void *)(job.fds + nprocs + 1);
   if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */); /* ends OpenMP's threads */
   do r = cddp__spawn_all(&job);
-  while (job.again && !job.succeeded && job.restarts-- > 0);
+  while (job.again && !job.succeeded && job.restarts-- > 0); /* succeeded: nothing left to do */
   free(job.fds);
   return r;
 }
@@ -25955,7 +25955,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__TRY(cddp__check_disjoint(params, count, NULL /* copies */, &g->host->allocator));
   cddp__engine_drain(g); /* operations of g can write to params */
   joins = g->host->joined && desc->elastic; /* else the model has g's ranks only */
-  if (joins && g->host->job_info->table.lead.model.params == 0)
+  if (joins && g->host->job_info->table.lead.model.params == 0 /* by cddp__elastic_free */)
     return cddp__fail(
         CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
         "has one elastic model, and this one has destroyed it");
@@ -26027,7 +26027,8 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
   /* + 64, / 4: nor can the sizes in cddp__rows_add overflow, which grows its arrays */
   CDDP__CHECK(n <= SIZE_MAX / 4 / (sparse->row_bytes + 64), "n exceeds the address space");
   if (n > 0 && cddp__on_device(d->group, values)) { /* the rows are collected on the host */
-    /* waits for the program's kernels, which write the values */
+    /* Waits for the program's kernels, which write the values. An elastic model's d->group can have
+       lost ranks: STREAM ignores that. */
     CDDP__TRY(cddp__await_device(d->group,
                                  d->desc.elastic ? CDDP__AWAIT_STREAM : CDDP__AWAIT_GROUP));
     copy = cddp__malloc(&d->group->host->allocator, n * sparse->row_bytes);
