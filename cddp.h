@@ -2522,7 +2522,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__uneven uneven;
   struct cddp__gpu_work *gpu; /* of cddp_kernels.cuh; NULL on a host */
   cddp__ddp_scratch scratch;
-  pthread_mutex_t lock;
+  pthread_mutex_t lock; /* of fields with "lock" or "ddp.lock" */
   bool no_sync; /* lock */
   uint64_t steps; /* number of completed steps */
   cddp_partition *partitions; /* this rank's, at most one for each parameter */
@@ -2552,7 +2552,7 @@ typedef struct cddp__rank_entry { /* a rank of the job */
 
 typedef struct cddp__host_entry {
   struct sockaddr_in6 address; /* without a port; or a sockaddr_in: cddp__internet_address */
-  char name[68];
+  char name[68]; /* of the machine */
   int size; /* number of its ranks */
 } cddp__host_entry;
 
@@ -2607,7 +2607,7 @@ typedef struct cddp__peer {
 /* Data of a group that spans hosts. Host 0 is that of rank 0. Owner of the fields that change,
    unless stated: the thread that runs the group's collectives. */
 typedef struct cddp__hosts {
-  cddp__net *net;
+  cddp__net *net; /* of the job, or of the group's elastic model */
   int count, mine; /* hosts of the group; index of this one */
   int max_locals, min_locals; /* most, fewest ranks of the group on a host */
   cddp__peer *peers; /* [size] */
@@ -2785,7 +2785,7 @@ static void cddp__format(char *to, size_t n, const char *format, va_list args) {
    them. Those from U+0080 to U+009F have two bytes in UTF-8. Bytes that are not UTF-8 are escaped
    too. */
 static void cddp__escape_controls(void) {
-  char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
+  char raw[CDDP__ERROR_MAX], *to = cddp__error_text; /* to: where the next character goes */
   const unsigned char *c, *end;
   size_t size; /* of the character at c */
   memcpy(raw, cddp__error_text, sizeof raw);
@@ -3293,7 +3293,7 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   pthread_attr_t a;
   sigset_t blocked, old; /* old: this thread's mask */
   size_t stack = 0, i; /* stack: bytes */
-  int e = pthread_attr_init(&a);
+  int e = pthread_attr_init(&a); /* an errno, or 0 */
   if (e == 0) {
     pthread_attr_getstacksize(&a, &stack);
     if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN) /* a larger default stays */
@@ -3369,7 +3369,7 @@ static bool cddp__wait_pause(cddp__wait *w) {
   double pause;
   w->now = cddp__now();
   if (w->now >= w->deadline) return false;
-  if (cddp__wait_yields(w)) return true; /* no sleep yet: the wait is still short */
+  if (cddp__wait_yields(w)) return true; /* yielded; the first sleep comes after all yields */
   pause = (w->now - w->since) / 16;
   if (pause < CDDP__PAUSE_MIN_S) pause = CDDP__PAUSE_MIN_S;
   if (pause > CDDP__PAUSE_MAX_S) pause = CDDP__PAUSE_MAX_S;
@@ -3439,7 +3439,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   size_t bytes = CDDP__RECORD_BYTES;
   cddp_record_header *header;
   char path[4096];
-  void *map = MAP_FAILED;
+  void *map = MAP_FAILED; /* not mapped yet */
   int fd, e; /* e: an errno, or 0 */
   *out = NULL;
   if (!cddp__record_path(path, sizeof path, job, rank, join)) return CDDP_OK;
@@ -3743,7 +3743,7 @@ static void cddp__challenge_refuse(cddp__challenge *challenge, const char *lette
 /* Computes the proof that the caller sends, or the one that the called end sends. */
 static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
-  char label[64];
+  char label[64]; /* "cddp", the purpose and the end */
   snprintf(label, sizeof label, "cddp %s %s", challenge->purpose, caller ? "caller" : "called");
   cddp__mac(challenge->secret, label, challenge->covered, challenge->covered_size, proof);
 }
@@ -3947,7 +3947,7 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
 
 /* Parses "host:port" or "[::1]:port". host: receives the name or address, without brackets. */
 static cddp_result cddp__host_port(const char *text, char host[256], int *port) {
-  char digits[6];
+  char digits[6]; /* of the port, with the NUL */
   int end = 0; /* of the matched text: nothing may follow */
   int found = sscanf(text, text[0] == '[' ? "[%255[^]]]:%5[0-9]%n" : "%255[^:]:%5[0-9]%n", host,
                      digits, &end);
@@ -4235,7 +4235,7 @@ static int cddp__listen_address(const cddp__address *address, int *out) {
    certain one; 0 and 0: unset. */
 static cddp_result cddp__port_range(int *first, int *last) {
   const char *text = getenv("CDDP_PORTS");
-  char digits[2][6] = {"", ""};
+  char digits[2][6] = {"", ""}; /* of both ports, with the NULs */
   int end = 0; /* of the matched text: nothing may follow */
   *first = *last = 0;
   if (text == NULL || text[0] == 0) return CDDP_OK;
@@ -4256,7 +4256,7 @@ static cddp_result cddp__port_range(int *first, int *last) {
 static int cddp__listen_port(cddp__address *addresses, int count, int port, int *fds, int *fd_count,
                              cddp__text *failed) {
   cddp__address bound; /* with the port that the system has chosen */
-  int error = 0, i, e;
+  int error = 0, i, e; /* error: the last failure's errno; e: errno of this address, or 0 */
   *fd_count = 0;
   for (i = 0; i < count && error != EADDRINUSE; i++) {
     cddp__address_set_port(&addresses[i], port);
@@ -4285,8 +4285,8 @@ static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fd
   int asked = cddp__address_port(&addresses[0]); /* 0: any port */
   int first = asked, last = asked; /* ports to try; 0: the system chooses */
   int error = 0, turn = (int)getpid() /* ranks begin at different ports */, port, ports, tries;
-  cddp__text failed = {""};
-  const char *cure;
+  cddp__text failed = {""}; /* the address that failed */
+  const char *cure; /* advice behind the cause in the error text, or "" */
   cddp_result r = CDDP_NETWORK;
   if (asked == 0 && addresses[count > 1 ? 1 : 0].sa.ss_family != AF_UNIX &&
       cddp__port_range(&first, &last) != CDDP_OK)
@@ -4666,7 +4666,7 @@ static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, s
     head->cmsg_len = (socklen_t)CMSG_LEN(fd_count * sizeof(int));
     memcpy(CMSG_DATA(head), c->send_fds, fd_count * sizeof(int));
   }
-  do n = sendmsg(c->fd, &message.m, MSG_NOSIGNAL | MSG_DONTWAIT);
+  do n = sendmsg(c->fd, &message.m, MSG_NOSIGNAL /* no SIGPIPE */ | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
   if (n > 0 && fd_count > 0) c->send_fds[0] = c->send_fds[1] = -1; /* they have travelled */
   return cddp__connection_result(c, n);
@@ -4840,7 +4840,7 @@ static cddp_result cddp__post_failure(cddp__connection *c, cddp_result r, const 
 /* If the message is a failure, makes its text this thread's error text and returns its result; else
    returns CDDP_OK. */
 static cddp_result cddp__fail_by_message(const cddp__message *m) {
-  uint32_t result = m->head.number - CDDP__FAILED;
+  uint32_t result = m->head.number - CDDP__FAILED; /* meaningless if that is negative */
   if (m->head.number < CDDP__FAILED) return CDDP_OK;
   if (result == CDDP_OK || result >= CDDP__RESULT_COUNT) /* no failure has such a result */
     result = CDDP_MISMATCH;
@@ -4881,7 +4881,7 @@ static bool cddp__connection_peek(cddp__connection *c) {
 static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most) {
   cddp__frame_head *head = &c->in_head;
   cddp__message *m;
-  if (c->message == NULL) {
+  if (c->message == NULL) { /* the head of the next frame comes first */
     size_t esize;
     bool valid;
     if (!cddp__connection_peek(c)) return NULL;
