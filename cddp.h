@@ -11478,6 +11478,7 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   const cddp__rank_info *own = &rdv->registered[0].info;
   cddp__text text;
   if (!c->local /* the socket's name covers the run */ && info->run != own->run) return false;
+  /* Unix sockets connect only one user's ranks. Machines can give one user several numbers. */
   if (c->local || info->machine != own->machine || info->user == own->user)
     return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0 /* body */, NULL /* fds */,
                               cddp__now() /* without blocking */) == CDDP_OK;
@@ -12332,7 +12333,7 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
                               "CDDP_JOIN=1, %s refused; ",
                               rdv->root.refused_count, rdv->root.refused_count > 1 ? "s" : "",
                               rdv->root.refused_count > 1 ? "were" : "was")
-                : cddp__textf("%s", "");
+                : cddp__textf("%s", "" /* as a format it makes gcc warn */);
   if (launcher != NULL)
     return cddp__fail(CDDP_TIMEOUT,
                       "%stimed out after %g s: rank%s %s of the %d that %s started did not call "
@@ -12533,7 +12534,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   size_t k, draining; /* draining: number of children that have to read FAIL */
   snprintf(text, sizeof text, "%s", cddp_error()); /* a copy: sends can fail too */
   snprintf(remote, sizeof remote, "%s", text);
-  if (r != CDDP_OK && !rdv->common_failure) /* others must see whose failure it is */
+  if (r != CDDP_OK && !rdv->common_failure) /* others need the name of the rank that failed */
     memcpy(remote,
            cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text).s,
            sizeof remote);
@@ -14106,7 +14107,7 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   if (r != CDDP_OK || !f->in_scratch || !cddp__is_written(c, g->rank) ||
       (f->shape->reduces && !one_buffer)) /* reduce_scatter: the result is in recv */
     return r;
-  for (p = 0; p < shares; p++)
+  for (p = 0; p < shares; p++) /* results, from scratch to the receive buffer */
     cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
                cddp__in_bytes(c, p, f->begin, f->n));
   return CDDP_OK;
@@ -14255,7 +14256,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
     r = cddp__fail_errno("eventfd or epoll"); /* cddp__hosts_leave needs the rest */
   cddp__sort_hosts(g, hosts, g->world + g->size);
   cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL);
-  g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD);
+  g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD /* of a header */);
   g->carrier = &cddp__hosts_carrier;
   pthread_mutex_lock(&g->host->lock); /* a thread that receives a notice reads g->hosts */
   g->hosts = hosts;
