@@ -3802,11 +3802,11 @@ static void cddp__challenge_message(cddp__challenge *challenge) {
 /* Consumes those of n received bytes that belong to the challenge, and returns their number. */
 static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned char *p, size_t n) {
   static const char *const tags[2][2] = {
-      /* first and second message that an end receives; */
+      /* the tags of the first and the second message that each end receives */
       {CDDP__AUTH_HELLO, CDDP__AUTH_PROOF},      /* [CDDP__END_CALLED] */
       {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}, /* [CDDP__END_CALLER] */
   };
-  size_t used = 0;
+  size_t used = 0; /* bytes of p consumed so far */
   /* No secret: a store's server. A caller with a secret begins with HELLO; no other client's first
      byte is HELLO's, as no command has that number. */
   if (challenge->secret == NULL && n > 0) {
@@ -3817,7 +3817,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
   }
   while (used < n && challenge->state == CDDP__CHALLENGE_ON) {
     const char *expected = tags[challenge->caller][challenge->messages_received];
-    size_t tag_bytes = cddp__min(challenge->in_size + 1, CDDP__TAG_SIZE); /* so far */
+    size_t tag_bytes = cddp__min(challenge->in_size + 1, CDDP__TAG_SIZE); /* with this byte */
     challenge->in[challenge->in_size++] = p[used++];
     if (memcmp(challenge->in, expected, tag_bytes) == 0) {
       if (challenge->in_size == sizeof challenge->in) /* that of all except REFUSAL */
@@ -4103,9 +4103,9 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
   for (i = list; i != NULL && n < capacity; i = i->ifa_next) {
     int family = i->ifa_addr != NULL ? i->ifa_addr->sa_family : AF_UNSPEC;
     size_t size = family == AF_INET6 ? sizeof out->v6 : sizeof out->v4;
-    bool other = name != NULL ? strcmp(name, i->ifa_name) != 0 /* not the named one */
-                              : (i->ifa_flags & IFF_LOOPBACK) != 0;
-    if ((family != AF_INET && family != AF_INET6) || !(i->ifa_flags & IFF_UP) || other) continue;
+    bool skipped = name != NULL ? strcmp(name, i->ifa_name) != 0 /* not the named one */
+                                : (i->ifa_flags & IFF_LOOPBACK) != 0;
+    if ((family != AF_INET && family != AF_INET6) || !(i->ifa_flags & IFF_UP) || skipped) continue;
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, i->ifa_addr, size);
     out[n].size = (socklen_t)size;
@@ -4284,7 +4284,8 @@ static int cddp__listen_port(cddp__address *addresses, int count, int port, int 
 static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fds, int *fd_count) {
   int asked = cddp__address_port(&addresses[0]); /* 0: any port */
   int first = asked, last = asked; /* ports to try; 0: the system chooses */
-  int error = 0, turn = (int)getpid() /* ranks begin at different ports */, port, ports, tries;
+  int error = 0, port, ports, tries; /* ports: number of ports to try; tries: left */
+  int turn = (int)getpid(); /* selects the next port: ranks begin at different ones */
   cddp__text failed = {""}; /* the address that failed */
   const char *cure; /* advice behind the cause in the error text, or "" */
   cddp_result r = CDDP_NETWORK;
@@ -4295,7 +4296,7 @@ static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fd
   tries = first > 0 ? 3 * ports : 32 /* each with another port that the system chooses */;
   do {
     if (error != 0 && addresses[0].sa.ss_family == AF_UNIX && count == 1)
-      cddp__sleep(0.005); /* a former coordinator's copy can still be open */
+      cddp__sleep(0.005); /* a former coordinator can still have a socket of this name */
     if (error != 0 && first > 0 && tries % ports == 0) /* all ports were tried once more */
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
     port = first > 0 ? first + turn++ % ports : 0 /* the system chooses */;
@@ -4310,7 +4311,7 @@ static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fd
                       first, last, failed.s);
   cure = cddp__descriptor_advice(error);
   if (*cure != 0) r = CDDP_SYSTEM; /* no descriptor is left */
-  if (count > 0 && addresses[0].sa.ss_family != AF_UNIX) { /* with ports */
+  if (count > 0 && addresses[0].sa.ss_family != AF_UNIX) { /* advice about the port */
     if (error == EADDRINUSE && asked == 0)
       cure = "; no port of this host is free";
     else if (error == EADDRINUSE)
@@ -4534,7 +4535,7 @@ struct cddp__connection {
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
   cddp__frame_head in_head; /* of the next frame; valid if got >= sizeof in_head */
   cddp__message *message; /* the incoming frame; NULL: none, or a piece */
-  cddp_work *into; /* the receive in whose buffer the frame's bytes are stored; NULL: they follow
+  cddp_work *into; /* the receive with the buffer that gets the frame's bytes; NULL: they follow
                       the struct at `message` */
   int fds[2]; /* received descriptors, closed with the connection; -1: none */
   int send_fds[2]; /* the owner's descriptors, to be sent with the next bytes; -1: none */
