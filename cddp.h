@@ -189,11 +189,11 @@ extern "C" {
    made the call, and none was lost, timed out, or had no memory left at all.
 
    A model's calls: if cddp_ddp_ready, _next_shard, _wait, _step, _reduce_scatter, _all_gather or
-   _join fails, with whatever result, the model is broken: its collective calls fail on all ranks
-   (in elastic models: on this rank). The group stays usable, unless it uses NCCL or a rank was
-   lost. These break nothing: CDDP_UNSUPPORTED; an argument that is NULL or an index out of
-   range; cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without _reduce_scatter. Groups
-   of elastic jobs: see the fine print.
+   _join fails, with any result, the model is broken: its collective calls fail on all ranks (in
+   elastic models: on this rank). The group stays usable, unless it uses NCCL or a rank was lost.
+   These break nothing: CDDP_UNSUPPORTED; an argument that is NULL or an index out of range;
+   cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without _reduce_scatter. Groups of
+   elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -14970,7 +14970,7 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
 
 struct cddp__mpi {
   MPI_Comm comm;
-  cddp_group *group; /* whose ranks comm has, with the same numbers */
+  cddp_group *group; /* comm has the same ranks, with the same numbers */
   struct cddp__mpi *next; /* in cddp__mpi_groups */
 };
 
@@ -17362,7 +17362,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   const unsigned char *used;   /* [count] 0: skip the parameter; NULL: use all */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense */
   uint32_t paired;             /* id of the cddp_ddp that has last checked optim; 0: none */
-  uint32_t number; /* of the pairing with that model, whose ranks compare it; last_optim of a
+  uint32_t number; /* of the pairing with that model; its ranks compare it. last_optim of a
                       cddp__tensor is the number of the optimizer that stepped last */
   cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
 
@@ -18618,7 +18618,7 @@ enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
    it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   cddp__shard_node *own = d->shards.own_nodes;
-  cddp__shard_node of_shard = { /* own_nodes have rank 0, whatever this rank is */
+  cddp__shard_node of_shard = { /* own_nodes have rank 0 on each rank */
       shard, 1 /* width */, -1 /* no slot */, 0 /* rank */};
   int *count = &d->shards.own_node_count;
   int free_slot = cddp__free_slot(own, *count);
