@@ -3114,8 +3114,8 @@ static double cddp__thread_seconds(void) { /* processor time of this thread; 0: 
 static void cddp__sleep(double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
-  /* A negative time is invalid. A signal ends a sleep early: callers check their condition. */
-  if (seconds > 0) nanosleep(&t, NULL);
+  if (seconds <= 0) return;
+  nanosleep(&t, NULL); /* a signal ends it early: callers check their condition */
   cddp__note_sleep(start, seconds);
 }
 
@@ -3245,8 +3245,8 @@ static cddp__text cddp__describe_fp_mode(uint32_t mode) {
 static void cddp__futex_wait(cddp__atomic_u32 *a, uint32_t value, double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
-  if (seconds > 0) /* else the deadline has passed, and the kernel refuses negative times */
-    syscall(SYS_futex, &a->v, 0 /* FUTEX_WAIT */, value, &t, NULL, 0 /* unused */);
+  if (seconds <= 0) return; /* the deadline has passed */
+  syscall(SYS_futex, &a->v, 0 /* FUTEX_WAIT */, value, &t, NULL, 0 /* unused */);
   cddp__note_sleep(start, seconds);
 }
 
@@ -4845,8 +4845,9 @@ static cddp_result cddp__fail_by_message(const cddp__message *m) {
   if (m->head.number < CDDP__FAILED) return CDDP_OK;
   if (result == CDDP_OK || result >= CDDP__RESULT_COUNT) /* no failure has such a result */
     result = CDDP_MISMATCH;
+  if (m->head.size == 0) return cddp__fail((cddp_result)result, "another rank has failed");
   return cddp__fail((cddp_result)result, "%.*s", (int)cddp__min(m->head.size, CDDP__ERROR_MAX),
-                    m->head.size > 0 ? (const char *)(m + 1) : "another rank has failed");
+                    (const char *)(m + 1));
 }
 
 /* Whether the connection is UP, no bytes wait to be sent, and no frame is partly sent. */
@@ -26527,6 +26528,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A thread of cddp_run_threads that returned without destroying its groups.
               A zombie, for ranks without /proc or descriptors. Backend MPI: a rank that called
               exit(); the call after an all_to_all_v with nothing for a rank.
+              A wait that began 0.5 s behind its deadline moved the other deadlines.
               A store's operation behind another thread's; the limit of its memory for keys
               without values. cddp_alloc under a fast timer.
               GPUs: a receive from a rank that has left; a failed copy in cddp_save; CUDA failing on
