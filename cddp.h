@@ -68,8 +68,8 @@
      bucket       gradients that are reduced together; a hook is your function that reduces one
      elastic      a model or job that goes on when ranks are lost, and which ranks can join
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    a range of a parameter. On GPUs one rank updates it; on CPUs one rank of each
-                  host, as every host updates all weights
+     partition    a range of a parameter that one rank updates (on CPUs: one rank of each host), if
+                  you use cddp_ddp_partitions
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -428,10 +428,10 @@ CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work);
-/* A cddp_recv with peer CDDP_ANY receives any rank's message. It serves the sending
-   ranks in turn, and each rank's messages in the order of its sends. It returns CDDP_PEER_LOST if a
-   rank has died or all others have left, and CDDP_UNSUPPORTED for device memory with NCCL. Like
-   recv(tensor) without src. */
+/* A cddp_recv with peer CDDP_ANY receives any rank's message. It serves the sending ranks in
+   turn, and each rank's messages in the order of its sends. It returns CDDP_PEER_LOST if a rank has
+   died or all others have left, and CDDP_UNSUPPORTED for device memory with NCCL. Like recv(tensor)
+   without src. */
 #define CDDP_ANY INT32_MIN
 /* The sender of the last message that this thread received (with a handle: in cddp_wait or
    cddp_test): its rank in the group of the cddp_recv; -1 before the first. Not for NCCL's
@@ -442,10 +442,10 @@ CDDPDEF int cddp_source(void);
    for in any order, by one thread each. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
 /* Like cddp_wait, for at most timeout_s seconds; 0 does not block. The calling thread waits, on
-   a GPU too. With NCCL the first message between two ranks has no time limit. If the group's own
-   timeout_s ends first: CDDP_ABORTED, and w is freed. CDDP_TIMEOUT, which is always your limit, and
-   CDDP_INVALID_ARGUMENT for a negative or NaN timeout_s, do not free w: the operation continues,
-   its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must follow. Like
+   a GPU too. With NCCL the first message between two ranks has no time limit. When timeout_s has
+   passed: CDDP_TIMEOUT; if it is negative or NaN: CDDP_INVALID_ARGUMENT. Neither frees w: the
+   operation continues, its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must
+   follow. If the group's own limit ends first: CDDP_ABORTED, and w is freed. Like
    work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Ends a cddp_recv before its message arrives, and frees w. A later recv gets the message. Never
@@ -467,8 +467,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
    Buckets are reduced during the backward pass. In three cases they are reduced after it: in
-   elastic models; with more shards than ranks; and on one CPU host, if the step before ended by
-   cddp_ddp_step: cddp then expects the same of this step, and averages and updates in one pass.
+   elastic models; with more shards than ranks; and on one CPU host after a step by
+   cddp_ddp_step. There cddp waits for this step's cddp_ddp_step, and averages and updates in one
+   pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -528,8 +529,8 @@ typedef struct cddp_ddp_desc {
   bool find_unused_parameters; /* a gradient not ready on this rank counts as zero in the mean. If
                                   no rank has it ready, it is not averaged. An optimizer made with
                                   cddp_sgd_desc.ddp or cddp_adamw_desc.ddp then skips the
-                                  parameter. An optimizer made without still updates it, by the
-                                  gradient as it is */
+                                  parameter. Any other optimizer updates the
+                                  parameter, by what the gradient holds */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained arrays (running means), any dtype. Like params
@@ -579,9 +580,10 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, clipping (max_grad_norm), cddp_optim_step and cddp_optim_zero_grad in one pass,
    with the same bits (NaNs can differ). Collective. s must have been created for the params array
-   of d. Without sharded_states the ranks of a host share one set of states on CPUs, and each rank
-   updates a part of the weights (in elastic models, and on GPUs: each rank has all states and
-   updates all weights). Weights in other memory than cddp_alloc's cost a copy in each step. */
+   of d. On CPUs the ranks of a host share one set of states, and each updates a part of the
+   weights. On GPUs and in elastic models each rank has all states and updates all weights. (For
+   sharded_states see >>api-optim.) Weights that are not in memory of cddp_alloc are copied in each
+   step. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* The number of completed steps, the same on all ranks; 0 for NULL. A cddp_ddp_wait (not in
@@ -1148,10 +1150,10 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). On return
-   value[capacity] holds what is now stored at the key, *size its length. If nothing is stored
-   there, they hold expected. *swapped: whether that equals desired, even if another process stored
-   it; so in an election no two processes may pass the same desired. If value exceeds capacity:
-   CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are set. */
+   value[capacity] holds what is now stored at the key, *size its length. If the key does not exist,
+   value and *size get expected. *swapped: whether the key now holds desired, even if another
+   process stored it; so in an election no two processes may pass the same desired. If value exceeds
+   capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1290,11 +1292,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Do not write to a gradient between cddp_ddp_ready and the next shard, wait or step.
 
    PARTITIONS. A partition is a range of one parameter's elements. On CPUs the partitions of each
-   host's ranks cover each dense parameter once. So every host updates every element, and the result
-   of `update` must not depend on the machine. On GPUs the partitions of all ranks together cover
-   each dense parameter once. Parameters with sparse_rows have no
-   partition: every rank updates them itself, by cddp_ddp_rows. Write half-precision copies
-   yourself, after cddp_ddp_all_gather.
+   host's ranks cover each dense parameter once. So every host updates every element, and the
+   result of `update` must not depend on the machine. On GPUs the partitions of all ranks
+   together cover each dense parameter once. Parameters with sparse_rows have no partition: every
+   rank updates them itself, by cddp_ddp_rows. Write half-precision copies yourself, after
+   cddp_ddp_all_gather.
 
    SHARDS. With desc.shards > 0 find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join
    are CDDP_UNSUPPORTED. With more shards than ranks nothing is reduced during the backward pass. A
@@ -1378,15 +1380,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    FORKED RANKS. cddp_spawn sets torchrun's variables. Without CDDP_SECRET it sets a random
    CDDP_JOB_SECRET, which keeps other users of the host out. If there are several ranks, each has
-   one thread of OpenMP and OpenBLAS, unless OMP_NUM_THREADS or the program has set a number. stdout
-   is line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
+   one thread of OpenMP and OpenBLAS, unless OMP_NUM_THREADS or the program has set a number.
+   stdout is line-buffered: lines of up to 4,000 bytes stay whole in files and pipes.
 
    During the call leave SIGCHLD at its default, and do not wait for cddp's children (wait,
-   waitpid(-1)): otherwise, before Linux 6.15, exit codes are lost, and it returns CDDP_SYSTEM. With
-   a GCC before 9, idle threads of OpenMP must not exist either. Children run the parent's atexit
-   handlers only if fn calls exit(): with gcov (--coverage) and gprof (-pg) end fn by exit(0).
-   If fn replaces its program (exec), the new program's exit code counts. fn must catch its
-   exceptions (C++).
+   waitpid(-1)): otherwise, before Linux 6.15, exit codes are lost, and it returns CDDP_SYSTEM.
+   If the program is compiled by a GCC before 9, make the call before any thread of OpenMP
+   exists, even an idle one. Children run the parent's atexit handlers only if fn calls exit():
+   with gcov (--coverage) and gprof (-pg) end fn by exit(0). If fn replaces its program (exec),
+   the new program's exit code counts. fn must catch its exceptions (C++).
 
    FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
    dir/cddp-JOB-RANK.joinN.rec. Truncating a running job's file ends the rank by SIGBUS. A cddp_init
