@@ -450,8 +450,8 @@ CDDPDEF cddp_result cddp_wait(cddp_work *w);
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Ends a cddp_recv before its message arrives, and frees w. A later recv gets the message. Never
    blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective,
-   an operation of NCCL, or one of an elastic group that has been replaced. No thread may be waiting
-   for w. Like MPI_Cancel. */
+   an operation of NCCL, or an operation of a cddp_ddp_group that ranks have left or joined since.
+   No thread may be waiting for w. Like MPI_Cancel. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
 /* *done = whether the operation has ended, with or without success. cddp_wait must follow. Does not
    block (with NCCL, in the first message between two ranks, it can). */
@@ -479,7 +479,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      your trainer                   change
      all gradients in one array     let each grad point to its elements
      k micro-batches a step         add each gradient / k; cddp_ddp_ready in the last one only. Or
-                                    desc.shards = k * ranks: each micro-batch is a shard; no / k
+                                    desc.shards = k * ranks: each micro-batch is a shard, and
+                                    you do not divide by k
      loss sums over the batch       multiply the loss by the world size (or by the shards)
      batches of different sizes     ranks count equally. To count samples equally, multiply a rank's
                                     loss by (its samples) * (ranks) / (all ranks' samples)
@@ -871,7 +872,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
      cddp_sampler_desc o = {0};
      o.dataset_size = 60000, o.shuffle = true, o.world_size = 8; // 8: the shards
-     TRY(cddp_sampler_init(&sampler, &o));             // it is not saved: t is its position
+     TRY(cddp_sampler_init(&sampler, &o));             // no checkpoint needs it: t is its place
 
      uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32;
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
@@ -1180,10 +1181,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    destroy an object in use, leave a call by pthread_cancel or longjmp, call cddp in a signal
    handler, or change the environment during cddp_init.
 
-   STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception. A
-   peer on this host can be stopped (SIGSTOP, a frozen container). If it is still stopped 5 s
-   after the failure, it can later write to those of the call's buffers that cddp_alloc returned.
-   Free them (cddp does not reuse them), and create anew the models that used them.
+   STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception: a
+   peer on this host that is stopped (SIGSTOP, a frozen container) for more than 5 s after the
+   failure. When it continues, it can still write to those of the call's buffers that cddp_alloc
+   returned. Free them (cddp does not reuse them), and create anew the models that used them.
 
    STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or because its only machine
    is suspended). If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped
@@ -1197,9 +1198,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    ADDRESSES. Unless a launcher has its own way (below), rank 0 accepts ranks at
    MASTER_ADDR:MASTER_PORT until all have connected, and keeps the port while the group lives.
-   MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If rank 0's host
-   resolves the name to loopback, such as Debian's 127.0.1.1, rank 0 listens on all addresses
-   (not for "localhost"); so does a store's server.
+   MASTER_ADDR must be an address or name of rank 0's host, not of a NAT. If the name is not
+   "localhost", but rank 0's host resolves it to loopback (such as Debian's 127.0.1.1), rank 0
+   listens on all addresses. So does a store's server.
 
    The other ranks retry an unknown name for a minute. Ranks on rank 0's host reach it without
    the port. A job on one host needs no network (elastic: a loopback interface).
