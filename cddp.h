@@ -5012,7 +5012,8 @@ static bool cddp__has_spare_fd(int fd) {
    PyTorch does not send them by default. */
 
 #define CDDP__COMMAND_MAX (64u << 20) /* most bytes of a command or reply */
-#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* limit of a client's in, and out */
+/* Limit of a client's input, and of its answer. */
+#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX)
 #define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* most bytes of all clients' buffers */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
@@ -5081,7 +5082,7 @@ typedef struct cddp__parser {
   size_t end;       /* bytes parsed so far; 0: not even code and count */
   uint64_t strings; /* how many are still to be parsed */
   unsigned code;    /* cddp__code */
-  size_t missing;   /* WAIT: offset of the first missing key; 0 = not executed yet */
+  size_t missing;   /* WAIT: offset in the command of the first missing key; 0: not executed yet */
 } cddp__parser;
 
 enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE_INVALID };
@@ -5136,7 +5137,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int epoll; /* watches fds and the clients' connections */
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
-  int spare_fd; /* a copy of epoll; closed when no descriptor is left, to accept one connection */
+  int spare_fd; /* a copy of epoll; when no descriptor is left, closed to accept one connection */
   cddp__atomic_u32 stop; /* 1: the thread must return; set by cddp__store_close */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map: entries by hash */
   uint64_t seed; /* of the map's hash; random: no client can choose keys that share a chain */
@@ -5325,7 +5326,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
 #define CDDP__SERVER_CHECK_MS 250 /* between checks of deadlines */
 
 typedef struct cddp__client { /* Owner: the server's thread */
-  cddp__connection connection; /* fd -1: to be freed. deadline: CDDP__GREETING_S, _COMMAND_S */
+  cddp__connection connection; /* fd -1: closed. deadline: GREETING_S, then COMMAND_S */
   struct cddp__client *next; /* an older client */
   bool greeted;        /* the first command was a valid VALIDATE */
   bool blocked;        /* the command at the head of connection.in is a WAIT for a missing key */
@@ -5410,12 +5411,13 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client); /* not a store's client */
   else if (parsed == CDDP__PARSE_COMPLETE)
     cddp__client_execute(server, client);
-  /* If the command has created a key: before `client` can delete it, execute all WAITs again. */
+  /* A command that has created a key: all WAITs are executed again, before this client's next
+     command can delete the key. */
   other = server->keys > keys_before && server->waiting > 0 ? server->clients : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
     cddp__client_execute(server, other);
-    server->unsettled = server->unsettled || !other->blocked; /* the answer is still to be sent */
+    server->unsettled = server->unsettled || !other->blocked; /* settle sends its answer */
   }
   return parsed == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
@@ -5431,8 +5433,8 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     if (cddp__buffer_size(&c->out) == 0) more = cddp__client_step(server, client);
     unsent = cddp__buffer_size(&c->out);
     if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c); /* sends the answer */
-    if (cddp__buffer_size(&c->out) < unsent && client->greeted) /* the client reads: more time */
-      c->deadline = cddp__now() + CDDP__COMMAND_S;
+    if (cddp__buffer_size(&c->out) < unsent && client->greeted) /* it reads the answer */
+      c->deadline = cddp__now() + CDDP__COMMAND_S; /* before the greeting: no more time */
     if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
     more = more && cddp__buffer_size(&c->out) == 0; /* else EPOLLOUT continues */
   }
@@ -5453,7 +5455,7 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
   int got = 0;
   if (c->fd < 0) return; /* closed since epoll_wait returned; cddp__server_settle frees it later */
   if (events & EPOLLIN)
-    got = cddp__connection_fill(c, 256 /* bytes or more */);
+    got = cddp__connection_fill(c, 256 /* bytes of space */);
   else if (events & (EPOLLHUP | EPOLLERR)) /* without EPOLLIN: all input has been read */
     got = -1;
   if (got > 0 && idle && client->greeted) /* a command begins: the time to send it */
@@ -5508,7 +5510,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     if (client->connection.fd < 0 || client->greeted) continue;
     silent++;
     if (server->secret == NULL || client->connection.challenge.state != CDDP__CHALLENGE_PROVEN)
-      oldest = client; /* the last match: the list begins with the newest */
+      oldest = client; /* has proved nothing; the last match, as the newest is first */
   }
   if (!spare || silent >= cddp__unproven_most(0 /* ranks: unknown */)) {
     if (oldest == NULL) {
@@ -5561,10 +5563,10 @@ static void cddp__server_accept(cddp__server *server, int listener) {
 
 static void *cddp__server_main(void *arg) { /* on the server's thread, until `stop` */
   cddp__server *server = (cddp__server *)arg;
-  struct epoll_event events[64]; /* more are reported by the next epoll_wait */
+  struct epoll_event events[64]; /* the next epoll_wait reports those beyond 64 */
   for (;;) {
     double start = cddp__now();
-    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines */;
+    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines yet */;
     n = epoll_wait(server->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms); /* a stop of this process moves the deadlines */
     if ((n < 0 && errno != EINTR) || cddp__load32(&server->stop) != 0) return NULL;
@@ -5598,7 +5600,7 @@ static void cddp__server_free(cddp__server *server) {
 /* --- the client --- */
 
 typedef struct cddp__store_options {
-  cddp_store_desc desc; /* timeout_s: above 0 */
+  cddp_store_desc desc; /* with timeout_s above 0: defaults are filled in */
   bool elect; /* file://: the first process that opens the file serves, not that with is_server */
   double deadline;      /* of opening the store; a time of cddp__now */
   double closed_since;  /* in, out: the field of cddp_store, kept between attempts to open one */
@@ -5610,13 +5612,13 @@ struct cddp_store {
   double timeout_s; /* of an operation for which the caller gives none */
   int scheme;       /* CDDP__URL_TCP ... */
   char *name;       /* for error texts: "host:port" or the path */
-  char *secret; /* both ends prove that they know it; file://: the file's key, ' ', the secret;
-                   NULL: none */
+  char *secret; /* both ends prove that they know it; file://: the file's key, ' ' and the user's
+                   secret (can be ""). NULL: tcp:// or unix:// without a secret */
   cddp__connection connection; /* to the server; fd -1: closed */
 
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of the server, tried in order */
   int address_count;
-  double closed_since;  /* since when a server closes connections without an answer; 0: none */
+  double closed_since;  /* since when a server closes connections without an answer; 0: none has */
   cddp__server *server; /* NULL = only a client */
   pid_t server_pid;     /* the server's process; a forked child has only a copy of the struct */
   int file; /* this process serves file://: the file, locked until _close; -1 = it does not */
@@ -5688,7 +5690,7 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
   if (r == CDDP_OK) r = cddp__connection_exchange(c, 1 /* byte */, deadline);
   if (r == CDDP_OK) {
     in = cddp__buffer_span(&c->in);
-    if (in.size == 1 && in.data[0] <= 1) { /* the answer to CHECK */
+    if (in.size == 1 && in.data[0] <= 1) { /* the answer to CHECK, 0 or 1 */
       c->in.start++;
       return CDDP_OK;
     }
@@ -5789,7 +5791,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   cddp__buffer *out = &c->out;
   /* 8: a number (after SET that of GETNUMKEYS), or a string's length */
   size_t answer_size = command->answer == CDDP__ANSWER_BYTE ? 1 : 8;
-  unsigned char number[8] = {0}; /* zeros: a BYTE is its lowest byte */
+  unsigned char number[8] = {0}; /* an answer of 1 byte sets only the lowest */
   cddp_result r;
   int i;
   cddp__buffer_add_number(out, request->code, 1 /* byte */);
@@ -5802,7 +5804,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   }
   /* the strings behind the key; this client never sends MULTI_SET, with several such items */
   for (i = 0; i + 1 < command->strings; i++) cddp__buffer_add_string(out, request->values[i]);
-  cddp__buffer_add_number(out, request->number, command->tail); /* ADD: 8 bytes */
+  cddp__buffer_add_number(out, request->number, command->tail /* ADD: 8 bytes; else 0 */);
   if (request->code == CDDP__STORE_SET)
     cddp__buffer_add_number(out, CDDP__STORE_GETNUMKEYS, 1 /* byte */);
   if (cddp__buffer_size(out) > CDDP__COMMAND_MAX) /* values alone cannot */
@@ -5916,8 +5918,8 @@ enum { CDDP__URL_NONE, CDDP__URL_TCP, CDDP__URL_UNIX, CDDP__URL_FILE }; /* NONE:
 
 /* A URL's scheme; *name is what follows: "host:port", a name or an absolute path. */
 static int cddp__url_scheme(const char *url, const char **name) {
-  static const char *const prefixes[] = {"", "tcp://", "unix://", "file://"}; /* by scheme */
-  int scheme = CDDP__URL_FILE; /* the last one */
+  static const char *const prefixes[] = {"", "tcp://", "unix://", "file://"}; /* by CDDP__URL_* */
+  int scheme = CDDP__URL_FILE; /* the last of prefixes, tried first */
   while (strncmp(url, prefixes[scheme], strlen(prefixes[scheme])) != 0)
     scheme--; /* ends at NONE: the prefix "" always fits */
   *name = url + strlen(prefixes[scheme]);
@@ -5988,7 +5990,7 @@ static void cddp__add_interface_addresses(cddp__address *address, int *count, co
   int i;
   if (cddp__is_exact_address(host)) return;
   for (i = 0; i < *count; i++)
-    if (!cddp__address_is_loopback(&address[i])) return; /* other hosts can reach this one */
+    if (!cddp__address_is_loopback(&address[i])) return; /* other hosts can reach this address */
   *count += cddp__interface_addresses(NULL /* all interfaces */, address + *count,
                                       CDDP__ADDRESSES_MAX - *count);
 }
@@ -6000,7 +6002,7 @@ static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options
   int port;
   cddp_result r;
   if (store->scheme == CDDP__URL_FILE) return CDDP_OK; /* the file holds the addresses */
-  store->address_count = 1;
+  store->address_count = 1; /* unix://; cddp__resolve sets the number for tcp:// */
   if (store->scheme == CDDP__URL_UNIX) {
     cddp__unix_name(&store->addresses[0], store->name);
     return CDDP_OK;
@@ -6121,7 +6123,7 @@ static cddp_result cddp__file_store_attempt(cddp_store *store, const cddp__store
   /* NONBLOCK, NOCTTY: the path can be a FIFO or a terminal, which cddp__file_store_read refuses. */
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
   bool may_serve = options->desc.is_server || options->elect;
-  bool got_lock; /* no server runs; exclusive if this process can serve */
+  bool got_lock; /* this process has locked the file: so no server runs */
   bool named; /* the path still names this file */
   uint32_t i;
   cddp_result r = CDDP_OK;
@@ -6137,7 +6139,9 @@ static cddp_result cddp__file_store_attempt(cddp_store *store, const cddp__store
                    strerror(errno));
   named = cddp__file_has_name(*fd, store->name); /* a server that ended since open removed it */
   if (r == CDDP_OK) r = cddp__file_store_read(*fd, record);
-  if (r == CDDP_OK && got_lock && may_serve && named) { /* cddp__store_close removes the file */
+  /* This process must serve, unless clients cannot find the file (not named). The lock and the
+     descriptor stay until cddp__store_close, which removes the file. */
+  if (r == CDDP_OK && got_lock && may_serve && named) {
     store->file = *fd;
     *fd = -1;
     return CDDP_OK;
@@ -6145,7 +6149,7 @@ static cddp_result cddp__file_store_attempt(cddp_store *store, const cddp__store
   /* This process does not serve: must it, or has the file a server to which it can connect? */
   if (r == CDDP_OK && options->desc.is_server && !options->elect)
     r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
-  else if (r == CDDP_OK && (got_lock || !named || record->count == 0))
+  else if (r == CDDP_OK && (got_lock || !named /* has ended */ || record->count == 0 /* starts */))
     r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
                                  "has not started or is suspended");
   for (i = 0; r == CDDP_OK && i < record->count; i++) /* the file can be damaged: no long reads */
@@ -6218,7 +6222,8 @@ static void cddp__store_free(cddp_store *store) {
 static void cddp__store_close(cddp_store *store) {
   int i;
   if (store == NULL) return;
-  /* Else the path is another server's file. In a forked child the descriptor is another one too. */
+  /* If the file has lost its name, the path can be another server's file. In a forked child store->
+     file is another file too (cddp__disconnect_in_forks): the child removes nothing. */
   if (store->file >= 0 && cddp__file_has_name(store->file, store->name))
     unlink(store->name);
   if (store->server != NULL && store->server_pid == getpid()) {
@@ -6327,8 +6332,8 @@ typedef struct cddp__config {
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "": one rank */
   char host[256];         /* of "tcp://host:port" */
   int port;               /* of "tcp://host:port"; 0: another scheme */
-  const char *host_origin, *port_origin; /* for error texts: which variables gave host and port;
-                                            NULL: the caller gave init_method */
+  const char *host_origin, *port_origin; /* for error texts: the variables that gave host and port;
+                                            NULL: init_method is the caller's */
   bool client_only;     /* torchrun's agent serves the store, so rank 0 must not */
   int listen_fd;        /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
   bool listen_fd_lost;  /* CDDP_LISTEN_FD is set, but is no such socket any more */
@@ -6425,7 +6430,7 @@ static bool cddp__in_slurm_shell(void) {
   if (file != NULL && fgets(stat, sizeof stat, file) != NULL && strrchr(stat, ')') != NULL)
     (void)sscanf(strrchr(stat, ')'), ") %*c %*d %*d %d %d", &session, &terminal);
   if (file != NULL) fclose(file);
-  if (terminal != 0 && session != (int)getsid(0)) return true; /* not in the task's session */
+  if (terminal != 0 && session != (int)getsid(0)) return true; /* a command after setsid */
   fd = open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC);
   if (fd < 0) return false; /* no terminal: a task */
   close(fd);
@@ -6468,15 +6473,17 @@ static bool cddp__is_launched_by(int i) {
 static cddp_result cddp__check_rank_variables(bool launched) {
   /* rank variables of launchers that set no size */
   static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
+  /* A RANK without a launcher lacks WORLD_SIZE: then the second loop refuses that instead. */
+  bool check_lone = launched || cddp__env("RANK") == NULL;
   int i;
-  /* A RANK without a launcher lacks WORLD_SIZE: the next loop refuses it. */
-  for (i = 0; i < 4 && (launched || cddp__env("RANK") == NULL); i++)
-    if (cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
+  for (i = 0; i < 4; i++)
+    if (check_lone && cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
       return CDDP__REFUSE("%s is %.20s, but its launcher does not tell the number of ranks. Export "
                           "RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) and "
                           "MASTER_PORT (a free port there); for one process unset %s",
                           lone[i], cddp__env(lone[i]), lone[i], lone[i]);
-  for (i = 0; i < CDDP__LAUNCHER_COUNT && !launched; i++) {
+  if (launched) return CDDP_OK; /* neither rank nor size is missing */
+  for (i = 0; i < CDDP__LAUNCHER_COUNT; i++) {
     const char *rank = cddp__launchers[i].variables[CDDP__VAR_RANK],
                *size = cddp__launchers[i].variables[CDDP__VAR_SIZE];
     /* PALS is skipped: its size, PMI_SIZE, is Hydra's too, and its rank is in `lone`. */
@@ -6484,7 +6491,7 @@ static cddp_result cddp__check_rank_variables(bool launched) {
     bool lacks_rank = cddp__env(rank) == NULL && cddp__env(size) != NULL && !pals &&
                       i != CDDP__LAUNCHER_SLURM; /* salloc sets Slurm's size */
     const char *set = lacks_rank ? size : rank, *unset = lacks_rank ? rank : size;
-    /* Not launched: no launcher has set both. So launcher i, if it set the rank, lacks the size. */
+    /* No launcher has set both. So if launcher i has set the rank, it has not set the size. */
     if (!lacks_rank && (pals || !cddp__is_launched_by(i))) continue;
     if (i != CDDP__LAUNCHER_SCRIPT)
       return CDDP__REFUSE("%s is set but %s is not; %s sets both: unset it for a single process",
@@ -6531,7 +6538,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   config->launcher = config->launched ? (int)(launcher - script) : CDDP__LAUNCHER_SCRIPT;
   if (!config->launched || config->launcher == CDDP__LAUNCHER_SLURM)
     r = cddp__check_rank_variables(config->launched);
-  /* the size first: if both are wrong, the error names it */
+  /* Reads both, if set (launched). The size first: if both are wrong, the error names it. */
   for (k = CDDP__VAR_SIZE; k >= CDDP__VAR_RANK && config->launched && r == CDDP_OK; k--) {
     const char *name = launcher->variables[k], *plain = script->variables[k]; /* RANK, ... */
     bool is_size = k == CDDP__VAR_SIZE;
@@ -6620,8 +6627,8 @@ static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   socklen_t size = sizeof(int); /* of `listening` */
   int fd = -1, listening = 0;
   cddp_result r = cddp__env_int("CDDP_LISTEN_FD", 0, INT_MAX, &fd);
-  if (r != CDDP_OK || fd < 0 || config->rank != 0 ||
-      cddp__load32(&cddp__listen_fd_user) == (uint32_t)getpid())
+  if (r != CDDP_OK || fd < 0 /* unset */ || config->rank != 0 ||
+      cddp__load32(&cddp__listen_fd_user) == (uint32_t)getpid() /* has used it */)
     return r;
   config->listen_fd_lost = getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) != 0 ||
                            !listening || !cddp__local_address(fd, &bound) ||
@@ -6705,7 +6712,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
     host = node[0] != 0 ? node : NULL;
   }
   if (port == 0) port = cddp__derive_port(config);
-  if ((host == NULL || port == 0) && script) /* one rank: the caller ignores the failure */
+  if ((host == NULL || port == 0) && script) /* cddp__discover ignores it if there is one rank */
     return CDDP__REFUSE("%s set but %s is not: set MASTER_ADDR to rank 0's host and MASTER_PORT "
                         "to a free port there, the same for all ranks",
                         config->launched ? "RANK and WORLD_SIZE are" : "desc.world_size is",
@@ -6787,7 +6794,8 @@ static void cddp__discover_secret(cddp__config *config, const char *given) {
 /* Checks rank and world size. given: the caller has set them in desc; else they are the
    environment's, in the range that cddp__env_ranks checks. method: desc.init_method or env://. */
 static cddp_result cddp__check_ranks(const cddp__config *config, const char *method, bool given) {
-  bool alone = !given && !config->launched; /* one process, because nothing says otherwise */
+  bool alone = !given && !config->launched; /* one process, as nothing sets rank or size */
+  /* a variable of a job of several processes; NULL: none is set */
   const char *name = cddp__env("MASTER_ADDR") != NULL   ? "MASTER_ADDR"
                      : cddp__env("MASTER_PORT") != NULL ? "MASTER_PORT"
                                                         : NULL;
@@ -6842,10 +6850,10 @@ static cddp_result cddp__discover_address(cddp__config *config, const char *meth
 static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
   const char *method = desc->init_method ? desc->init_method : "env://", *name;
   const char *backend = cddp__backend_name(desc);
-  bool given = desc->world_size > 0; /* by the caller; else by the environment */
+  bool given = desc->world_size > 0; /* rank and size are the caller's, else the environment's */
   bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0;
   uint64_t key; /* cddp__job_key */
-  int first, last;
+  int first, last; /* ports of CDDP_PORTS; not used here */
   cddp_result r;
   memset(config, 0, sizeof *config);
   config->listen_fd = config->local_world_size = -1;
@@ -6933,7 +6941,8 @@ typedef struct cddp__extent {
   struct cddp__segment *segment;
   enum cddp__extent_use use;
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
-  uint32_t block_generation; /* of freed_after. The block's own one differs once it is freed */
+  uint32_t block_generation; /* that of freed_after when this was set: it changes when the block is
+                                freed */
   const cddp__control_block *freed_after; /* freed once all ranks have left this block, which can
                                              be this extent; NULL: freed by a call */
   struct cddp__extent *next, *previous; /* in the ring arena.pending; free: next in lists[].free */
@@ -7037,15 +7046,15 @@ static int cddp__window_of(const cddp__host *host, uint64_t base) {
    profiler's timer can interrupt every call. */
 static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t size) {
   const uint64_t end = base + size;
-  uint64_t piece = (uint64_t)16 << 20, n; /* most bytes of a call; bytes of this call */
-  if (!cddp__memfd_is_open(host)) return true; /* fd can be a file of the program now */
+  uint64_t piece = (uint64_t)16 << 20, n; /* most bytes of a call; those of this call */
+  if (!cddp__memfd_is_open(host)) return true; /* closed by the program: accesses will allocate */
   for (; base < end; base += n) {
     n = cddp__min(piece, end - base);
     if (syscall(SYS_fallocate, host->arena.fd, 0 /* allocates */, (off_t)base, (off_t)n) == 0)
       continue;
     if (errno == ENOMEM || errno == ENOSPC) return false;
     if (errno != EINTR) return true; /* fallocate is not supported: the first access allocates */
-    if (piece > (uint64_t)64 << 10 /* bytes: small enough */) piece /= 2;
+    if (piece > (uint64_t)64 << 10 /* 64 KiB: small enough */) piece /= 2;
     n = 0; /* a signal: the next call begins at the same base */
   }
   return true;
@@ -7240,7 +7249,7 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   freed = host->arena.fd >= 0
               ? cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
               : madvise(address, segment->extent_size, MADV_DONTNEED) == 0;
-  if (!freed) memset(address, 0, segment->extent_size); /* the next user expects zeros */
+  if (!freed) memset(address, 0, segment->extent_size); /* as punch and madvise leave zeros */
   if (segment->extent_size >= CDDP__HUGE_PAGE) /* for smaller ones: too many mappings */
     cddp__set_dumped(host, address, segment->extent_size, false);
   if (extent->quarantined) return; /* in no list: never allocated again */
@@ -7260,7 +7269,7 @@ static void cddp__request_huge_pages(char *address, uint64_t size) {
    where a page exists. It writes nothing: other processes can use the memory meanwhile. */
 static bool cddp__populate(const cddp__host *host, char *address, uint64_t base, uint64_t size) {
   uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at; /* bytes in whole huge pages */
-  if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0; /* huge pages must be aligned */
+  if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0; /* cannot have huge pages */
   cddp__request_huge_pages(address, huge);
   for (at = 0; at < huge; at += CDDP__HUGE_PAGE) /* the first small page of each, for COLLAPSE */
     if (!cddp__arena_commit(host, base + at, 1 /* byte */)) return false;
@@ -7388,11 +7397,11 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
 /* An operation has failed while a peer was stopped. When the peer continues, it can write to this
    rank's memory: such memory that is in use now is never allocated again. */
 static void cddp__arena_quarantine(cddp__host *host) {
-  cddp__extent *extent = NULL;
-  size_t at = 0;
+  cddp__extent *extent = NULL; /* the first call returns the first extent */
+  size_t at = 0; /* for cddp__next_extent */
+  if (host->arena.fd < 0) return; /* no peer is another process: none can be stopped alone */
   pthread_mutex_lock(&host->lock);
-  /* Without a memfd no peer is another process, so none can be stopped alone. */
-  while (host->arena.fd >= 0 && (extent = cddp__next_extent(host, extent, &at)) != NULL)
+  while ((extent = cddp__next_extent(host, extent, &at)) != NULL)
     if (extent->use == CDDP__EXTENT_OPEN || extent->use == CDDP__EXTENT_LAZY)
       extent->quarantined = true;
   pthread_mutex_unlock(&host->lock);
@@ -7572,7 +7581,8 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
     if (p != NULL) copy = *p;
     pthread_mutex_unlock(&host->lock);
   }
-  if (window == host->arena.window) copy.pid = (uint32_t)getpid(); /* can be in no list */
+  /* This process: its entry can be missing or without pid, if it joined. */
+  if (window == host->arena.window) copy.pid = (uint32_t)getpid();
   return copy;
 }
 
@@ -7609,9 +7619,9 @@ static void cddp__find_processes(cddp__host *host) {
       pread(host->arena.fd, &joins, sizeof joins, offsetof(cddp__control_block, joins)) !=
           (ssize_t)sizeof joins)
     return;
-  /* The first call in a process that joined: marks the ranks that were lost before it joined. */
-  for (window = 0; host->joined && host->joins_seen == 0 && window < host->size; window++)
-    if (!host->ranks[window].member) host->ranks[window].lost_in_step = 1; /* 1 + step 0 */
+  if (host->joined && host->joins_seen == 0) /* the first call in a process that joined */
+    for (window = 0; window < host->size; window++) /* ranks that were lost before it joined */
+      if (!host->ranks[window].member) host->ranks[window].lost_in_step = 1; /* 1 + step 0 */
   for (; host->joins_seen < joins; host->joins_seen++) { /* counts each process that is added */
     window = host->size + (int)host->joins_seen; /* windows are numbered in the order of joins */
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
@@ -7710,13 +7720,14 @@ static void cddp__host_free(cddp__host *host) {
     }
     cddp__free(&allocator, tables[i]->list);
   }
-  for (i = 0; host->ranks != NULL && i < host->size; i++) cddp__close_fd(&host->ranks[i].pidfd);
+  if (host->ranks != NULL) /* NULL: cddp__host_create has failed */
+    for (i = 0; i < host->size; i++) cddp__close_fd(&host->ranks[i].pidfd);
   while ((p = host->others) != NULL) {
     host->others = p->next;
     cddp__close_fd(&p->pidfd);
     cddp__free(&allocator, p);
   }
-  if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd); /* else the program's file */
+  if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd); /* not the program's file */
   cddp__join_close(host);
   pthread_mutex_destroy(&host->joins.lock);
   if (host->record != NULL) {
@@ -7760,7 +7771,9 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   host->arena.fd = host->joins.fd = host->joins.tcp_fd = -1;
   host->size = size;
   host->index = index;
-  cddp__set_window(host, index, CDDP__WINDOW_BITS); /* of private memory, until a memfd is taken */
+  /* Until a memfd is taken, or forever without one: segments of private memory also need offsets,
+     although they are in no file. */
+  cddp__set_window(host, index, CDDP__WINDOW_BITS);
   memset(processors, 0, sizeof processors);
   host->container_cores = cddp__container_cores();
   cddp__count_cores(host, processors);
@@ -7768,13 +7781,15 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   host->lead = host; /* its own, until cddp_run_threads links several */
   cddp__name_host(host);
   host->ranks = (cddp__process *)cddp__calloc(allocator, (size_t)size, sizeof *host->ranks);
-  for (i = 0; i < size && host->ranks != NULL; i++) {
+  if (host->ranks == NULL) {
+    cddp__host_free(host);
+    return NULL;
+  }
+  for (i = 0; i < size; i++) {
     host->ranks[i].window = i;
     host->ranks[i].pidfd = -1;
   }
-  if (host->ranks != NULL) return host;
-  cddp__host_free(host);
-  return NULL;
+  return host;
 }
 
 /* Takes ownership of the memfd of `size` ranks, which this process or another one has created. Its
