@@ -1796,7 +1796,7 @@ enum cddp__phase {
 typedef struct cddp__op_header {
   cddp__atomic_u32 seq; /* number of the round. Readers poll it, or sleep until it changes */
   uint32_t call; /* kind, dtype, op and phase: cddp__call_code */
-  uint64_t count; /* elements */
+  uint64_t count; /* elements, or another number on which the ranks must agree */
   int32_t root; /* rank; -1: the call has no root */
   uint32_t fp_mode; /* cddp__fp_mode() of the calling thread, so that results are the same on all
                        ranks; 0 too if the call does not compute */
@@ -1854,7 +1854,8 @@ typedef struct cddp__logged_call {
   char site[96]; /* text of the call site, cut: an entry has 128 bytes; "": unknown */
 } cddp__logged_call;
 #define CDDP__CALL_LOG 64 /* a rank's latest calls that a group keeps; a power of two */
-#define CDDP__COUNTED_PEERS 64 /* only ranks below this count their messages on device memory */
+#define CDDP__COUNTED_PEERS 64 /* of messages on device memory, those between ranks below this are
+                                  counted: slot.sent */
 
 /* shared: a rank's entry in the control block of its host. The rank writes it, except where another
    writer is named. */
@@ -1883,26 +1884,28 @@ typedef struct cddp__slot {
                              host, which has a pidfd of the process */
   cddp__send_request sends[CDDP__SENDS];
   /* Failure. */
-  cddp__atomic_u32 site_round; /* the last round in which ranks made different calls */
+  cddp__atomic_u32 site_round; /* the last round in which this rank found that ranks made different
+                                  calls; stored when `site` is complete */
   char site[CDDP__SITE_MAX]; /* call site of this rank's call in site_round */
   char failure[CDDP__ERROR_MAX]; /* the group's error if block.broken names this slot; fail_lock */
   /* In the job's first group: the place where the rank waits, for texts of ranks that wait for it.
      Writer: the waiting thread. */
   cddp__atomic_u64 wait; /* a thread waits for a round: low half of the group's id << 32 | number of
                             the round; UINT64_MAX: for a message; 0: no thread waits for long */
-  cddp__atomic_u32 wait_failed; /* 1: the last wait failed: `where` tells where that was */
+  cddp__atomic_u32 wait_failed; /* 1: the last wait shown in `wait` has failed, at `where` */
   cddp__atomic_u32 multithreaded; /* 1: several threads of the rank use cddp, so others can run on
                                      while one waits */
-  char where[CDDP__WHERE_MAX]; /* the operation and call site of that wait */
+  char where[CDDP__WHERE_MAX]; /* operation and call site of the last wait shown in `wait` */
   /* Memory of this rank, and its calls on device memory. */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* [i]: block i of requests, i > 0; block 0 is `sends` */
-  cddp__ref scratch; /* several hosts: memory for copies of chunks of its private buffers */
+  cddp__ref scratch; /* several hosts: memory for copies of chunks of this rank's buffers that are
+                        private, which peers cannot read */
   cddp__logged_call call_log[CDDP__CALL_LOG]; /* a ring of the calls up to number `calls` */
-  cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* number of messages on device memory to each rank */
+  cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* [p]: messages on device memory to rank p so far */
 } cddp__slot;
 /* States of a slot. A process that dies leaves TAKEN: others notice by pidfd and lock. */
 enum {
-  CDDP__SLOT_EMPTY,
+  CDDP__SLOT_EMPTY, /* its rank has not created the group yet */
   CDDP__SLOT_TAKEN, /* its rank has created the group */
   CDDP__SLOT_LEFT,  /* its rank has left in good order: cddp_destroy, or the end of its thread */
   CDDP__SLOT_DEAD,  /* the rank's thread failed, or the rank called MPI_Finalize */
@@ -1918,14 +1921,15 @@ typedef struct cddp__cause {
 
 /* shared: the control block of a group. Headers, slots and staging buffers follow: >>block. */
 typedef struct cddp__control_block {
-  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: number so far, of all ranks in all
-                                               rounds */
+  cddp__atomic_u32 arrivals CDDP__OWN_LINE; /* oversubscribed: each rank adds 1 in each round; never
+                                               reset */
   cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached, set
                                               by the last to arrive */
   cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads asleep on a header, arrivals or release */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0: not broken; else a cddp_result | the index of the
                                              slot with the text << 8 */
-  cddp__atomic_u32 left; /* ranks of the host that have destroyed the group */
+  cddp__atomic_u32 left; /* number of the host's ranks that have left the group, or whose processes
+                            have ended (cddp__leave_for_ended) */
   cddp__atomic_u32 generation; /* number of the block in its memory: a change means that the block
                                   was freed */
   cddp__atomic_u32 size; /* the group's ranks on the host: when `left` is this number, the block is
@@ -1933,7 +1937,7 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank of the host */
   cddp__atomic_u32 cores; /* number that all ranks of the host together can use; until that is
                              known, the first rank's number */
-  cddp__atomic_u32 joins; /* job's first group: number of joined processes */
+  cddp__atomic_u32 joins; /* job's first group: number of processes that have joined so far */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones, a bitmap; job's first group */
   cddp__cause cause; /* text of the early notice that this host has received, or sent: a rank is
                         lost, or another group has failed. The group may still complete rounds */
@@ -1944,7 +1948,7 @@ typedef struct cddp__control_block {
 
 struct cddp__segments { /* mapped ranges of the memfd, sorted */
   struct cddp__segment **list; /* [count] */
-  size_t count, capacity;
+  size_t count, capacity; /* elements of `list`: in use; allocated */
 };
 struct cddp__extents { /* this rank's allocations of one size class */
   struct cddp__extent *free; /* a list of those that can be reused, by next */
@@ -1953,12 +1957,13 @@ struct cddp__extents { /* this rank's allocations of one size class */
 
 /* The memory that this rank shares. */
 typedef struct cddp__arena {
-  int fd; /* the memfd; -1: threads, or one rank alone */
+  int fd; /* the memfd; -1: none, as ranks are threads, or the one rank's job cannot be joined */
   struct stat memory; /* of the memfd: if fstat(fd) differs, the program has closed and reused fd */
   int window; /* number of this rank's part of the memfd: its index, or a new one if it joined */
   int window_bits; /* window i is [(i + 1) << window_bits, (i + 2) << window_bits) of the memfd: the
                       job's first control block is before window 0 */
-  uint64_t used_end; /* end of the used part of the window, an offset in the memfd */
+  uint64_t used_end; /* end of the used part of the window, an offset in the memfd. Segments have
+                        such offsets without a memfd too */
   cddp__atomic_u64 lowest, highest; /* bounds of the addresses of shared memory: cddp__ref_of finds
                                        without a lock that other memory is private */
   uint32_t generation; /* of this rank's last control block */
@@ -1975,15 +1980,16 @@ typedef struct cddp__process {
   int pidfd; /* tells how the process ended; only of the next rank and joined ones. -1: none */
   bool member; /* the process is a member of this rank's elastic model */
   bool use_locked; /* this rank locks the process's use byte (>>arena), so it can map its memory */
-  uint64_t lost_in_step; /* 1 + the step in which the model lost it; 1: no member; 0: not lost */
+  uint64_t lost_in_step; /* 1 + the step in which the model lost it; 1 too if it never was a member;
+                            0: not lost, or its memory is freed */
   struct cddp__process *next; /* in host.others */
 } cddp__process;
 
 /* The listeners for processes that join, and their connections. */
 struct cddp__join_listeners {
   pthread_mutex_t lock; /* of this struct, and of job_info's table while `fd` is open */
-  int fd; /* for processes of this host; -1: no elastic model */
-  int tcp_fd; /* for those of other hosts; -1: none, or another rank listens */
+  int fd; /* for processes of this host; -1: no elastic model, or listening has failed */
+  int tcp_fd; /* for those of other hosts; -1: one host, no port to use, or another rank listens */
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
   struct cddp__connection *spare; /* memory for the next accepted connection, or NULL */
   double pause_end; /* until then joining processes are not served, so that they take at most a
@@ -2000,11 +2006,12 @@ typedef struct cddp__host {
   pthread_mutex_t lock; /* of fields with "lock" or "host.lock", and of the arena */
   int refs; /* in `lead`: number of groups that use lead or one of its siblings; lead's lock */
   struct cddp__host *lead; /* this host; if ranks are threads: rank 0's, which counts for all */
-  struct cddp__host *sibling; /* if ranks are threads: the next rank's host, freed with `lead` */
+  struct cddp__host *sibling; /* if ranks are threads: the next rank's host, freed with `lead`;
+                                 NULL: the last */
   cddp__arena arena;
   struct cddp__net *net; /* NULL: no other hosts */
   cddp_record_header *record; /* the flight recorder; NULL: off */
-  char name[72]; /* of the machine */
+  char name[72]; /* MACHINE, or MACHINE/CDDP_HOST_ID, for texts: cddp__name_host */
   int cores; /* usable by all ranks together; before the rendezvous by this rank */
   int container_cores; /* number that this rank's container can use; INT_MAX: no limit */
   /* The ranks. */
@@ -2015,16 +2022,18 @@ typedef struct cddp__host {
   uint32_t joins_seen; /* number of joined processes that are, or were, in `others`; less
                           than block.joins: a process has joined since */
   int models; /* the sum of cddp_group.models; lock */
-  uint64_t started_before; /* ticks since boot at which all ranks ran: a process with the pid of a
-                              rank that began later is another one */
+  uint64_t started_before; /* ticks since boot, at a time when all ranks ran: a process that began
+                              later is no rank, though it can have a dead rank's pid */
   /* The rendezvous and joins. */
   bool joined; /* this process joined with CDDP_JOIN */
   bool elastic; /* this rank has an elastic model */
-  struct cddp__job_info *job_info; /* NULL: no process can join */
+  struct cddp__job_info *job_info; /* addresses and secret of the job (>>rendezvous); NULL: it has
+                                      no init_method, so no process can join */
   struct cddp__join_listeners joins;
   /* Waits of this rank. */
   struct cddp_group *groups; /* a list of this rank's groups, by next; lock */
-  struct cddp__slot *slots; /* [size] of the job's first group; NULL: freed, or it has one rank */
+  struct cddp__slot *slots; /* [size] of the job's first group; NULL: this rank has left it, it has
+                               one rank, or this process joined */
   uintptr_t first_thread; /* &cddp__this_site of the first thread that used cddp; 0: none yet */
   cddp__atomic_u32 wait_shown; /* 1: slot.wait shows a thread's wait, so others do not write it */
 } cddp__host;
@@ -2048,8 +2057,8 @@ typedef struct cddp__call {
 typedef struct cddp__counted_share {
   size_t out, out_at; /* number sent; position in this rank's send buffer */
   size_t in, in_at; /* number received; position in this rank's receive buffer */
-  size_t peer_at; /* one host: position of `in` in the other's send buffer; several hosts: of
-                     `out` in its receive buffer */
+  size_t peer_at; /* one host: where `in` begins in the other rank's send buffer, which this rank
+                     reads; several: where `out` begins in the other rank's receive buffer */
 } cddp__counted_share;
 /* The kinds of calls, in the order that the assertions below describe: X(kind, name in texts, the
    data that the call moves: flags of struct cddp__shape). Those behind COUNT, messages, have no
@@ -2133,7 +2142,7 @@ typedef struct cddp__carrier {
   /* Collective: gives `to`, a new group of ranks of `from`, the carrier's data, such as its
      communicator. color, key: as in cddp_group_split. */
   cddp_result (*split)(const cddp_group *from, cddp_group *to, int color, int key);
-  void (*leave)(cddp_group *g); /* in cddp_destroy: frees that data */
+  void (*leave)(cddp_group *g); /* when g is destroyed: frees what `split` gave it, if anything */
 } cddp__carrier;
 
 /* An operation in flight: a collective in the engine's queue, a send until the receiver takes the
@@ -2153,7 +2162,7 @@ struct cddp_work {
   void *context; /* for run; if staged through the host: the result's address on the device */
   uint32_t fp_mode; /* 1 + cddp__fp_mode() of the thread that made the call: `run` computes in that
                        mode on any thread */
-  bool anywhere; /* a thread that waits can run it too; false: only the engine's */
+  bool anywhere; /* a thread that waits can run it too; false (buckets): only the engine's */
   uint32_t pushed_at_poll; /* engine.poll_count at the push: due when poll_count differs */
 
   /* Messages. p2p.lock */
@@ -2180,26 +2189,28 @@ typedef struct cddp__engine {
   cddp__atomic_u32 *works; /* slot.works of this rank, which peers read too */
   cddp__atomic_u32 poll_count; /* polls of the queue by the engine's thread: an operation pushed
                                   before the last poll is due */
-  cddp__atomic_u32 idle; /* polls since the last push; after many the thread sleeps */
+  cddp__atomic_u32 idle; /* polls since the last push; a push of a bucket counts as many. After
+                            CDDP__ENGINE_IDLE_POLLS the thread sleeps until a signal */
   cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* number of threads that wait for `changed` */
-  cddp__atomic_u32 awaited; /* 1: a thread waits, without a limit, and has nothing else to run */
+  cddp__atomic_u32 awaited; /* 1: a thread waits for an operation without a limit, and can run none
+                               itself: then cddp__publish_wait shows the engine's waits */
   pthread_mutex_t lock;
   pthread_cond_t changed; /* for waiting threads: an operation has finished */
   pthread_cond_t work; /* for the engine's thread: an operation is due, or stop is set */
   pthread_t thread;
   bool started; /* `thread` is valid */
   bool stop; /* the thread ends once the queue is empty */
-  bool busy; /* an operation of the queue is running */
+  bool busy; /* an operation of the queue is running, on the engine's thread or a waiting one */
   cddp_work *first, *last; /* the queue, by next, in order of the calls */
-  cddp_work own; /* for one collective at a time, which needs no allocation then */
+  cddp_work own; /* of one collective at a time, to save its allocation. Others are allocated */
 } cddp__engine;
 
 /* The state of an engine's own work. The thread that calls collectives takes it; the thread that
    has waited for it frees it. */
 enum {
   CDDP__OWN_FREE, /* the next collective takes it */
-  CDDP__OWN_HELD, /* the only operation in flight; not in the queue */
+  CDDP__OWN_HELD, /* the only operation in flight; not queued, so waiting for it needs no lock */
   CDDP__OWN_RUNS, /* outside the queue, run by the thread that waits for it */
   CDDP__OWN_LENT  /* in the queue, or done */
 };
@@ -2251,7 +2262,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   const cddp__backend *backend;
   void *device; /* a group on GPUs: the device context, a cddp__device; NULL: none */
   void *stream; /* the caller's stream on the device, a cudaStream_t: cddp_set_stream */
-  uint64_t gpu; /* of the first group: hash of host and GPU; 0: none, or ranks can share it */
+  uint64_t gpu; /* NCCL, job's first group: hash of host and GPU; 0: all others, or ranks can share
+                   the GPU */
 
   /* The control block, in shared memory. */
   cddp__control_block *block; /* behind it headers, slots, staging buffers */
@@ -2259,9 +2271,9 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   char *staging; /* the staging buffers, two for each rank of this host */
   size_t staging_size; /* bytes of a staging buffer; 0: the group has none */
   size_t staging_ready; /* bytes of each of this rank's two buffers that already have memory: grows
-                           with the chunks */
-  cddp__ref block_ref; /* NONE: the job's first group; POINTER: the ranks are threads, or the block
-                          was replaced by a private copy */
+                           with the chunks. Without a memfd, or on several hosts: SIZE_MAX, all */
+  cddp__ref block_ref; /* EXTENT: freed when all ranks have left; NONE: the job's first group;
+                          POINTER: the ranks are threads, or a private copy replaces the block */
   uint32_t block_generation; /* block->generation when the group was created */
 
   /* How this rank waits. An engine's thread that shares a core changes spin and yields for the time
@@ -2317,7 +2329,8 @@ typedef struct cddp__tensor {
   size_t offset, bytes; /* of the gradient */
   size_t arena_offset; /* in the arena; equals `offset` if no gradient is in place */
   size_t padded_bytes; /* `bytes` rounded up to cache lines; the padding in the arena stays zero */
-  size_t begin, end; /* this rank updates [begin, end); end <= begin: nothing */
+  size_t begin, end; /* this rank updates these bytes of the model, to before `end`; end <= begin:
+                        nothing */
   size_t first_norm_block; /* index in addresses.squares of the sum of its first block */
   size_t dense_offset; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready; /* cddp_ddp_ready was called in this step; lock */
@@ -2427,7 +2440,7 @@ typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp-buckets */
 /* The buckets, and the gradients that are ready. ddp.lock; the training thread writes the plan
    between two steps. */
 typedef struct cddp__plan {
-  size_t limits[2]; /* bytes of the first bucket, and of the others */
+  size_t limits[2]; /* a bucket with this many bytes is full: [0] the first one, [1] the others */
   int *params; /* [parameters] ordered by bucket */
   int *offsets; /* [count + 1] where each bucket begins in `params` */
   cddp__bucket_state *buckets; /* [count] */
@@ -2442,10 +2455,11 @@ typedef struct cddp__plan {
 /* The step in progress. Written by the training thread when buckets are at rest. */
 typedef struct cddp__step {
   bool reduces_early; /* buckets are reduced when full; false: when the step needs them */
-  bool divides; /* the optimizer's kernel can divide sums, so buckets need no mean; constant */
-  bool sums; /* `divides`, and the last step was cddp_ddp_step: buckets are sums, not means */
+  bool divides; /* NCCL: the kernel of an optimizer's step can divide sums by their number of ranks,
+                   so buckets need no mean; constant */
+  bool sums; /* `divides`, and the last step was cddp_ddp_step: buckets are sums (f16: means) */
   bool scatters; /* NCCL reduces each part of a bucket to the rank that steps it */
-  bool scattered; /* the next call must be cddp_ddp_all_gather */
+  bool scattered; /* cddp_ddp_reduce_scatter has begun a step; cddp_ddp_all_gather must end it */
   int *active; /* [active_count] ranks not in cddp_ddp_join, as of the last meeting; elastic: all
                   ranks of the epoch's groups */
   int active_count;
@@ -2464,7 +2478,8 @@ typedef struct cddp__shards {
   int own_count; /* number of this rank's shards; elastic: 1, as each step assigns them anew */
   int taken; /* number of shards that cddp_ddp_next_shard returned in this step; not elastic */
   int current; /* the shard being computed; -1: none */
-  bool uses_slots; /* for the sums of own_nodes: more shards than ranks, or shards with NCCL */
+  bool uses_slots; /* the sums of own_nodes are in slots: there are more shards than ranks, or NCCL's
+                      order of sums would not be the canonical one. Not set if elastic */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [count] nodes of all ranks, ascending; node_count are in use */
@@ -2489,7 +2504,8 @@ typedef struct cddp__uneven {
 
 /* Scratch memory: no contents last beyond a function. */
 typedef struct cddp__ddp_scratch {
-  void **buffers; /* [shards] arrays to add up; used by the engine's thread */
+  void **buffers; /* [shards] arrays to add up, for the engine's thread. Without buckets in flight
+                     also other addresses, such as the ranks' arenas */
   const void **sources; /* [shards] arrays to add up; used by the training thread */
   unsigned char *flags; /* [ranks + 1][count] CDDP__FLAG_*, this rank's own last; the training
                            thread's */
@@ -2506,12 +2522,14 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp_group *group; /* the caller's */
   cddp_group *comm; /* its engine reduces buckets; with NCCL the caller's group */
   cddp_group *control; /* rounds of waits and steps, on the caller's thread */
-  cddp_group *hook_group; /* passed to communication hooks, on the engine's thread; NULL: no hook */
+  cddp_group *hook_group; /* passed to communication hooks, on the engine's thread; with NCCL the
+                             caller's group; NULL: no hook */
   cddp_param *params; /* [count] the caller's array */
   int count; /* of parameters */
   cddp_ddp_desc desc; /* a copy of the caller's */
   const cddp__ddp_memory *memory; /* functions for gradients in host memory, or on a device */
-  bool meets; /* ranks meet on the host in each step, not only until plan.rebuilt */
+  bool always_meets; /* each step has a round on the host. false (NCCL): only until plan.rebuilt;
+                        then the watchers compare calls */
   int me; /* this rank's index in `addresses`: local rank; elastic: rank in the epoch's groups;
              -1: none */
   cddp__tensor *tensors; /* [count] */
@@ -2526,7 +2544,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   struct cddp__gpu_work *gpu; /* of cddp_kernels.cuh; NULL on a host */
   cddp__ddp_scratch scratch;
   pthread_mutex_t lock; /* of fields with "lock" or "ddp.lock" */
-  bool no_sync; /* lock */
+  bool no_sync; /* cddp_ddp_no_sync is on: gradients accumulate and are not reduced; lock */
   uint64_t steps; /* number of completed steps */
   cddp_partition *partitions; /* this rank's, at most one for each parameter */
   int partition_count; /* of `partitions` */
@@ -2536,7 +2554,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint32_t last_optim; /* number of the optimizer that made the last step; 0: none */
   cddp_optim *optim; /* elastic: steps the model; NULL: none yet */
   cddp__snapshot snapshot; /* for the `optim` of a rank that joined */
-  cddp__cause failure; /* the result of all later calls; written under lock */
+  cddp__cause failure; /* why the model is broken: all later calls return it; written under lock */
 };
 
 /* --- ranks of other hosts --- */
@@ -2616,10 +2634,11 @@ typedef struct cddp__hosts {
   cddp__peer *peers; /* [size] */
   cddp__group_host *group_hosts; /* [count] */
   int *ranks; /* [size] all ranks, sorted by host */
-  struct cddp__subtree *subtrees; /* of the canonical tree, each on one host; sorted by rank */
+  struct cddp__subtree *subtrees; /* [subtree_count] of the canonical tree, each on one host; sorted
+                                     by rank */
   int subtree_count;
   int *widths; /* [subtree_count] leaves of each subtree */
-  int *leaves, leaf_count; /* ranks that are summed: those not in cddp_ddp_join */
+  int *leaves, leaf_count; /* [leaf_count] the ranks that are summed: those not in cddp_ddp_join */
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
   int posted_count; /* number of frames in `posted` */
   double notices_read; /* leaders: time, of cddp__now, at which a round last read notices */
@@ -2628,7 +2647,8 @@ typedef struct cddp__hosts {
   const void **pointers, **sums; /* [size] scratch, sources of a reduction: arrays of a subtree's
                                     ranks; the sums of the subtrees */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
-  int lowest_remote; /* lowest rank on another host; its header is written last */
+  int lowest_remote; /* lowest rank on another host. The leader writes its header last, so that the
+                        ranks of this host wait for that one only */
   bool local_only; /* only this host's ranks take part in the current round */
   char *stage; /* pieces in transit to and from other hosts */
   size_t stage_size; /* bytes of `stage` */
@@ -20515,7 +20535,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   int i;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  CDDP__CHECK(d->meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
+  CDDP__CHECK(d->always_meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
   if (d->desc.shards > 0 || d->desc.elastic)
     return cddp__fail(
         CDDP_UNSUPPORTED, "cddp_ddp_join: every rank computes its shards in each step; set "
@@ -20654,8 +20674,8 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t count = (uint64_t)d->count; /* after the round: rank 0's */
   cddp__model_info mine, *theirs; /* theirs: [1 + count] rank 0's settings, then parameters */
-  cddp_result r = cddp__round( /* d->meets as the round's count: ranks compare that */
-      g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->meets, &count, sizeof count);
+  cddp_result r = cddp__round( /* d->always_meets as the round's count: ranks compare that */
+      g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->always_meets, &count, sizeof count);
   int i;
   if (r != CDDP_OK) return r;
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
@@ -20799,12 +20819,12 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->desc = *desc;
   d->me = g->local_rank;
   d->memory = g->backend->memory != NULL ? g->backend->memory : &cddp__host_memory;
-  d->meets = !g->backend->enqueues; /* not NCCL; more below */
+  d->always_meets = !g->backend->enqueues; /* not NCCL; more below */
   /* The group of a joining process has one rank: its size is not the job's. */
   d->shards.count = desc->shards > g->size || joins ? desc->shards : g->size;
   /* With one shard per rank too if NCCL would sum: its order is not the canonical one. */
   d->shards.uses_slots =
-      !desc->elastic && (d->shards.count > g->size || (desc->shards > 0 && !d->meets));
+      !desc->elastic && (d->shards.count > g->size || (desc->shards > 0 && !d->always_meets));
   cddp__rank_shards(d->shards.count, g->size, g->rank, &i /* unused */, &d->shards.own_count);
   cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
   if (desc->elastic) d->shards.own_count = 1; /* and its nodes are planned in each step */
@@ -20828,8 +20848,9 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
     return NULL;
   }
   if (!any_sparse) d->rows.sparse = NULL; /* all are dense */
-  d->meets = /* these need rounds, with NCCL too */
-      d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->rows.sparse != NULL;
+  d->always_meets = /* these need rounds, with NCCL too */
+      d->always_meets || desc->find_unused_parameters || desc->uneven_inputs ||
+      d->rows.sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
     cddp__mark_multithreaded(g->host); /* the program's hook can call cddp on the engine's thread */
@@ -26177,7 +26198,7 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
         CDDP_UNSUPPORTED, "cddp_ddp_sync_buffers does not support elastic models; broadcast the "
         "buffers in cddp_ddp_group");
   CDDP__TRY(d->memory->enter(d));
-  if (d->meets) /* else, on GPUs, no rank can be absent */
+  if (d->always_meets) /* else, on GPUs, no rank can be absent */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, NULL /* no optim */, &missing));
   return cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count,
                                 d->step.active[0] /* root: the lowest rank that has data */);

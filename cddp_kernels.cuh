@@ -3458,7 +3458,7 @@ static const cddp__optim_backend cddp__device_optim = {
      1. With NCCL a bucket's all-reduce is a call of the caller's group, on that group's side
         stream, after an event of the backward pass. The caller's stream then waits for the side
         stream, and one kernel updates all weights and zeroes the gradients. The host waits for no
-        device, and for other ranks only if d->meets.
+        device, and for other ranks only if d->always_meets.
      2. Without NCCL the engine of a private group reduces the buckets through host memory.
      3. Every rank has complete states, or (sharded) those of its part. If the last step needed only
         parts of the mean, NCCL reduces a bucket to the ranks whose parts are in it
@@ -3498,7 +3498,7 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   cddp__call note;
   cddp_result r;
   int i;
-  *met = capturing || (!d->meets && d->plan.rebuilt);
+  *met = capturing || (!d->always_meets && d->plan.rebuilt);
   if (!*met) return CDDP_OK;
   if (capturing && !d->plan.rebuilt && !d->desc.find_unused_parameters)
     return CDDP__REFUSE(
