@@ -8041,7 +8041,7 @@ CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
 
 /* The factors of one optimizer step, computed from the settings and the step's number. */
 typedef struct cddp__scalars {
-  double sign; /* factor of the gradient: -1 to maximize */
+  double sign; /* factor of the gradient: 1, or -1 to maximize */
   cddp_adamw_step adamw; /* all of AdamW's: >>api-layouts */
   double step;  /* -lr; this field and the rest are for SGD */
   double decay; /* weight_decay */
@@ -8054,8 +8054,9 @@ typedef struct cddp__scalars {
 /* A range of a data-parallel step in one loop, cddp__fuse: gradients and weights of 1, 2 or 4
    ranks, one set of states. */
 typedef struct cddp__fused_args {
-  cddp__f32 *gradients[4], *weights[4]; /* gradients: by rank; weights: this rank's first */
-  cddp__f32 *states[CDDP__STATES];
+  cddp__f32 *gradients[4]; /* by rank */
+  cddp__f32 *weights[4]; /* [0]: this rank's, which the step reads; others get copies */
+  cddp__f32 *states[CDDP__STATES]; /* this rank's; NULL: the optimizer has fewer */
   const cddp__scalars *scalars;
   float mean; /* factor of the sum of gradients: sign / ranks */
   float clip; /* factor of that mean, from gradient clipping; 1: none */
@@ -8458,7 +8459,7 @@ typedef struct cddp__fold {
      sum of w leaves, of the compute type. NULL: all are 1 */
   const int *widths;
   int nsrcs;
-  int ranks; /* AVG's divisor; 0: the result is partial: not divided, in the compute type */
+  int ranks; /* AVG's divisor. 0: the result is partial: it stays in the compute type, undivided */
   cddp_dtype dtype;
   cddp_op op;          /* SUM for AVG */
   int64_t flip;        /* for `pair`: bits that MIN inverts; floats: 0 MIN, -1 MAX */
@@ -8466,7 +8467,7 @@ typedef struct cddp__fold {
   bool uses_sum;       /* the compute type's loop is `sum`; else `pair` or `bits` */
   bool narrows;        /* the result is converted from a wider compute type to dtype */
   bool divide;         /* true: the result is divided by ranks; false: multiplied by factor */
-  double factor;       /* of the result; with `divide` its divisor, for loops with 3 sources */
+  double factor;       /* of the result; if `divide`: its divisor, which `sum` of 3 sources uses */
 } cddp__fold;
 
 /* Sets all of *fold except widths, which are NULL. Parameters: see the fields. */
@@ -8630,7 +8631,8 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
                          cddp_op op) {
   const cddp__loops *loops = &cddp__pick_loops()[dtype];
   CDDP_ASSERT(nsrcs >= 1 && nsrcs <= CDDP__MAX_RANKS);
-  if (nsrcs == 1 && dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
+  if (nsrcs == 1 && dst != srcs[0] && n > 0 /* else they can be NULL */)
+    memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
   if (nsrcs == 1) return;
   if (op == CDDP_SUM && nsrcs <= 4 && loops->sum != NULL) /* a shortcut for small calls */
     (loops->sum)(dst, srcs, nsrcs, n, 1.0 /* factor */);
@@ -8667,8 +8669,11 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
   const void *g[4]; /* the chunk's gradients, by rank */
   size_t m, at; /* the chunk's number of elements, first element */
   int k;
-  if (ranks < 4) (loop)(s, ranks, n); /* all in one call */
-  for (at = 0; ranks == 4 && at < n; at += m) {
+  if (ranks < 4) {
+    (loop)(s, ranks, n); /* all in one call */
+    return;
+  }
+  for (at = 0; at < n; at += m) {
     m = cddp__min(n - at, sizeof sum / sizeof *sum);
     for (k = 0; k < 4; k++) g[k] = s->gradients[k] + at;
     for (k = 0; k < CDDP__STATES; k++)
@@ -8687,8 +8692,11 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   const cddp__loops *loops = cddp__pick_loops();
   float buf[CDDP__BLOCK_FLOATS]; /* for F16 and BF16 ("halves"), which have no `scale` */
   size_t at, m; /* a block: its first element, number of elements */
-  if (loops[dtype].scale != NULL) (loops[dtype].scale)(p, n, factor, CDDP__SCALE_MULTIPLY);
-  for (at = 0; loops[dtype].scale == NULL && at < n; at += m) {
+  if (loops[dtype].scale != NULL) {
+    (loops[dtype].scale)(p, n, factor, CDDP__SCALE_MULTIPLY);
+    return;
+  }
+  for (at = 0; at < n; at += m) {
     char *q = (char *)p + at * 2; /* bytes of a half */
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     loops[dtype].widen(buf, q, m);
@@ -8733,8 +8741,11 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
   float buf[CDDP__BLOCK_FLOATS]; /* a block as f32 */
   /* at, m: the block's first element, number of elements */
   size_t at, m, i, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
-  if (to == from && n > 0) memmove(dst, src, n * to_size); /* of any type; the loop is skipped */
-  for (at = 0; to != from && at < n; at += m) { /* via f32, in buf if neither type is f32 */
+  if (to == from) { /* any type */
+    if (n > 0) memmove(dst, src, n * to_size); /* n 0: they can be NULL */
+    return;
+  }
+  for (at = 0; at < n; at += m) { /* via f32, in buf if neither type is f32 */
     void *d = (char *)dst + at * to_size;
     const cddp__f64 *s64 = (const cddp__f64 *)src + at; /* used if src is f64 */
     cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf; /* where f32 is written */
@@ -8822,7 +8833,7 @@ typedef struct cddp__node_merge {
    halves. nodes: [count], ascending. */
 static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int count,
                                           cddp__shard_node shard, int shards) {
-  const cddp__shard_node *source; /* one of those that become one */
+  const cddp__shard_node *source; /* a node that is merged */
   cddp__node_merge merge;
   int begin = shard.first, end = begin + 1 /* the node's shards so far */, at = 0, size, i;
   while (at < count && nodes[at].first < begin) at++; /* the shard belongs before nodes[at] */
@@ -8837,7 +8848,7 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
     if (from >= shards) continue; /* no sibling: the node itself is the next level's, cut short */
     if (parent_is_root || k < 0 || k == count || nodes[k].first != from ||
         from + nodes[k].width != to || nodes[k].rank != shard.rank)
-      break; /* the sibling is not complete, or another rank's */
+      break; /* the sibling is not complete, or another rank's, or the parent is the root */
     if (right) {
       begin = from;
       merge.low--;
@@ -9072,7 +9083,9 @@ static size_t cddp__in_bytes(const cddp__call *call, int from, size_t begin, siz
    these. All fields count elements, except the last. */
 typedef struct cddp__count_notice {
   uint64_t count;     /* of the share */
-  uint64_t at;        /* a position in the sender's buffers: the receiver's shares[].peer_at */
+  uint64_t at;        /* for the receiver's shares[].peer_at. One host: position of this share in
+                         the send buffer, where the receiver reads it. Several: of the receiver's
+                         share in the receive buffer, where the receiver writes it */
   uint64_t most;      /* the largest count that the sender sends to or receives from a rank */
   uint64_t on_host;   /* 1: the sender's buffers are in host memory. The buffers of a rank
                          without data can be NULL: it then follows the other ranks */
@@ -9326,7 +9339,7 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   pthread_mutex_lock(&g->fail_lock); /* one thread of this rank does the following, once */
   if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
     cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* for cddp__early_notice */
-  if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g); /* so peers there notice it */
+  if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g); /* so that other hosts notice */
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
   return cddp__fail(r, "%s", cddp__failure_text(g));
@@ -9454,7 +9467,7 @@ static bool cddp__process_gone(cddp__host *host, int at) {
   uint32_t pid;
   uint64_t start;
   char state;
-  struct iovec byte = {&state, 1}; /* here, and there: if that is not mapped, EFAULT: it lives */
+  struct iovec byte = {&state, 1}; /* local and remote: any address, as only ESRCH matters */
   if (cddp__life_byte_is_locked(host, at)) return false;
   if ((pid = cddp__process_at(host, at).pid) == 0) return true; /* not known: the lock decides */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
@@ -9578,7 +9591,7 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   cddp__host *host = g->host;
   int status, at = g->host_index[rank]; /* its index on this host; -1: it is on another */
-  uint32_t ended = 0; /* slot.ended */
+  uint32_t ended = 0; /* the dead rank's slot.ended; 0: not stored */
   bool known /* `status` is */, has_neighbour /* a rank that stores slot.ended */;
   cddp__process process;
   cddp__wait w;
@@ -9632,13 +9645,16 @@ static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) 
   if ((left || remote) && cddp__has_cause(cause))
     return cddp__break(g, cddp__check_cause(cause) /* makes its text this thread's error */);
   loss = cddp__textf("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
-  for (p = 0; left && p < g->size; p++) { /* appends the first rank that died */
-    if (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED) continue; /* lives, or left */
-    cddp__append(loss.s, sizeof loss.s, " after %s %s", cddp__name_rank(g, p).s,
-                 cddp__describe_end(g, p).s);
-    break;
+  if (left) { /* appends the first rank that died: `rank` can have left because of it */
+    for (p = 0; p < g->size; p++) {
+      if (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED) continue; /* lives, or left */
+      cddp__append(loss.s, sizeof loss.s, " after %s %s", cddp__name_rank(g, p).s,
+                   cddp__describe_end(g, p).s);
+      break;
+    }
   }
-  cddp__fail(r, "%s; rank %d was %s %s", cddp__cut(loss.s, 320).s, g->rank,
+  cddp__fail(r, "%s; rank %d was %s %s",
+             cddp__cut(loss.s, 320 /* bytes: leaves space for the call */).s, g->rank,
              doing == NULL ? "waiting for it in" : "in",
              doing == NULL ? cddp__describe_current_call(g).s : doing);
   return cddp__break(g, r);
@@ -9781,6 +9797,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
     call = cddp__describe_call(header->call, header->count, header->root);
     /* The public function that the program has called says more, if it is known. */
     if (cddp__this_site.function != NULL) call = cddp__textf("%s", cddp__this_site.function);
+    /* 90 bytes leave space in `where` for the site */
     call = cddp__textf("%.90s%s", call.s, cddp__describe_site().s);
     where = call.s;
     wait = (uint64_t)(uint32_t)g->id << 32 | g->round; /* see slot.wait */
@@ -9866,7 +9883,8 @@ static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   pthread_mutex_lock(&g->host->lock);
   for (other = g->host->groups; other != NULL && t.s[0] == 0; other = other->next)
     if (other != g && cddp__is_broken(other))
-      t = cddp__textf("; another group failed: %s", cddp__cut(cddp__failure_text(other), 400).s);
+      t = cddp__textf("; another group failed: %s",
+                      cddp__cut(cddp__failure_text(other), 400 /* bytes */).s);
   pthread_mutex_unlock(&g->host->lock);
   return t;
 }
