@@ -1966,7 +1966,7 @@ typedef struct cddp__arena {
                         such offsets without a memfd too */
   cddp__atomic_u64 lowest, highest; /* bounds of the addresses of shared memory: cddp__ref_of finds
                                        without a lock that other memory is private */
-  uint32_t generation; /* of this rank's last control block */
+  uint32_t generation; /* block.generation of the last control block that this rank made */
   struct cddp__segments own; /* this rank's, sorted by address */
   struct cddp__segments peers; /* other ranks', mapped here; sorted by offset in the memfd */
   struct cddp__extents lists[CDDP__SIZE_CLASSES]; /* indexed by cddp__size_class */
@@ -1977,7 +1977,8 @@ typedef struct cddp__arena {
 typedef struct cddp__process {
   int window; /* arena.window of that process */
   uint32_t pid; /* 0: not known */
-  int pidfd; /* tells how the process ended; only of the next rank and joined ones. -1: none */
+  int pidfd; /* to learn how the process ended (slot.ended). Only of the next rank on the host, and
+                of processes that joined; -1: none */
   bool member; /* the process is a member of this rank's elastic model */
   bool use_locked; /* this rank locks the process's use byte (>>arena), so it can map its memory */
   uint64_t lost_in_step; /* 1 + the step in which the model lost it; 1 too if it never was a member;
@@ -2226,7 +2227,8 @@ typedef struct cddp__copy_timing {
 /* The messages of a group: >>p2p. */
 typedef struct cddp__p2p {
   pthread_mutex_t lock; /* guards all other fields, except next_served */
-  cddp_work *recvs; /* pending receives, oldest first */
+  cddp_work *recvs; /* receives not done yet, by next, oldest first: the oldest that fits a message
+                       gets it */
   int next_any; /* the rank that the next receive from CDDP_ANY checks first: the one behind the
                    last sender, so that each rank gets its turn */
   uint64_t send_number; /* of the last posted send: send_request.number */
@@ -2234,7 +2236,7 @@ typedef struct cddp__p2p {
                           all sends since, to any rank. A send that would block counts anew first */
   uint64_t sends_staged; /* bytes of the copies among sends_open */
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's blocks of requests */
-  int send_blocks; /* number of blocks */
+  int send_blocks; /* number of blocks in use: sends[0 .. send_blocks) */
   bool is_served; /* the group is in the list of cddp__serve_in_waits, which next_served links */
   struct cddp_group *next_served; /* the next group in that list; cddp__served_lock */
 } cddp__p2p;
@@ -2285,8 +2287,9 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   /* Rounds. Owner: the thread that runs a collective. */
   uint32_t round; /* number of the last round, or of the one in progress; can wrap around */
   uint32_t arrive_target; /* block->arrivals when all ranks have arrived at this round */
-  uint64_t calls; /* number of collectives so far, for error texts */
-  void **buffers, **slices; /* [size] scratch: the ranks' buffers; addresses in them */
+  uint64_t calls; /* number of collectives so far, for error texts and flight records */
+  void **buffers, **slices; /* [size] scratch of one call: the ranks' buffers, as mapped here; the
+                               places in them where a slice begins */
   cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* [kind][0] small chunks, [kind][1] large ones */
 
   /* Operations in flight. Each has a lock of its own. */
@@ -2367,7 +2370,7 @@ typedef struct cddp__optim_desc {
   cddp_ddp *ddp;
   void *stream;
   void *const *copies; /* [count] or NULL; in a cddp_optim its own array */
-  cddp_dtype copy_dtype;
+  cddp_dtype copy_dtype; /* of the elements at `copies` */
 } cddp__optim_desc;
 enum { /* indices of the numbers, as an array of doubles */
   CDDP__SETTING_LR,
@@ -2386,7 +2389,7 @@ typedef struct cddp__snapshot {
   uint64_t lr_scales, weight_decays; /* hashes of the arrays */
   int32_t state_count; /* states of each parameter, such as AdamW's two moments */
   bool has_optim; /* false: the members have no cddp_optim yet; only `stepped` is valid */
-  bool stepped; /* false: no step, so no states */
+  bool stepped; /* the members have made a step, so there are states; false: not yet */
 } cddp__snapshot;
 
 /* A rank of an elastic model, in the format of messages: >>meeting. */
@@ -2464,9 +2467,10 @@ typedef struct cddp__step {
                   ranks of the epoch's groups */
   int active_count;
   int present; /* active_count of the last completed step: cddp_ddp_present */
-  unsigned char *used; /* [count] tensor.used of the last wait or step; cddp_optim reads it */
+  unsigned char *used; /* [count] tensor.used, as of the last wait or step: a cddp_optim skips
+                          parameters that no rank used */
   cddp__site site; /* of the last wait or step, for texts of buckets; lock */
-  double norm; /* of all gradients, at the last clip, on a host */
+  double norm; /* of all gradients, at the last clip in host memory; a device keeps its own */
   bool has_norm; /* `norm` is of this step: a clip has followed the last wait or step */
 } cddp__step;
 
@@ -2475,11 +2479,11 @@ typedef struct cddp__step {
 typedef struct cddp__shards {
   int count; /* in each step: desc.shards, or one per rank */
   int *owner; /* [count] each shard's rank; elastic: in the epoch's groups, see member_of_rank */
-  int own_count; /* number of this rank's shards; elastic: 1, as each step assigns them anew */
+  int own_count; /* number of this rank's shards; elastic: not used, as each step assigns anew */
   int taken; /* number of shards that cddp_ddp_next_shard returned in this step; not elastic */
-  int current; /* the shard being computed; -1: none */
-  bool uses_slots; /* the sums of own_nodes are in slots: there are more shards than ranks, or NCCL's
-                      order of sums would not be the canonical one. Not set if elastic */
+  int current; /* the shard that the caller computes now; -1: none */
+  bool uses_slots; /* the sums of own_nodes are in slots: there are more shards than ranks, or
+                      NCCL's order of sums would not be the canonical one. Not set if elastic */
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [count] nodes of all ranks, ascending; node_count are in use */
@@ -2566,9 +2570,9 @@ typedef struct cddp__message cddp__message; /* >>connections: a received frame *
 
 typedef struct cddp__rank_entry { /* a rank of the job */
   int host; /* index of its host in net.hosts */
-  int index; /* among the ranks of that host */
+  int index; /* its number among the ranks of that host, from 0 */
   uint32_t pid;
-  int port; /* of its listener for links */
+  int port; /* of its listener for links; the address is that of its host */
 } cddp__rank_entry;
 
 typedef struct cddp__host_entry {
@@ -2582,8 +2586,8 @@ typedef struct cddp__host_entry {
 typedef struct cddp__net {
   cddp_allocator allocator;
   cddp__atomic_u32 uses; /* number of users: the host or an elastic model, and groups */
-  int rank, size; /* in the job */
-  int host, host_count; /* this host's index; hosts of the job */
+  int rank, size; /* in the job; of an elastic model: this member's number; most members + 1 */
+  int host, host_count; /* this host's index; elements of `hosts` */
   unsigned char *token; /* [16] random number of the job or elastic model: part of each hello */
   cddp__host_entry *hosts; /* [host_count]; token, hosts and ranks are one block of memory */
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
@@ -2605,7 +2609,7 @@ typedef struct cddp__net {
 typedef struct cddp__group_host {
   int first, size; /* its ranks: hosts.ranks[first .. first + size) */
   size_t headers_at; /* offset of the host's headers, and of their shares, in hosts.headers */
-  size_t received; /* how many of these bytes this host has received in this round */
+  size_t received; /* bytes of this host's headers and shares received so far in this round */
   size_t bytes; /* of this host's sums, per element of the result */
   size_t bytes_at; /* the sum of `bytes` of all earlier hosts */
 } cddp__group_host;
@@ -2640,7 +2644,7 @@ typedef struct cddp__hosts {
   int *widths; /* [subtree_count] leaves of each subtree */
   int *leaves, leaf_count; /* [leaf_count] the ranks that are summed: those not in cddp_ddp_join */
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
-  int posted_count; /* number of frames in `posted` */
+  int posted_count; /* number of frames in `posted`, those not yet sent or received completely */
   double notices_read; /* leaders: time, of cddp__now, at which a round last read notices */
   long flow_step; /* current step of cddp__flow_run, noted in each frame that it posts. Of frames
                      to send, cddp__deliver waits only for those of steps before its due_step */
@@ -2659,7 +2663,8 @@ typedef struct cddp__hosts {
   size_t stored_bytes; /* of the messages in `stored` */
   uint64_t pass; /* number of the current pass through `posted` */
   bool polling; /* a thread of this rank polls for all threads that wait */
-  int wake_fd; /* an eventfd that wakes the polling thread: another one has received its bytes */
+  int wake_fd; /* an eventfd, written by a thread that has read a link: ends the epoll_wait of the
+                  polling thread, which can await those bytes */
   int epoll; /* of connections, wake_fd and net.listener. Edge-triggered: it only ends the sleep of
                 the polling thread, which then looks at all of them */
 } cddp__hosts;
@@ -2840,7 +2845,7 @@ static cddp_result cddp__fail(cddp_result r, const char *format, ...) {
   return r;
 }
 
-/* Appends to the text in a buffer of n bytes. */
+/* Appends to the text in a buffer of n bytes, and cuts the result if it is too long. */
 CDDP__PRINTF(3, 4)
 static void cddp__append(char *text, size_t n, const char *format, ...) {
   size_t at = strlen(text);
@@ -2951,7 +2956,7 @@ static void cddp__log(const cddp_logger *logger, int level, const char *format, 
 static void *cddp__malloc(const cddp_allocator *allocator, size_t bytes) {
   void *p = allocator != NULL && allocator->alloc != NULL
                 ? (allocator->alloc)(bytes ? bytes : 1, allocator->user_data)
-                : malloc(bytes ? bytes : 1); /* malloc(0) can return NULL */
+                : malloc(bytes ? bytes : 1); /* for 0 bytes either can return NULL */
   if (p == NULL) cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory allocating %zu bytes", bytes);
   return p;
 }
@@ -3021,7 +3026,7 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
   char *t = (char *)to;
   const char *f = (const char *)from;
 #if defined(__x86_64__)
-  const size_t page = 4096, pages = 4 * page; /* interleaved: 0.8 of the time of one by one */
+  const size_t page = 4096, pages = 4 * page; /* interleaved: 0.8 of the time */
   /* head: bytes before the first address that is a multiple of 16. line: offset in a page. */
   size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), line, at;
   memcpy(t, f, head);
@@ -3185,7 +3190,7 @@ static void cddp__prefetch_to_write(void *p) {
 #if defined(__x86_64__)
   __asm__ __volatile__("prefetchw %0" : : "m"(*(char *)p));
 #else
-  __builtin_prefetch(p, 1);
+  __builtin_prefetch(p, 1 /* to write */);
 #endif
 }
 
@@ -3323,7 +3328,8 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
       pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_MARGIN);
     sigfillset(&blocked);
     for (i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&blocked, faults[i]);
-    pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &blocked : NULL /* none */, &old);
+    /* NULL blocks none: a user's thread keeps the mask. */
+    pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &blocked : NULL, &old);
     e = pthread_create(thread, &a, fn, arg);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&a);
@@ -3408,7 +3414,7 @@ static uint64_t cddp__file_allowance(uint64_t at) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) return UINT64_MAX - at; /* no limit known */
   if (at >= limit.rlim_cur) errno = EFBIG;
-  return at < limit.rlim_cur ? limit.rlim_cur - at : 0;
+  return at < limit.rlim_cur ? limit.rlim_cur - at : 0; /* RLIM_INFINITY is the largest number */
 }
 
 /* Advice after strerror(e) of a call that enlarges a file. */
@@ -3441,7 +3447,8 @@ static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
-/* Writes the path of a rank's file. Returns false if the recorder is off: no CDDP_RECORD. */
+/* Writes the path of a rank's file; job, rank, join: as in cddp__record_open. Returns false if the
+   recorder is off: no CDDP_RECORD. */
 static bool cddp__record_path(char *path, size_t size, uint64_t job, int rank, int join) {
   const char *dir = getenv("CDDP_RECORD");
   if (dir == NULL || dir[0] == 0) return false; /* unset, or empty as launchers can pass it */
@@ -3634,7 +3641,7 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
   int round, i;
   memcpy(v, h, 8 * sizeof *v); /* the upper half of the matrix is the state */
   memcpy(v + 8, cddp__blake2s_start, 8 * sizeof *v);
-  v[12] ^= (uint32_t)bytes;
+  v[12] ^= (uint32_t)bytes; /* the RFC's offset counter, in two words */
   v[13] ^= (uint32_t)(bytes >> 32);
   if (last) v[14] = ~v[14]; /* the last block of the message */
   for (round = 0; round < 10; round++)
@@ -3666,7 +3673,8 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   size_t take, i; /* take: bytes copied to the next block */
   CDDP_ASSERT(key_size <= 32);
   memcpy(h, cddp__blake2s_start, sizeof h);
-  h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8; /* one leaf, no tree; 32 bytes of output */
+  /* The RFC's parameters, a byte each: 32 bytes of output, key_size, fanout 1, depth 1 (no tree) */
+  h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8;
   do { /* once for no data too: an empty message is one block of zeros */
     bool is_key = at == 0 && key_size > 0;
     take = is_key ? key_size : cddp__min(64, total - at);
@@ -3741,7 +3749,7 @@ typedef struct cddp__challenge {
   char why; /* state REFUSED: the received letter */
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
-  size_t covered_size;
+  size_t covered_size; /* bytes of `covered`: both nonces and the context */
   unsigned char in[CDDP__TAG_SIZE + CDDP__NONCE_SIZE]; /* a tag, then a nonce or a proof, which has
                                                           the same size */
   unsigned char out[CDDP__TAG_SIZE + CDDP__NONCE_SIZE]; /* the same, or a REFUSAL */
@@ -3843,7 +3851,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
     size_t tag_bytes = cddp__min(challenge->in_size + 1, CDDP__TAG_SIZE); /* with this byte */
     challenge->in[challenge->in_size++] = p[used++];
     if (memcmp(challenge->in, expected, tag_bytes) == 0) {
-      if (challenge->in_size == sizeof challenge->in) /* that of all except REFUSAL */
+      if (challenge->in_size == sizeof challenge->in) /* complete: only REFUSAL is shorter */
         cddp__challenge_message(challenge);
     } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, tag_bytes) != 0) {
       challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* a called end expects no REFUSAL */
@@ -4799,7 +4807,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
     }
     *got += (size_t)n;
   }
-  return stop == end;
+  return stop == end; /* 0: only `most` bytes are read */
 }
 
 /* Continues the proof, and sends waiting bytes until the system accepts no more. Returns whether
@@ -4811,8 +4819,8 @@ static bool cddp__connection_progress(cddp__connection *c) {
     cddp__span in = cddp__buffer_span(&c->in);
     if (challenge->out_size > 0) {
       if (cddp__connection_send(c, NULL /* head */, challenge->out, challenge->out_size, &c->sent,
-                                SIZE_MAX) <= 0)
-        break; /* the rest later */
+                                SIZE_MAX /* most */) <= 0)
+        break; /* the rest later, or the connection has ended */
       challenge->out_size = c->sent = 0;
     } else if (challenge->state == CDDP__CHALLENGE_PROVEN) {
       c->state = CDDP__CONNECTION_UP;
@@ -4827,7 +4835,7 @@ static bool cddp__connection_progress(cddp__connection *c) {
   if (c->state != CDDP__CONNECTION_UP) return false; /* bytes wait in `out` until it is UP */
   if (cddp__buffer_size(out) > 0 && c->sent == 0) { /* else a frame that is partly sent is first */
     (void)cddp__connection_send(c, NULL /* head */, out->data, out->end,
-                                &out->start /* bytes before it are sent */, SIZE_MAX);
+                                &out->start /* bytes before it are sent */, SIZE_MAX /* most */);
     if (cddp__buffer_size(out) == 0) cddp__buffer_clear(out, CDDP__BUFFER_KEEP); /* all is sent */
   }
   return c->state == CDDP__CONNECTION_UP;
@@ -4897,7 +4905,7 @@ static bool cddp__connection_peek(cddp__connection *c) {
   if (c->message != NULL) return false; /* the bytes that arrive next are its body's */
   return c->got >= sizeof c->in_head ||
          cddp__connection_read(c, &c->in_head, NULL /* body */, 0 /* its size */, &c->got,
-                               SIZE_MAX) > 0;
+                               SIZE_MAX /* most */) > 0;
 }
 
 /* Receives more of the next frame, and returns it when complete. NULL: not yet, or the
@@ -4937,8 +4945,8 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
   }
   m = c->message;
   if (cddp__connection_read(c, head, c->into != NULL ? c->into->call.recv : (void *)(m + 1),
-                            head->size, &c->got, SIZE_MAX) <= 0)
-    return NULL;
+                            head->size, &c->got, SIZE_MAX /* most */) <= 0)
+    return NULL; /* not complete, or the connection has ended */
   c->got = 0; /* no bytes of the next frame */
   c->message = NULL; /* the caller owns it now */
   return m;
