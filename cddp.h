@@ -14394,13 +14394,13 @@ static void cddp__hosts_leave(cddp_group *g) {
 #define CDDP__EAGER_MAX ((size_t)64 << 10) /* bytes; messages up to here are always copied */
 /* Result of a wait whose own limit, not the group's, has passed: the operation continues. */
 #define CDDP__CONTINUES CDDP__RESULT_COUNT
-enum { CDDP__NO_LIMIT = -1 }; /* of a wait: until the group's deadline */
+enum { CDDP__NO_LIMIT = -1 }; /* `limit` of a wait that only the group's timeout_s ends */
 #define CDDP__POLLS_PER_SCAN 4 /* a scan for a message takes as long as 4 polls of a header */
 
 /* This rank's send request `index`, counted through all blocks. Block i has CDDP__SENDS << i. */
 static cddp__send_request *cddp__send_at(const cddp_group *g, int index) {
   int block = 0, size = CDDP__SENDS;
-  for (; index >= size; block++, size *= 2) index -= size;
+  for (; index >= size; block++, size *= 2) index -= size; /* ends as the index in `block` */
   return &g->p2p.sends[block][index];
 }
 
@@ -14430,7 +14430,7 @@ static int cddp__grow_sends(cddp_group *g) {
   g->p2p.send_blocks++;
   /* receivers find the block there, once send_top includes it */
   cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, p, bytes);
-  return count; /* all older requests have lower indices */
+  return count; /* index of the block's first request: all older ones have lower indices */
 }
 
 /* Frees the request of a copy that its receiver has taken: cddp__finish_send frees the requests
@@ -14453,7 +14453,7 @@ static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
   CDDP__HELD(&g->p2p.lock);
   if ((uint32_t)n > top) n = (int)top + 1; /* those used so far, and one never used */
-  g->p2p.sends_open = g->p2p.sends_staged = 0;
+  g->p2p.sends_open = g->p2p.sends_staged = 0; /* counted anew below */
   for (i = 0; i < n; i++) {
     cddp__send_request *request = cddp__send_at(g, i);
     size_t size = request->stage_size;
@@ -14473,7 +14473,7 @@ static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
     }
     if (is_free && (best < 0 /* the first free one */ || better)) {
       best = i;
-      best_size = request->stage_size;
+      best_size = request->stage_size; /* 0: it has no memory, or that was freed above */
     }
   }
   return best;
@@ -14521,7 +14521,7 @@ static int cddp__lost_peer(const cddp_work *work) {
     gone = p;
     left++;
   }
-  return left == g->size ? gone : -1; /* -1: another rank can still send */
+  return left == g->size ? gone : -1; /* -1: some rank can still send, if only this one to itself */
 }
 
 /* Example: "recv from rank 1, tag 7". peer: the text for the peer, unless that is CDDP_ANY. */
@@ -14539,7 +14539,7 @@ static cddp_result cddp__check_peer(const cddp_work *work) {
 }
 
 /* Posts a send to a rank of this host. Sets work->send if the caller's buffer stays in use.
-     fits    receives cddp__sends_fit; unchanged after a failure
+     fits    receives cddp__sends_fit; its value after a failure means nothing
    If the message is a copy, no wait checks the receiver. So this fails if the receiver has exited
    without taking it. (Checked after the post: a receiver marks a taken message before it exits.) */
 static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
@@ -14575,12 +14575,13 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
     /* Receivers see it now. A full fence, as cddp__notify needs. */
     if (r == CDDP_OK) cddp__exchange32(&request->state, CDDP__POSTED_TO(call->root));
-    g->p2p.sends_open++; /* an upper bound: also if r is a failure */
+    g->p2p.sends_open++; /* also after a failure: it may be too high, until the next scan */
     if (request->staged) g->p2p.sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
     if (r == CDDP_OK) cddp__notify(g, call->root);
+    /* The receiver has ended without taking a copy. (This rank itself has not ended.) */
     lost = r == CDDP_OK && request->staged && !to_self && cddp__rank_gone(g, call->root) &&
-           cddp__send_open(request); /* the receiver has ended without taking it */
+           cddp__send_open(request);
   }
   pthread_mutex_unlock(&g->p2p.lock);
   return lost ? cddp__check_peer(work) /* breaks the group */ : r;
@@ -14591,12 +14592,12 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
    slot, which needs no p2p.lock. Without memory to map the others, work is done and has failed. */
 static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
-  uint32_t i, size = CDDP__SENDS /* of a block */;
-  uint32_t unscanned = cddp__load32(&slot->send_top); /* requests, in this block and the next */
-  cddp__send_request *best = NULL;
+  uint32_t i, size = CDDP__SENDS /* requests of the present block */;
+  uint32_t unscanned = cddp__load32(&slot->send_top); /* requests, in this block and later ones */
+  cddp__send_request *best = NULL; /* the oldest match so far */
   int block;
   for (block = 0; unscanned > 0 && block < blocks; block++, size *= 2) {
-    void *at = slot->sends;
+    void *at = slot->sends; /* block 0; a later one is mapped below */
     cddp__send_request *request;
     cddp_result r = CDDP_OK;
     if (block > 0) r = cddp__map_ref(g->host, &slot->more_sends[block], &at);
@@ -14659,7 +14660,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
   if (!cddp__compare_swap32(&request->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN))
     return; /* the sender has withdrawn it: the receive stays pending */
   if (!cddp__recv_fits(g, work, request->count, request->dtype)) {
-    cddp__exchange32(&request->state, CDDP__SEND_REFUSED);
+    cddp__exchange32(&request->state, CDDP__SEND_REFUSED); /* a sender that waits fails too */
   } else {
     CDDP__POINT("take");
     if (bytes > sizeof request->u.bytes) /* a long message, elsewhere in shared memory */
@@ -14741,13 +14742,15 @@ static bool cddp__serve_recvs(cddp_group *g) {
 static bool cddp__spin_recv(cddp_work *work) {
   cddp_group *g = work->group;
   cddp__send_request *request;
-  int i, spin = cddp__spin_of(g->host);
+  int i, spin = cddp__spin_of(g->host); /* polls; 0 (ranks share cores): the caller posts it */
   bool alone; /* no receive is pending, so none must get the message before this one */
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false; /* only served in the list */
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
     bool found = cddp__scan_peer(g, work, 1 /* block */) != NULL;
-    if (found || i == 0 /* sets `alone` */ || /* or other blocks, read under lock, have sends: */
+    /* Also at i == 0, to return early unless alone; and if later blocks, which are only read under
+       the lock, have been used. */
+    if (found || i == 0 ||
         cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
       pthread_mutex_lock(&g->p2p.lock);
       alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
@@ -14827,7 +14830,7 @@ static bool cddp__message_ready(cddp_work *work) {
 static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
   bool any = work->call.root == CDDP_ANY;
-  cddp__text peer = any ? cddp__textf("%s", "" /* unused */) : cddp__name_rank(g, work->call.root);
+  cddp__text peer = any ? cddp__textf("%s", "" /* no name */) : cddp__name_rank(g, work->call.root);
   cddp__text what = cddp__describe_message(work, peer.s);
   if (limit >= 0)
     return cddp__fail(
@@ -14885,19 +14888,20 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   bool shown = false; /* this thread's wait is published: cddp__show_message_wait */
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  int i, spin = cddp__spin_of(g->host) / CDDP__POLLS_PER_SCAN; /* scans before the second loop */
+  /* Scans before the second loop, and yields. limit 0: the second loop looks once. */
+  int i, spin = limit == 0 ? 0 : cddp__spin_of(g->host) / CDDP__POLLS_PER_SCAN;
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s);
-  w.yields = limit == 0 ? 0 /* one look only */ : CDDP__YIELDS;
-  for (i = 0; i < spin && limit != 0 && !cddp__is_broken(g); i++) { /* polls */
+  w.yields = limit == 0 ? 0 : CDDP__YIELDS;
+  for (i = 0; i < spin && !cddp__is_broken(g); i++) { /* polls */
     if (cddp__message_ready(work)) return CDDP_OK;
     if (g->hosts == NULL || i % CDDP__POLLS_PER_YIELD != 0) cddp__pause();
-    else if (!cddp__wait_yields(&w)) break; /* several hosts: yields meanwhile; none left: sleeps */
+    else if (!cddp__wait_yields(&w)) break; /* several hosts: yields now and then; no yield left */
   }
   for (;;) { /* yields, then sleeps */
     uint32_t events = cddp__load32(&slot->events); /* read first: later changes end the sleep */
     if (cddp__message_ready(work)) break;
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
-    if (cddp__wait_yields(&w)) continue;
+    if (cddp__wait_yields(&w)) continue; /* looks again after a yield, while yields are left */
     if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
     /* The message is checked again: it can have arrived just before the peer ended. */
     if (cddp__lost_peer(work) >= 0 && !cddp__message_ready(work)) r = cddp__check_peer(work);
@@ -14908,7 +14912,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if (r != CDDP_OK) break;
     if (w.due && !shown) shown = cddp__show_message_wait(work); /* after 20 ms */
     if (g->hosts != NULL)
-      cddp__hosts_pause(g, &w, work->call.root, events);
+      cddp__hosts_pause(g, &w, work->call.root, events); /* sleeps until bytes or events arrive */
     else {
       cddp__add32(&slot->event_sleepers, 1); /* from now on peers that change a send notify it */
       if (!cddp__message_ready(work)) /* no earlier change completes it */
@@ -14916,7 +14920,8 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
       cddp__add32(&slot->event_sleepers, (uint32_t)-1);
     }
   }
-  if (shown) cddp__clear_wait(g, r != CDDP_OK && limit < 0 /* failed: not at a caller's limit */);
+  /* wait_failed only without a caller's limit: with one, this may be the limit, not a failure. */
+  if (shown) cddp__clear_wait(g, r != CDDP_OK && limit < 0);
   return r;
 }
 
@@ -14961,8 +14966,8 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   if (r == CDDP_OK || /* or withdrawn: */
       cddp__compare_swap32(&request->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
     return r;
-  /* The receiver is copying. A stopped one finishes later, and then discards the bytes, since the
-     group has failed: cddp__take_send. */
+  /* The receiver is copying, or has just ended that. A stopped receiver finishes later, and then
+     discards the bytes, since the group has failed: cddp__take_send. */
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   while (cddp__send_open(request) && !cddp__rank_gone(g, work->call.root) &&
          cddp__wait_pause(&w)) {}
@@ -15063,7 +15068,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
   cddp__op_header *mine;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  int i, p, done = 0;
+  int i, p, done = 0; /* done: 1: this rank's part of the operation has ended */
   pthread_mutex_unlock(&cddp__mpi_lock);
   cddp__wait_begin(&w, g->timeout_s);
   /* Checks of peers in this wait are about the next round: a rank that has announced that round has
@@ -15178,7 +15183,7 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   MPI_Aint at; /* of the share's elements in the buffer, in bytes */
   cddp_result r;
   if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  pthread_mutex_lock(&cddp__mpi_lock);
+  pthread_mutex_lock(&cddp__mpi_lock); /* cddp__mpi_wait unlocks it */
   for (i = 0; i < 2 * g->size; i++) {
     bool sends = i < g->size; /* first the types to send, then those to receive */
     int rank = i % g->size;
@@ -15206,21 +15211,26 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
    cddp__carrier.average, with the parameter `arrays`. */
 static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *const *arrays) {
   const char *send = (const char *)call->send;
+  bool one_buffer = cddp__in_one_buffer(call); /* one reduction; reduce_scatter: one per rank */
   size_t begin, n;
   cddp_result r = CDDP_OK;
-  int p;
+  int p, reductions = one_buffer ? 1 : g->size;
   (void)arrays; /* unused: MPI reads each rank's array from its own call->send */
   for (begin = 0; r == CDDP_OK && begin < call->count; begin += n) {
     n = cddp__min(CDDP__MPI_MAX_COUNT, call->count - begin);
-    if (call->shares != NULL) r = cddp__mpi_move_counted(g, call, send, begin, n);
-    else if (!cddp__shapes[call->kind].reduces) r = cddp__mpi_move(g, call, send, begin, n);
-    for (p = 0; r == CDDP_OK && cddp__shapes[call->kind].reduces && p < g->size; p++) {
-      bool one_buffer = cddp__in_one_buffer(call); /* one reduction; reduce_scatter: one per rank */
-      size_t at = one_buffer ? begin : (size_t)p * call->count + begin; /* of rank p's share */
+    if (call->shares != NULL) {
+      r = cddp__mpi_move_counted(g, call, send, begin, n);
+      continue;
+    }
+    if (!cddp__shapes[call->kind].reduces) {
+      r = cddp__mpi_move(g, call, send, begin, n);
+      continue;
+    }
+    for (p = 0; r == CDDP_OK && p < reductions; p++) {
+      size_t at = (size_t)p * call->count + begin; /* rank p's share begins at p * count */
       r = cddp__mpi_reduce(g, call, send + at * call->esize,
                            (char *)call->recv + begin * call->esize, n,
                            one_buffer ? call->root : p /* root: gets its share's sum */);
-      if (one_buffer) break;
     }
   }
   return r;
@@ -15398,7 +15408,8 @@ static void cddp__work_free(cddp_work *work) {
   cddp_group *g = work->group;
   if (work == &g->engine.own) cddp__store32(&g->engine.own_state, CDDP__OWN_FREE);
   else cddp__free(&g->host->allocator, work);
-  if (g->elastic) cddp__group_hold(g, CDDP__REMOVE_USE); /* last, as it can free g, if replaced */
+  /* Last: frees g if the model has replaced that group, and this was its last use. */
+  if (g->elastic) cddp__group_hold(g, CDDP__REMOVE_USE);
 }
 
 /* Zeroes all fields except the text. */
@@ -15507,7 +15518,7 @@ static void *cddp__engine_main(void *arg) {
   cddp__own_engine = engine; /* marks this thread */
   pthread_mutex_lock(&engine->lock);
   for (;;) {
-    busy = cddp__engine_queue_held(engine);
+    busy = cddp__engine_queue_held(engine); /* the held operation is now in the queue */
     awake = cddp__load32(&engine->asleep) == 0; /* before this poll */
     if (engine->first == NULL && engine->stop) break; /* the queue is empty: the thread ends */
     due = engine->first != NULL && /* and pushed before the last poll: */
@@ -15619,14 +15630,14 @@ static void cddp__engine_drain(cddp_group *g) {
 /* Ends the engine's thread. If operations are in flight, breaks the group, so that they fail. */
 static void cddp__engine_stop(cddp_group *g) {
   cddp__engine *engine = &g->engine;
-  bool busy;
-  if (!engine->started) return;
+  bool in_flight; /* some operations are */
+  if (!engine->started) return; /* no operation has been queued, so none is in flight */
   pthread_mutex_lock(&engine->lock);
-  busy = cddp__engine_queue_held(engine) || engine->first != NULL;
+  in_flight = cddp__engine_queue_held(engine) || engine->first != NULL;
   engine->stop = true;
   pthread_cond_signal(&engine->work); /* wakes the thread: it runs the queue, and ends */
   pthread_mutex_unlock(&engine->lock);
-  if (busy) /* the rest fails quickly in a broken group */
+  if (in_flight) /* in a broken group these operations fail quickly */
     cddp__break(g, cddp__fail(
         CDDP_ABORTED, "rank %d destroyed the group while an operation was in flight", g->rank));
   pthread_join(engine->thread, NULL);
@@ -15648,8 +15659,8 @@ static bool cddp__work_outlived(const cddp_work *work) {
 
 /* Whether the work is a receive into host memory that has got its message. */
 static bool cddp__has_received(const cddp_work *work) {
-  return work->run == NULL && work->call.kind == CDDP__KIND_RECV && !work->on_stream &&
-         work->done && work->result == CDDP_OK;
+  return work->run == NULL /* a message */ && work->call.kind == CDDP__KIND_RECV &&
+         !work->on_stream && work->done && work->result == CDDP_OK;
 }
 
 /* cddp__backend.wait for host memory. limit: in seconds; negative: none. */
@@ -15803,7 +15814,7 @@ static bool cddp__cpu_done(cddp_work *work) {
 /* A call's elements [begin, begin + n) of each share. */
 typedef struct cddp__chunk {
   size_t begin, n;
-  bool in_header; /* small: in headers, else in staging buffers */
+  bool in_header; /* small: the bytes are in headers; false: in staging buffers */
 } cddp__chunk;
 
 /* The chunk's place at rank 0: header payload or staging buffer. *apart: bytes from a rank's place
@@ -15827,8 +15838,8 @@ static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
   size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call); /* that a rank writes */
   if (CDDP__LIKELY(bytes < CDDP__NT_MIN)) return NULL;
   if (cddp__is_one_sided(call) && chunk->n == call->count) return NULL; /* the only chunk */
-  if (g->oversubscribed || g->staging_size == 0 /* none is staged */ || g->local_size == 1)
-    return NULL;
+  if (g->oversubscribed || g->staging_size == 0 /* none is staged */ ||
+      g->local_size == 1 /* no other core reads them */) return NULL;
   return &g->timings[call->kind][bytes >= CDDP__NT_LARGE];
 }
 
@@ -15880,7 +15891,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) 
   /* Offset in the memfd of this rank's first buffer. The ref of the job's first block is NONE, all
      zeros: that block begins at 0. */
   uint64_t at = g->block_ref.base + g->block_ref.offset + (uint64_t)(mine - block);
-  size_t have = g->staging_ready, k;
+  size_t have = g->staging_ready, k; /* have: bytes of each buffer whose pages exist */
   bytes = cddp__round_up(bytes, cddp__page_size());
   for (k = 0; k < 2; k++) /* of even and of odd rounds */
     if (!cddp__arena_commit(g->host, at + k * g->staging_size + have, bytes - have))
@@ -15892,6 +15903,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) 
 /* Writes this rank's shares of the chunk to its header or staging buffer of the next round. */
 static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
                                       const cddp__chunk *chunk) {
+  /* Of a share: in this chunk; in the whole call. */
   size_t bytes = chunk->n * call->esize, share_bytes = call->count * call->esize;
   size_t shares = cddp__send_shares(g, call), apart, begin, end, p;
   char *space = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
@@ -15899,7 +15911,7 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
   cddp__copy_timing *timing = cddp__timing_of(g, call, chunk);
   bool nontemporal = cddp__uses_nontemporal(timing);
   if (CDDP__UNLIKELY(timing != NULL)) {
-    timing->clock = 0; /* of the chunk before */
+    timing->clock = 0; /* it has the seconds of the chunk before */
     cddp__clock_chunk(timing, CDDP__CLOCK_START); /* also if this rank only reads: see below */
   }
   if (!cddp__sends(call, g->rank)) return CDDP_OK;
@@ -16019,7 +16031,7 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, size_t begin) {
   size_t element = call->esize * cddp__send_shares(g, call); /* bytes of one of each share */
   size_t limit = cddp__max(g->staging_size, CDDP__PAYLOAD); /* bytes of a chunk */
-  size_t all = call->count * element;
+  size_t all = call->count * element; /* bytes of the call's shares */
   cddp__chunk k;
   /* Not if ranks share cores: then none can read while another writes. */
   if (all > CDDP__STAGING_MIN && cddp__is_one_sided(call) && !g->oversubscribed && g->hosts == NULL)
@@ -16048,7 +16060,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
       if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_STAGED, NULL, 0 /* no payload */);
       if (r != CDDP_OK) return r;
     }
-    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) /* else it runs still */
+    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) /* else the clock still runs */
       cddp__clock_chunk(timing, CDDP__CLOCK_START);
     if (cddp__is_sliced(g, call, &k)) /* with a second round */
       r = cddp__exchange_slices(g, call, &k, cddp__uses_nontemporal(timing));
@@ -16058,7 +16070,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
       cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
       cddp__end_chunk_timing(timing, k.n * call->esize);
     }
-    if (k.in_header && !cddp__is_one_sided(call)) /* else few ranks write: a prefetch costs more */
+    if (k.in_header && !cddp__is_one_sided(call)) /* else some ranks would prefetch in vain */
       cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1)); /* the next round's */
   }
   return r;
@@ -16114,14 +16126,14 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
 static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
   size_t begin, end, n, bytes = call->count * call->esize;
   int p;
-  for (p = 0; p < g->size && bufs[p] != NULL; p++) {} /* finds a NULL */
+  for (p = 0; p < g->size && bufs[p] != NULL; p++) {} /* finds the first NULL */
   if (p < g->size) { /* rank p's is NULL, so only p itself can write to it: each rank copies all */
     cddp__copy(call->recv, bufs[call->root], bytes);
     return;
   }
   cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
   for (; begin < end && !cddp__is_broken(g); begin += n) {
-    /* with 2 ranks a block is read once: it need not fit a cache */
+    /* with 2 ranks only the other rank's array is written: the block need not stay in a cache */
     n = cddp__min(end - begin, g->size == 2 ? CDDP__CHECK_BYTES : CDDP__STAGING_MIN);
     for (p = 0; p < g->size; p++)
       cddp__copy_by(bufs[p] + begin, bufs[call->root] + begin, n,
@@ -16268,7 +16280,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
 
 /* Enters the call in the flight recorder. Returns its number there; 0: the recorder is off. */
 CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *call) {
-  size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0, sent;
+  size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0 /* else a hash */, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
   if (call->shares != NULL) { /* a call with counts */
     cddp__call_bytes(g, call, &sent, &count /* bytes received */);
@@ -16292,7 +16304,7 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
    and end. record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
   cddp__call sized; /* with the largest count */
-  bool host_memory = true; /* calls on device memory do not run here */
+  bool host_memory = true; /* for cddp__exchange_counts: calls on device memory do not run here */
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) goto done; /* records the failure */
   g->calls++; /* the call's number, for texts and the record */
@@ -16300,7 +16312,7 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uin
   if (call->count == 0 || call->kind == CDDP__KIND_BARRIER) { /* no data: ranks only meet */
     r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0 /* no payload */);
   } else if (g->size == 1) {
-    /* one value is its own sum, product, ... */
+    /* the only share is the result of each kind of call */
     cddp__copy(call->recv, call->send, call->count * call->esize);
   } else if (cddp__is_short(g, call)) {
     r = cddp__run_short(g, call);
@@ -16349,7 +16361,7 @@ enum { CDDP__PACKET_ARRAYS = 256 }; /* most arrays of a packet */
 /* Broadcasts of many arrays in host memory. Small arrays are sent together, in a packet: a round
    for each would take longer than their bytes. */
 typedef struct cddp__packet {
-  cddp_group *g;
+  cddp_group *g; /* all of its ranks take part */
   int root, count; /* the rank that sends; number of arrays in the packet */
   size_t used; /* bytes of these arrays */
   void *to[CDDP__PACKET_ARRAYS]; /* [count] the arrays: read on the root, written on the others */
@@ -16372,15 +16384,19 @@ static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   cddp_result r;
   int i;
   if (packet->count == 0) return CDDP_OK;
-  for (i = 0; i < packet->count && sends; i++) { /* the root collects its arrays */
-    memcpy(packet->bytes + at, packet->to[i], packet->sizes[i]);
-    at += packet->sizes[i];
+  if (sends) { /* the root collects its arrays */
+    for (i = 0; i < packet->count; i++) {
+      memcpy(packet->bytes + at, packet->to[i], packet->sizes[i]);
+      at += packet->sizes[i];
+    }
   }
   r = cddp__broadcast(packet->g, packet->bytes, packet->used, packet->root);
   at = 0;
-  for (i = 0; i < packet->count && !sends && r == CDDP_OK; i++) { /* the others fill theirs */
-    memcpy(packet->to[i], packet->bytes + at, packet->sizes[i]);
-    at += packet->sizes[i];
+  if (!sends && r == CDDP_OK) { /* the other ranks fill their arrays */
+    for (i = 0; i < packet->count; i++) {
+      memcpy(packet->to[i], packet->bytes + at, packet->sizes[i]);
+      at += packet->sizes[i];
+    }
   }
   cddp__packet_begin(packet, packet->g, packet->root); /* empties it, also after a failure */
   return r;
@@ -16407,8 +16423,10 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
    Without such a rank `all` receives all ranks' n bytes of payload. g NULL: this process alone. */
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
                                    void *all) {
-  size_t each = n + 4, at, most; /* each: bytes of a vote: a result in 4 bytes, and the payload */
-  char *votes, *own /* behind all ranks' */, text[CDDP__ERROR_MAX]; /* text: at first this rank's */
+  size_t each = n + 4; /* bytes of a vote: a result in 4 bytes, and the payload */
+  size_t at, piece; /* of the text: offset and length of the bytes in one broadcast */
+  char *votes, *own; /* [size] all ranks'; this rank's, behind these */
+  char text[CDDP__ERROR_MAX]; /* this rank's error text, then rank p's */
   cddp_result r;
   int p;
   if (g == NULL || g->size == 1) { /* no other rank */
@@ -16428,10 +16446,10 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
     if (n > 0) memcpy((char *)all + (size_t)p * n, vote + 4, n);
     if (theirs == CDDP_OK) continue;
     /* Rank p broadcasts its text, in pieces that fit into headers: they need no memory. */
-    for (at = 0; r == CDDP_OK && at < sizeof text; at += most) {
-      most = cddp__min(CDDP__PAYLOAD, sizeof text - at);
-      r = cddp__broadcast(g, text + at, most, p);
-      if (memchr(text + at, 0, most) != NULL) break; /* the text's NUL */
+    for (at = 0; r == CDDP_OK && at < sizeof text; at += piece) {
+      piece = cddp__min(CDDP__PAYLOAD, sizeof text - at);
+      r = cddp__broadcast(g, text + at, piece, p);
+      if (memchr(text + at, 0, piece) != NULL) break; /* the text's NUL: this piece is the last */
     }
     if (r != CDDP_OK) break; /* a failed broadcast has set another text */
     r = cddp__fail(theirs, "%s", text); /* ends the loop: the lowest failing rank is p */
@@ -16525,8 +16543,8 @@ static cddp_result cddp__cpu_open(const cddp_group *from, cddp_group *g) {
 static const cddp__backend cddp__cpu_backend = {
     false /* not on_device */, false /* enqueues nothing */, cddp__cpu_start, cddp__cpu_wait,
     cddp__cpu_done, cddp__cpu_synchronize, cddp__cpu_alloc, cddp__cpu_free, cddp__cpu_convert,
-    cddp__cpu_prepare, cddp__cpu_open, cddp__nothing_to_leave, cddp__nothing_to_leave,
-    NULL /* scratch: alloc */, NULL /* cddp__host_memory */};
+    cddp__cpu_prepare, cddp__cpu_open, cddp__nothing_to_leave, cddp__nothing_to_leave /* close */,
+    NULL /* scratch: use alloc and free */, NULL /* memory: cddp__host_memory */};
 
 static const cddp__carrier cddp__shm_carrier = {
     false /* not foreign */, true /* shared */, cddp__run_large, NULL /* so no `average` */,
@@ -16586,7 +16604,8 @@ static const char *cddp__memory_error(const cddp_group *g, const cddp__call *cal
 /* Refuses device memory in a group without a device. */
 static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *params, int count) {
   int k;
-  for (k = 0; k < 2 * count && !g->backend->on_device; k++) { /* even k: data; odd k: grad */
+  if (g->backend->on_device) return CDDP_OK;
+  for (k = 0; k < 2 * count; k++) { /* even k: data; odd k: grad */
     const cddp_param *p = &params[k / 2];
     const void *at = k % 2 == 0 ? p->data : p->grad;
     if (p->count > 0 && at != NULL && !cddp__host_reads(at))
@@ -16608,7 +16627,9 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
       (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV)) /* a receive: from any rank */
     return CDDP__REFUSE("%s is %d; the group has ranks 0 to %d", message ? "peer" : "root",
                         call->root, g->size - 1);
-  if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* a quick test: small calls never divide */
+  /* All shares have at most SIZE_MAX / 2 bytes, PTRDIFF_MAX. The first test spares small calls the
+     division: it has the most ranks, and 16 is 2 * the largest element's 8 bytes. */
+  if (call->count > SIZE_MAX / 16 / CDDP__MAX_RANKS &&
       call->shares == NULL && /* else count is CDDP__COUNTED: cddp__start_counted checks the sums */
       call->count > SIZE_MAX / 2 / call->esize / (one_buffer ? 1 : (size_t)g->size))
     return CDDP__REFUSE("count %zu is beyond the address space", call->count);
@@ -16697,7 +16718,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->p2p.send_blocks = 1;
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&host->lock);
-  if (host->groups == NULL && size > 1) host->slots = g->slots; /* g is the job's first group */
+  if (host->groups == NULL /* g is the job's first group */ && size > 1) host->slots = g->slots;
   g->next = host->groups;
   host->groups = g;
   pthread_mutex_unlock(&host->lock);
@@ -16717,7 +16738,8 @@ static void cddp__host_release(cddp__host *host) {
   pthread_mutex_lock(&lead->lock);
   left = --lead->refs;
   pthread_mutex_unlock(&lead->lock);
-  while (left == 0 && lead != NULL) { /* frees the lead, then each sibling */
+  if (left > 0) return;
+  while (lead != NULL) { /* frees the lead, then each sibling */
     host = lead;
     lead = host->sibling; /* the next one */
     cddp__job_info_free(host);
@@ -16730,7 +16752,8 @@ static void cddp__host_release(cddp__host *host) {
    a negative color. */
 static int cddp__members_of_color(const cddp_group *g, int color, int *members) {
   int n = 0, p, i;
-  for (p = 0; color >= 0 && p < g->size; p++) { /* in order of rank, for equal keys */
+  if (color < 0) return 0; /* this rank is in no new group */
+  for (p = 0; p < g->size; p++) { /* in order of rank, for equal keys */
     const int32_t *theirs = cddp__op_header_of(g, p, g->round)->u.split; /* color, key */
     if (theirs[0] != color) continue;
     for (i = n++; i > 0; i--) { /* insertion: members with larger keys move up */
@@ -16816,7 +16839,8 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
    continues. The block stays if one ends later, when all others have left. */
 static void cddp__leave_for_ended(cddp_group *g) {
   int k;
-  for (k = 0; k < g->size && g->host->arena.fd >= 0 /* else ranks are threads */; k++) {
+  if (g->host->arena.fd < 0) return; /* no other process shares the block */
+  for (k = 0; k < g->size; k++) {
     cddp__slot *slot = cddp__slot_of(g, k);
     if (k != g->rank && g->host_index[k] >= 0 /* on this host */ &&
         cddp__load32(&slot->state) == CDDP__SLOT_TAKEN &&
@@ -16898,7 +16922,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   r = cddp__begin_access(g); /* until *out has the block: an elastic model can lose its owner */
   if (r == CDDP_OK) r = cddp__exchange_block(g, members, n, &ref, &block, &built);
   if (r != CDDP_OK) {
-    (void)cddp__end_access(g, CDDP_OK /* waits for no peer: none uses this rank's buffers */);
+    (void)cddp__end_access(g, CDDP_OK /* no failure: peers use no buffers of this rank here */);
     goto done;
   }
   for (i = 0; i < n; i++) {
@@ -16915,7 +16939,9 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     hashed[1] = g->calls;
     hashed[2] = (uint64_t)color;
     (*out)->id = cddp__hash64(0 /* seed */, hashed, sizeof hashed) | 1; /* odd: of a split */
-    for (i = 0; g->world != NULL && i < n; i++) members[g->size + i] = g->world[members[i]];
+    if (g->world != NULL) { /* else the job is on one host, and cddp__hosts_attach does nothing */
+      for (i = 0; i < n; i++) members[g->size + i] = g->world[members[i]];
+    }
     /* The groups of an elastic model have a net of their own, that of its members. */
     built = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
                                members + g->size);
@@ -16963,14 +16989,16 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   char *block;
   int i;
   cddp_result r;
-  /* This process locks its life byte, which shows that it lives. It also locks the use bytes of all
-     processes, as it can read their memory. */
-  if (fd >= 0 && (!cddp__arena_lock(host, F_WRLCK, host->index, 1 /* byte */) ||
-                  !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size /* bytes */)))
-    return cddp__fail_errno("lock on the shared memory");
-  for (i = 0; fd >= 0 && i < host->size; i++) host->ranks[i].use_locked = i != host->index;
-  if (fd >= 0 && host->index == 0 && /* the first rank of the host does it */
-      (r = cddp__commit_block(host, 0 /* base */, size, host->size)) != CDDP_OK) return r;
+  if (fd >= 0) {
+    /* This process locks its life byte, which shows that it lives. It also locks the use bytes of
+       all processes, as it can read their memory. */
+    if (!cddp__arena_lock(host, F_WRLCK, host->index, 1 /* byte */) ||
+        !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size /* bytes */))
+      return cddp__fail_errno("lock on the shared memory");
+    for (i = 0; i < host->size; i++) host->ranks[i].use_locked = i != host->index;
+    if (host->index == 0 && /* the first rank of the host commits it for all */
+        (r = cddp__commit_block(host, 0 /* base */, size, host->size)) != CDDP_OK) return r;
+  }
   block = cddp__map_memory(fd, 0 /* offset in the memfd */, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
   if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP); /* not in core dumps */
@@ -17085,7 +17113,9 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   host = cddp__host_create(&d->allocator, &d->logger, size, config.rank);
   if (host == NULL) return CDDP_OUT_OF_MEMORY;
   host->one_process = config.world_size == 1 && !config.joins;
-  if (config.init_method[0] != 0) /* the job has an address: processes can join it */
+  /* The job has an address, where processes can join it. Without one it has one rank, which needs
+     no rendezvous, and no process can join. */
+  if (config.init_method[0] != 0)
     r = cddp__job_info_create(host, &config);
   if (r == CDDP_OK && host->one_process && host->job_info != NULL) { /* processes can join */
     cddp__hold_name(host->job_info); /* shows them that the job lives */
@@ -17104,7 +17134,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     cddp__store32(&g->block->cores, (uint32_t)host->cores);
     cddp__set_wait_policy(g);
     if (g->size == 1)
-      r = cddp__record_open(&host->record, cddp__record_job(), 0 /* rank */, 1, 0 /* join */);
+      r = cddp__record_open(&host->record, cddp__record_job(), 0 /* rank */, 1 /* size */,
+                            0 /* join: a rank of the first group */);
   }
 #ifdef CDDP_MPI
   if (r == CDDP_OK && !config.joins && strcmp(config.backend, "mpi") == 0) {
@@ -17155,7 +17186,7 @@ typedef struct cddp__sparse {
   size_t rows, width, row_bytes; /* rows of the parameter; elements and bytes of each */
   cddp__rows added; /* not packed yet, in order of arrival; numbers can repeat */
   cddp__row_order *order; /* [order_capacity] scratch to sort them */
-  size_t order_capacity;
+  size_t order_capacity; /* at least added.n */
   cddp__rows mean; /* result of the last wait or step; numbers ascend and do not repeat */
   char *zeros; /* one row of zeros: the value in a shard that lacks a row */
 } cddp__sparse;
@@ -17275,7 +17306,7 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = sparse->order;
   cddp__row_list list; /* only for the place of the values */
-  const void *addends[2];
+  const void *addends[2]; /* a packed row, and an added one with the same number */
   int64_t *number; /* of the packed rows */
   size_t i;
   list.packet = packet;
@@ -17367,7 +17398,7 @@ enum { CDDP__ALGORITHM_SGD, CDDP__ALGORITHM_ADAMW };
 typedef struct cddp__algorithm {
   int number; /* CDDP__ALGORITHM_*; ranks compare it */
   const char *name;
-  const char *states[CDDP__STATES]; /* the states' names in files */
+  const char *states[CDDP__STATES]; /* the states' names in files; NULL: it has fewer states */
   bool counts; /* a step depends on its number (optim.steps), so checkpoints include that */
   bool strict; /* supports only f32 and f64 with dense gradients */
   /* Computes the scalars of parameter i's next step, and sets u->loop if a fused loop fits. */
@@ -17400,9 +17431,9 @@ typedef struct cddp__optim_backend {
 
 struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_step */
   cddp_param *params; /* [count], the caller's */
-  int count;
-  const cddp__algorithm *algorithm;
-  const cddp__optim_backend *backend;
+  int count; /* of parameters */
+  const cddp__algorithm *algorithm; /* cddp__sgd or cddp__adamw */
+  const cddp__optim_backend *backend; /* for host memory, or for a device */
   cddp__optim_desc desc; /* its lists are copies, in the optimizer's memory */
   uint64_t settings_hash; /* of desc's numbers and lists, without lr: CDDP__OPTIM_HASH */
   uint64_t hash_with_lr; /* of settings_hash and lr; ranks compare it at each step */
@@ -17411,21 +17442,27 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   int state_count; /* of each parameter; with master_weights the last one is its master */
   void **state;  /* [state_count][count] arrays of parts[i].count; NULL: not allocated, or shared */
   float *steps;  /* [count] as PyTorch counts them; 0: the states are not initialized */
-  bool *init_master; /* [count] the next step must copy the weights to the master */
+  bool *init_master; /* [count] the next step must copy the weights to the master: it has no values
+                        yet, or the weights have changed without it */
   unsigned char *dtypes; /* [count] cddp_dtype of params at creation: cddp__check_sizes */
   cddp_partition *parts; /* [count] the elements with states on this rank: param, first, count */
-  bool partitioned; /* true (sharded_states): parts are 1/world_size of all elements; false: all */
+  bool partitioned; /* parts are 1/world_size of all elements (sharded_states, with several ranks);
+                       false: parts are whole parameters */
 
   /* States that the ranks of a host share: >>ddp-states. */
-  cddp_ddp *shared_by; /* the model: each of its ranks steps a part; NULL: not shared */
-  void (*unshare)(cddp_optim *o); /* cddp__end_sharing; this and the next 3: set if shared_by is */
+  cddp_ddp *shared_by; /* the model: each of its ranks steps a part; NULL: the states are this
+                          rank's alone */
+  void (*unshare)(cddp_optim *o); /* cddp__end_sharing. This and the next 3 fields are valid only
+                                     while shared_by is set */
   char *shared_states; /* mapped here; layout: cddp__state_at */
   char *own_shared;    /* shared_states on the rank that has allocated and frees them; else NULL */
   cddp_optim *next;    /* in shared_by->sharing */
 
   /* Its model's. */
-  const unsigned char *used;   /* [count] 0: skip the parameter; NULL: use all */
-  cddp__sparse *const *sparse; /* [count] NULL: dense; NULL array: all dense */
+  const unsigned char *used;   /* [count] 0: no rank used the parameter in this step, so skip it;
+                                  NULL: no model (desc.ddp), so use all */
+  cddp__sparse *const *sparse; /* [count] an element is NULL: the parameter is dense; the array is
+                                  NULL: no model, or no sparse_rows */
   uint32_t paired;             /* id of the cddp_ddp that has last checked optim; 0: none */
   uint32_t number; /* of the pairing with that model; its ranks compare it. last_optim of a
                       cddp__tensor is the number of the optimizer that stepped last */
@@ -17433,7 +17470,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
 
   /* cddp_kernels.cuh's. */
   int device; /* the GPU's number */
-  void *flat; /* all states in one allocation; NULL: none */
+  void *flat; /* all states in one allocation; NULL: not allocated yet, or host memory */
   struct cddp_segment *segments; /* [count] scratch of a step */
 };
 
@@ -17446,7 +17483,7 @@ struct cddp__update {
   cddp__scalars scalars;
   char *states[CDDP__STATES]; /* where the parameter's elements begin in each; NULL: not in use */
   char *master; /* address of its first element; NULL: no master */
-  bool init_master; /* the master has no values yet: copy the weights to it first */
+  bool init_master; /* copy the weights to the master first: cddp_optim.init_master */
   /* For cddp__fuse: a data-parallel step of an f32 parameter. NULL: this step needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
@@ -17534,7 +17571,7 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
     if (s->nesterov) cddp__sgd_add(update, buf, d, m, n, s->keep);
     d = s->nesterov ? buf : m;
   }
-  cddp__sgd_add(update, p, p, d, n, s->step /* -lr */);
+  cddp__sgd_add(update, p, p, d, n, s->step /* -lr * lr_scales[i] */);
 }
 
 static const cddp__algorithm cddp__sgd = {
@@ -17705,10 +17742,12 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
   return CDDP_OK;
 }
 
-/* rows: [count] cddp_ddp_desc.sparse_rows; 0: the parameter is dense. NULL: all are. */
+/* Refuses numbers of sparse rows that do not fit the parameters.
+     rows   [count] cddp_ddp_desc.sparse_rows; 0: the parameter is dense; NULL: all are */
 static cddp_result cddp__check_sparse(const cddp_param *params, int count, const size_t *rows) {
   int i;
-  for (i = 0; rows != NULL && i < count; i++) {
+  if (rows == NULL) return CDDP_OK; /* all are dense */
+  for (i = 0; i < count; i++) {
     if (rows[i] == 0) continue;
     if (params[i].count == 0 || params[i].count % rows[i] != 0)
       return CDDP__REFUSE("parameter \"%s\" cannot have %zu sparse rows, with %zu elements",
@@ -17739,7 +17778,7 @@ static cddp_result cddp__check_disjoint(const cddp_param *params, int count,
   static const char *const what[] = {"data", "grad", "copy"};
   cddp__owned *list = (cddp__owned *)cddp__calloc(allocator, 3 * (size_t)count, sizeof *list);
   cddp_result r = CDDP_OK;
-  size_t n = 0, k; /* n: entries of the list */
+  size_t n = 0, k; /* n: entries of the list so far: memory that is not empty */
   int i, j; /* j: index in `what` and `memory` */
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < count; i++) {
@@ -17820,7 +17859,7 @@ static void cddp__step_sparse(cddp_optim *optim, int i, const cddp__sparse *spar
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
   bool all_rows = optim->state_count > 0; /* momentum changes rows without a gradient too */
   bool has_gradient; /* this row */
-  size_t k = 0, row; /* k: index of the next row of the mean; row: the parameter's */
+  size_t k = 0, row; /* index of the next row of the mean; index of the row in the parameter */
   /* Visits each row of the parameter, or (!all_rows) each row of the mean. */
   for (row = 0; all_rows ? row < sparse->rows : k < sparse->mean.n; row++, k += has_gradient) {
     if (!all_rows) row = (size_t)sparse->mean.number[k];
@@ -17852,12 +17891,13 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
 static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
-  for (k = 0; n > 0 && k < optim->state_count; k++) { /* n 0: this rank keeps no part of i */
+  if (n == 0) return CDDP_OK; /* this rank keeps no part of i */
+  for (k = 0; k < optim->state_count; k++) {
     void **state = cddp__state_of(optim, k, i);
     if (*state != NULL /* it exists */ || !cddp__has_state(optim, k, i)) continue;
     if (bytes < 4 * CDDP__HUGE_PAGE /* small */ ||
-        posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0)
-      *state = cddp__malloc(NULL /* allocator: malloc */, bytes); /* can set the error text */
+        posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0 /* no such memory */)
+      *state = cddp__malloc(NULL /* allocator: malloc */, bytes); /* sets the text if it fails */
     else
       cddp__request_huge_pages((char *)*state, bytes);
     if (*state == NULL) return CDDP_OUT_OF_MEMORY;
@@ -17903,14 +17943,14 @@ static cddp_result cddp__cpu_step(cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* Both kinds of `waits` are met: the zeros are visible on return. */
+/* waits makes no difference: zeros in host memory are visible on return. */
 static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes, bool waits) {
   (void)optim, (void)waits;
   memset(p, 0, bytes);
   return CDDP_OK;
 }
 
-static void cddp__cpu_leave(cddp_optim *optim) { /* shared states are NULL here */
+static void cddp__cpu_leave(cddp_optim *optim) { /* pointers to shared states are NULL by now */
   int i;
   for (i = 0; i < optim->count * optim->state_count; i++)
     cddp__free(NULL /* allocator */, optim->state[i]);
@@ -17920,12 +17960,13 @@ static void cddp__cpu_leave(cddp_optim *optim) { /* shared states are NULL here 
 static const cddp__optim_backend cddp__cpu_optim = {
     false /* not on_device */, cddp__cpu_step, cddp__cpu_copies, cddp__cpu_zero, cddp__cpu_leave};
 
-/* Refuses parameters (the caller's array) with other sizes or types than at the optimizer's
-   creation, which its states have. */
+/* Refuses parameters if the caller has changed a size or type in its array since the optimizer's
+   creation: the states have those of the creation. */
 static cddp_result cddp__check_sizes(const cddp_optim *optim) {
   const cddp_param *p = optim->params;
   int i;
-  for (i = 0; i < optim->count && !optim->partitioned; i++) /* else parts have no full sizes */
+  if (optim->partitioned) return CDDP_OK; /* parts has this rank's elements, not whole sizes */
+  for (i = 0; i < optim->count; i++)
     if (p[i].count != optim->parts[i].count || (int)p[i].dtype != optim->dtypes[i])
       return CDDP__REFUSE("parameter \"%s\" now has %zu elements of type %s, at cddp_optim's "
                           "creation %zu of type %s", cddp__param_name(p, i).s, p[i].count,
@@ -18052,8 +18093,8 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   const double numbers[] = {d->lr, d->momentum, d->weight_decay, d->eps, d->beta1, d->beta2};
   cddp_result r = CDDP_OK;
   int i;
-  for (i = 0; r == CDDP_OK && i < 6; i++) /* all of `numbers` */
-    r = cddp__check_number(names[i], numbers[i], i < 4 ? INFINITY : 1.0 /* betas */);
+  for (i = 0; r == CDDP_OK && i < 6; i++) /* all of `numbers`; from 4 on the betas, below 1 */
+    r = cddp__check_number(names[i], numbers[i], i < 4 ? INFINITY : 1.0);
   if (r != CDDP_OK) return r;
   if (!(fabs(d->dampening) <= DBL_MAX)) /* infinite or NaN; as in PyTorch it can be negative */
     return CDDP__REFUSE("dampening is %g; it must be finite", d->dampening);
@@ -18101,7 +18142,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   cddp_result r = cddp__check_params(params, count, CDDP__RULE_TRAINED);
   size_t n = (size_t)count;
   size_t states = (size_t)state_count + (d->master_weights != 0); /* arrays per parameter */
-  size_t pointers = n * (states + (d->copies != NULL));
+  size_t pointers = n * (states + (d->copies != NULL)); /* in optim->state, and in desc.copies */
   cddp_optim *optim;
   double *scales, *decays; /* the optimizer's lr_scales and weight_decays */
   int i;
