@@ -9999,12 +9999,12 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
      2. With more ranks than cores (oversubscribed), ranks add 1 to `arrivals` and sleep on
         `release`. The last rank to arrive sets it, and wakes all others with one call. */
 
-/* Up to this many bytes per share one round is faster than two rounds around direct copies. Rounds
-   take longer if ranks share cores. */
+/* Up to this many bytes per share one round is faster than two rounds around direct copies. If
+   ranks share cores, a round takes longer, so one round pays off for more bytes. */
 #define CDDP__ROUND_MAX ((size_t)4 << 10)
 #define CDDP__ROUND_MAX_OVERSUBSCRIBED ((size_t)8 << 10)
 #define CDDP__SPIN 2000 /* polls, tens of microseconds, before a rank yields: cddp__spin_of */
-#define CDDP__YIELDS 100 /* of a wait before it sleeps; at most for CDDP__YIELDS_MAX_S */
+#define CDDP__YIELDS 100 /* most yields of a wait before it sleeps, within CDDP__YIELDS_MAX_S */
 
 /* --- groups with work for every waiting thread --- */
 
@@ -10012,7 +10012,8 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
    waiting thread serves them all. A thread that holds served_lock takes p2p.lock by trylock, since
    cddp__serve_in_waits is called with p2p.lock held. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp_group *cddp__served; /* cddp__served_lock, unless it is only compared with NULL */
+static cddp_group *cddp__served; /* first of the list, NULL: none; cddp__served_lock, except for
+                                    cddp__serve_all_recvs, which first compares it with NULL */
 
 /* Runs in a forked child, which can have copied a locked lock. The groups are the parent's. */
 static void cddp__reset_served(void) {
@@ -10028,13 +10029,13 @@ static void cddp__register_fork_handler(void) {
 /* Adds g to the served groups, once. The caller holds g's p2p.lock, or g is not yet known to other
    threads. */
 static void cddp__serve_in_waits(cddp_group *g) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  static pthread_once_t once = PTHREAD_ONCE_INIT; /* a process needs one fork handler */
   if (g->p2p.is_served) return; /* already in the list */
   pthread_once(&once, cddp__register_fork_handler);
   pthread_mutex_lock(&cddp__served_lock);
   g->p2p.is_served = true;
   g->p2p.next_served = cddp__served;
-  __atomic_store_n(&cddp__served, g, __ATOMIC_RELEASE); /* atomic: it is read without the lock */
+  __atomic_store_n(&cddp__served, g, __ATOMIC_RELEASE); /* can be compared without the lock now */
   pthread_mutex_unlock(&cddp__served_lock);
 }
 
@@ -10056,15 +10057,16 @@ static void cddp__stop_serving(cddp_group *g) {
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   cddp__host *host = g->host;
   int next = (host->index + 1) % host->size; /* index of the next process in the ring: head, 4 */
-  int status; /* its wait status */
+  int status; /* wait status of that process, as waitpid returns it */
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__wait_read_clock(w); /* sets w->now, due and late */
-  if (cddp__serve_all_recvs(g)) w->since = w->now; /* sleeps are short again: more can follow */
+  if (cddp__serve_all_recvs(g)) /* messages were copied, and more can follow: */
+    w->since = w->now; /* sleeps are short again */
   if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
   cddp__join_serve(g->host, CDDP__JOIN_POLL); /* answers joining processes */
-  /* Stores how the next process in the ring has ended: head, 4. Without slots or a pidfd none is
-     known. `ended` not 0: it is stored already. */
+  /* Stores how the next process in the ring has ended: head, 4. slots NULL: there is no `ended`.
+     pidfd -1: the process cannot be watched. `ended` not 0: it is stored already. */
   if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->ranks[next].pidfd, host->ranks[next].pid, &status))
@@ -10078,7 +10080,8 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
      sleepers   block.sleepers, or a slot's event_sleepers: cddp__wake_all reads both */
 static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sleepers,
                              cddp__atomic_u32 *word, uint32_t value) {
-  double left = w->deadline - cddp__now(), sleep = w->now - w->since; /* seconds */
+  double left = w->deadline - cddp__now(); /* seconds until the deadline */
+  double sleep = w->now - w->since;        /* seconds to sleep: as long as the wait has lasted */
   if (sleep < CDDP__SLEEP_MIN_S) sleep = CDDP__SLEEP_MIN_S;
   if (sleep > CDDP__SLEEP_MAX_S) sleep = CDDP__SLEEP_MAX_S;
   cddp__add32(sleepers, 1); /* a full fence: if the reads below miss a change, its rank sees this */
@@ -10089,8 +10092,9 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
 
 /* Notifies a rank that a send from or for it has changed, or a message has arrived. The caller has
    executed a full fence after that change. On one host a rank without event_sleepers needs no
-   notification: before it sleeps it increments these, then looks for messages once more. On several
-   hosts a thread can sleep in epoll_wait, uncounted: cddp__hosts_pause compares `events` first. */
+   notification: each of its threads increments event_sleepers, then looks for messages once more,
+   before it sleeps. On several hosts a thread can also sleep in epoll_wait: event_sleepers does not
+   count it, so `events` always changes, and cddp__hosts_pause compares that before epoll_wait. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *slot = cddp__slot_of(g, rank);
   if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&slot->event_sleepers) == 0)) return;
@@ -10117,15 +10121,16 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
   cddp__wait w;
   uint32_t seen; /* value of *word when it was read last: this thread sleeps until it changes */
   cddp__wait_begin(&w, g->timeout_s);
-  w.yields = g->yields;
+  w.yields = g->yields; /* number before the first sleep */
   while (r == CDDP_OK && (seen = cddp__load32(word)) != want) {
     if (cddp__wait_yields(&w)) continue; /* has yielded; false: from now on it sleeps */
     CDDP__POINT("waits");
     r = cddp__wait_tick(g, &w);
-    /* *word is read again: once the round is complete, a rank can end, and this one is in time. */
+    /* Each check first reads *word again: when the round is complete, an ended rank or a passed
+       deadline no longer matters to it. */
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) r = cddp__check_wait(g, &published);
     if (r == CDDP_OK && w.late && cddp__load32(word) != want)
-      r = cddp__break_late(g, -1 /* no rank is known to be late */);
+      r = cddp__break_late(g, -1 /* no frame of a certain rank is missing */);
     if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, seen);
   }
   if (published) cddp__clear_wait(g, r != CDDP_OK /* failed */);
@@ -10198,7 +10203,8 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__slot *mine = cddp__slot_of(g, g->rank);
   const cddp__op_header *reference;
   cddp__wait w;
-  int p, first = 0, different = 0; /* first: the reference's rank; if all are absent, the last */
+  int first = 0; /* the reference's rank; if all ranks are absent, the last one */
+  int p, different = 0; /* number of headers that do not match the reference */
   while (first + 1 < g->size && cddp__is_absent(cddp__op_header_of(g, first, g->round)))
     first++;
   reference = cddp__op_header_of(g, first, g->round);
@@ -10208,8 +10214,8 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
   cddp__store32(&mine->site_round, g->round); /* the site is complete */
   cddp__wait_begin(&w, 0.1); /* s, for the others' call sites: a rank can have just died */
-  /* Not for ranks of other hosts, which write theirs in another block, or once another rank has
-     broken the group. */
+  /* No wait for ranks of other hosts, which write their sites into another block. The waits end
+     when another rank breaks the group, since the text of that rank is used then. */
   for (p = 0; p < g->size; p++)
     while (g->host_index[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
            !cddp__is_broken(g) && cddp__wait_pause(&w)) {}
@@ -10236,11 +10242,11 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
    grows. */
 static cddp_result cddp__arrive(cddp_group *g) {
   uint32_t arrived = cddp__add32(&g->block->arrivals, 1); /* the new number: this rank counts */
-  g->arrive_target += (uint32_t)g->local_size;
-  if (arrived != g->arrive_target) { /* not the last */
+  g->arrive_target += (uint32_t)g->local_size; /* number when all ranks of the host have arrived */
+  if (arrived != g->arrive_target) { /* this rank is not the last */
     /* Several hosts: the leader sleeps on `arrivals` until all others of its host have arrived, in
        cddp__hosts_exchange, and then arrives. The last of the others wakes it. */
-    if (g->hosts != NULL && arrived + 1 == g->arrive_target &&
+    if (g->hosts != NULL && arrived + 1 == g->arrive_target /* all except the leader */ &&
         cddp__load32(&g->block->sleepers) != 0)
       cddp__futex_wake(&g->block->arrivals);
     return cddp__wait_word(g, &g->block->release, g->round);
@@ -10290,7 +10296,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL /* one host has all ranks */;
   bool of_model = call->kind >= CDDP__KIND_DDP_CREATE; /* models compute in every step */
-  bool computes = /* with floats: so all ranks must use one floating-point mode */
+  bool computes = /* with floats, so all ranks must use one floating-point mode; only `all` compare */
       all && (of_model || (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
   uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
   cddp_result r;
@@ -10307,7 +10313,8 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   CDDP__POINT("announced");
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
     g->hosts->local_only = !all; /* then no remote rank is awaited: cddp__find_late */
-    /* The program survived the loss that broke another group: early notices must not name it. */
+    /* net.loss broke another group, but this rank still makes calls: it survived that loss. Early
+       notices of this group must not name it as a cause. */
     if (all && cddp__has_cause(&g->hosts->net->loss))
       cddp__store32(&g->hosts->net->loss.state, 1); /* 1: no text, and cddp__set_cause adds none */
     /* The leader exchanges the headers before it arrives below: its arrival releases the others. */
@@ -10360,7 +10367,7 @@ static int cddp__spin_of(const cddp__host *host) {
    with the same number, the control block's `cores`. */
 static void cddp__set_wait_policy(cddp_group *g) {
   g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
-  if (g->hosts == NULL) /* else >>hosts sets it */
+  if (g->hosts == NULL) /* else cddp__hosts_attach sets it, by the bytes that leaders send */
     g->round_max = g->oversubscribed ? CDDP__ROUND_MAX_OVERSUBSCRIBED : CDDP__ROUND_MAX;
   g->spin = cddp__spin_of(g->host);
 }
@@ -10387,7 +10394,7 @@ static void cddp__set_wait_policy(cddp_group *g) {
    many, or after CDDP__STRANGER_S if few descriptors are left. A link that ends before it is UP has
    carried no frame, so its caller connects again. If it ends later, its peer is lost. */
 
-#define CDDP__RECONNECT_S 0.05 /* between two attempts to connect a link again */
+#define CDDP__RECONNECT_S 0.05 /* least time between two attempts to connect a link again */
 #ifndef CDDP__STRANGER_S
 #define CDDP__STRANGER_S 5.0 /* limit of hello and proof, when few descriptors are left */
 #endif
@@ -10483,7 +10490,8 @@ static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int 
 
 /* Whether a received hello is one of this job, for this rank. */
 static bool cddp__link_hello_ok(const cddp__net *n, const cddp__hello *h) {
-  return h->purpose <= CDDP__LINK_NOTICE && h->secret == (uint32_t)(n->secret != NULL) &&
+  return h->purpose <= CDDP__LINK_NOTICE /* the last purpose */ &&
+         h->secret == (uint32_t)(n->secret != NULL) && /* both ends have one, or neither */
          h->from < (uint32_t)n->size && h->to == (uint32_t)n->rank &&
          cddp__same_bytes(h->token, n->token, sizeof h->token);
 }
@@ -10498,7 +10506,7 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
     if (io <= 0) return false; /* the rest later, or the link has ended */
     *done = 0; /* from now on it counts bytes of frames */
     if (!c->caller) c->peer = (int)h->from; /* cddp__link_hello_ok checks it, below */
-    if (c->caller && cddp__connected_to_itself(c->fd)) /* only if the peer does not listen */
+    if (c->caller && cddp__connected_to_itself(c->fd)) /* possible if the peer does not listen */
       cddp__connection_end(c, ECONNREFUSED);
     else if (!c->caller && !cddp__link_hello_ok(n, h))
       cddp__connection_end(c, EPROTO);
@@ -10518,6 +10526,7 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
 static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose, uint64_t group,
                                       cddp__connection **out) {
   const cddp__rank_entry *entry = &n->ranks[peer];
+  /* of the peer's host, and of this host: */
   cddp__address to = cddp__internet_address(&n->hosts[entry->host].address),
                 from = cddp__internet_address(&n->hosts[n->host].address);
   int fd = cddp__socket(to.sa.ss_family);
@@ -10537,7 +10546,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
     (void)!bind(fd, &from.any, from.size); /* without it the system chooses one */
   cddp__link_write_hello(n, c, purpose, group);
   if (connect(fd, &to.any, to.size) != 0 && errno != EINPROGRESS && errno != EINTR)
-    cddp__connection_end(c, errno); /* else it connects in the background */
+    cddp__connection_end(c, errno); /* EINPROGRESS, EINTR: the system continues to connect */
   return CDDP_OK;
 }
 
@@ -10651,7 +10660,7 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
 /* Sends the other hosts the list of this host's ranks that have reached the round. After a time-out
    hosts exchange these lists, so that their texts name the late ranks. */
 static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
-  bool arrived[CDDP__MAX_RANKS];
+  bool arrived[CDDP__MAX_RANKS]; /* by rank: it is on this host, and has reached the round */
   cddp__text list;
   int p;
   if (cddp__exchange32(&g->block->arrivals_sent, round) == round)
@@ -10659,7 +10668,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   for (p = 0; p < g->size; p++)
     arrived[p] =
         g->host_index[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
-  list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* the round's digits */);
+  list = cddp__list_ranks(arrived, g->size, CDDP__ERROR_MAX - 16 /* room for the round */);
   if (list.s[0] != 0) /* some rank has arrived */
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
                        CDDP__NOTICE_ARRIVED |
@@ -10670,7 +10679,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
 /* Records another host's list of arrived ranks, for example "7 0-3, 6" for round 7, and answers
    with this host's list, if that was not sent yet. */
 static void cddp__record_arrivals(cddp_group *g, const char *text) {
-  char *at, *begin; /* at: behind the last number */
+  char *at, *begin; /* behind the number parsed last; where the next range begins */
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
   long p, last; /* a range of ranks in the list */
   while (*at == ' ' || *at == ',') {
@@ -10740,9 +10749,9 @@ static void cddp__link_detect_close(cddp__connection *c) {
 static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__connection **list,
                                cddp__connection **spare, cddp__atomic_u32 *starved) {
   cddp__connection *c;
-  bool none, few = false; /* none: no descriptor or memory is left */
+  bool none, few = false; /* no descriptor, or no memory, is left; few descriptors are left */
   int i, fd;
-  for (i = 0; i < 64 /* strangers can connect without a pause */; i++) {
+  for (i = 0; i < 64 /* a limit, as strangers can connect without a pause */; i++) {
     if (*spare == NULL) *spare = cddp__link_alloc(a);
     if (*spare == NULL) errno = ENOMEM; /* an allocator need not set it */
     fd = *spare != NULL ? cddp__accept(listener) : -1;
@@ -10764,7 +10773,7 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
    has been left: a peer connects for it only after all ranks created it (cddp__agree in
    cddp__split). A group with an even id can be unknown because this rank has not created it yet. */
 static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
-  const cddp_group *g = NULL; /* the group, if this rank has it */
+  const cddp_group *g = NULL; /* odd id: the group, if this rank has it; even: not searched */
   int i;
   for (i = 0; i < CDDP__LEFT_GROUPS; i++)
     if (n->left[i] == id + 1 /* 0: unused entry */) return true;
@@ -10781,7 +10790,7 @@ static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   cddp__connection **at, *c;
   int silent = 0, proving = 0; /* links without a hello, without a proof */
-  int most = cddp__unproven_most(n->size); /* limit of each; the list's first are the newest */
+  int most = cddp__unproven_most(n->size); /* limit of each: the newest, first in the list, stay */
   bool few; /* few descriptors are left */
   if (pthread_mutex_trylock(&n->lock) != 0) return; /* another thread serves the net */
   few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->spare, &n->starved);
@@ -10823,14 +10832,13 @@ static void cddp__net_release(cddp__net *n) {
   cddp__free(&a, n);
 }
 
-/* Bytes of a net's token, hosts and ranks, in this order: the body of >>rendezvous' message TABLE.
-   */
+/* Bytes of a net's token, hosts and ranks, in this order: the body of the rendezvous's TABLE. */
 static size_t cddp__table_bytes(int size, int host_count) {
   return 16 /* token */ + (size_t)host_count * sizeof(cddp__host_entry) +
          (size_t)size * sizeof(cddp__rank_entry);
 }
 
-/* A net with one user and empty tables. */
+/* A net with one user, the caller, and tables of zeros. NULL: no memory. */
 static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_count) {
   cddp__net *n = (cddp__net *)cddp__calloc(a, 1, sizeof *n);
   if (n == NULL) return NULL;
@@ -10906,11 +10914,11 @@ typedef struct cddp__rank_info {
   uint64_t machine; /* cddp__host_identity(): ranks on one machine must have one user */
   uint64_t run; /* a hash of cddp__config.run: tells jobs apart */
   char backend[16]; /* "cpu", "mpi", "nccl" */
-  cddp__host_entry host; /* size: unused */
+  cddp__host_entry host; /* name and, if ranks there listen for links, address; .size is unused */
 } cddp__rank_info;
 
-/* TABLE to a joining process: the answer to its call. A rank on the same host also sends its
-   memfd. */
+/* TABLE to a joining process: the answer to its call. A rank on the same host also sends the memfd
+   of that host's ranks. */
 typedef struct cddp__join_table {
   cddp__rank_info info; /* of the rank that answers */
   uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
@@ -10930,11 +10938,11 @@ typedef struct cddp__job_info {
                              was received by this one */
   char node_name[48]; /* name of the node's socket; the prefix of its ranks' socket names */
   uint32_t node_hash; /* of node_name; never 0, which marks an unused entry of cddp__node_hashes */
-  bool endpoint_here; /* the endpoint is an address of this host */
-  char master[256]; /* MASTER_ADDR; with `port` for joins from other hosts */
-  int port; /* MASTER_PORT, where ranks listen for joins from other hosts; 0: they cannot, as it is
+  bool endpoint_here; /* the endpoint is on this host: an address of it, or a unix: name */
+  char master[256]; /* MASTER_ADDR; unused if `port` is 0 */
+  int port; /* MASTER_PORT, where ranks listen for joins from other hosts; 0: they do not, as it is
                not set or a launcher listens there */
-  uint32_t foreign; /* a joining process's; bit i: address i of MASTER_ADDR is another job's */
+  uint32_t foreign; /* of a joining process; bit i: address i of MASTER_ADDR is another job's */
   double timeout_s; /* limit of a joining process's search for the job */
   char endpoint[96]; /* where the ranks meet, for error texts: "port 29500" */
   int rank_claim_fd; /* this rank's socket on its host, held while the group lives; -1: not bound,
@@ -10948,14 +10956,14 @@ typedef struct cddp__registration { /* a rank, or another process with a rank's 
   int node; /* number of its node; 0: this rank's own */
   int link_fd; /* its listening socket for links, opened by its coordinator, which closes it when
                   the rank has its own copy; -1: none now */
-  bool fits; /* it matches this rank, and its number is unique; false: a misfit */
+  bool fits; /* it matches this rank, and no other entry with its number fits; false: a misfit */
 } cddp__registration;
 
 typedef struct cddp__channel { /* a connection to the parent or a child */
   cddp__connection connection; /* .deadline: of the proof and the first RANK */
-  bool rank_received; /* from a child: its first RANK */
-  bool ready; /* from a child: READY */
-  bool fail_sent; /* FAIL was sent by TCP: the connection stays until it has arrived */
+  bool rank_received; /* the child has sent its first RANK; false of the parent */
+  bool ready; /* the child has sent READY, which is not answered yet; false of the parent */
+  bool fail_sent; /* this rank has sent FAIL by TCP: the connection stays until FAIL has arrived */
   bool end_is_loss; /* its end is the loss of a rank: from a child's matching RANK, or the parent's
                    WAIT, until the parent's READY */
   size_t entry; /* the child's index in rendezvous.registered, once rank_received */
@@ -10965,23 +10973,25 @@ typedef struct cddp__root_search { /* how a coordinator finds the root */
   int fds[CDDP__ADDRESSES_MAX]; /* on rank 0 and the root: sockets that listen for coordinators */
   int fd_count; /* of fds */
   char key[160]; /* in the launcher's store: RUN/meeting */
-  cddp_store *store; /* a launcher's, or file://, locked by rank 0; NULL: none, or not open */
+  cddp_store *store; /* the launcher's; or the file of file://, which rank 0 locks; NULL: the job
+                        has neither, or it is not open */
   /* From the store, the file or rank 0's PORT; 0 for an address and a port. The proof of the secret
      covers it: it shows that a coordinator has read the store or the file. */
   unsigned char proof_salt[32];
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* where the root can listen */
   int address_count, next; /* next: index of the address to try next; all were tried if it is
                               address_count */
-  double resolved_at; /* when MASTER_ADDR was resolved */
-  double next_look; /* when to look for the root again */
+  double resolved_at; /* when MASTER_ADDR was last resolved; 0: never */
+  double next_look; /* when cddp__try_root looks for the root again */
   double pause; /* seconds between two looks; grows */
   double try_s; /* limit of the next connection, in seconds. Short, as this rank serves its clients
                    only between tries; doubles up to 8 s */
-  double closed_since; /* since when connections end unanswered: cddp__fail_connect; 0: no */
+  double closed_since; /* since when connections end unanswered: cddp__fail_connect; 0: they do
+                          not */
   bool closed; /* a connection ended unanswered since addresses[0] was tried */
-  cddp__text blocked; /* why the last try failed to reach the root; "": it did not fail */
+  cddp__text blocked; /* why the last try has not reached the root; "": it has, or none was made */
   bool port_blocked; /* `blocked` is about the root's own port: CDDP_NETWORK, not _TIMEOUT */
-  int refused_count; /* connections to the root that failed the proof of the secret */
+  int refused_count; /* number of connections to this rank that failed the proof of the secret */
 } cddp__root_search;
 
 typedef struct cddp__root_key { /* value of the launcher's store's key RUN/meeting */
@@ -10995,10 +11005,11 @@ typedef struct cddp__rendezvous {
   cddp__job_info *job;
   double deadline; /* for all ranks to register: the start + config.timeout_s */
   cddp__root_search root;
-  cddp__address address; /* of this host, for ranks of other nodes; loopback if not known better */
-  int node_socket; /* listening for clients; -1: this rank is a client */
+  cddp__address address; /* of this host, for ranks of other nodes; loopback until a connection, or
+                            CDDP_IFNAME, has shown a better one */
+  int node_socket; /* a coordinator's, on which it accepts clients; -1: this rank is none */
   cddp__channel parent; /* connection.fd -1: none: not connected, or this rank is the root */
-  cddp__channel *children; /* and accepted connections that have not sent RANK */
+  cddp__channel *children; /* [child_count] also accepted connections that have not sent RANK */
   size_t child_count, child_capacity;
   cddp__registration *registered; /* this rank, [0], and all below it, in order of registration */
   size_t registered_count, registered_capacity;
@@ -11008,9 +11019,10 @@ typedef struct cddp__rendezvous {
   bool with_rank_0; /* rank 0 is on this node, perhaps a misfit */
   cddp__cause problem; /* why the first misfit is refused */
   double problem_at; /* when that misfit registered */
-  bool common_failure; /* the failure is not this rank's alone: its text is sent unchanged */
+  bool common_failure; /* the failure's text names its rank, or is about several: it is sent to
+                          others unchanged. false: this rank's number is put before it */
   int memory_fd; /* a client's: the memfd, received with TABLE; -1: not received, or mapped since */
-  cddp__net *net; /* the table of ranks; NULL: it is not complete */
+  cddp__net *net; /* the table of ranks; NULL: it is not built, or TABLE has not arrived */
 } cddp__rendezvous;
 
 /* A hash that ranks of one machine have in common: of the network namespace and CDDP_HOST_ID, or,
@@ -11038,7 +11050,7 @@ static void cddp__append_origin(const cddp__config *config, cddp_result r) {
         cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
         config->host_origin, config->port_origin,
         config->client_only ? "; TORCHELASTIC_USE_AGENT_STORE says that a launcher serves it" : "");
-  if (config->launcher != CDDP__LAUNCHER_SCRIPT) /* the user has not set the endpoint */
+  if (config->launcher != CDDP__LAUNCHER_SCRIPT) /* the launcher, not the user, set the endpoint */
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; set MASTER_ADDR and MASTER_PORT to %s",
                  config->port != 0 ? "change them" : "connect over TCP");
@@ -11055,19 +11067,20 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   const char *id = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
   char endpoint[1200], text[1600]; /* text: what tells nodes and jobs apart; the name is its MAC */
-  cddp__text spelled;
+  cddp__text spelled; /* an address of the endpoint, as text */
   unsigned char mac[32];
-  struct stat pids, times; /* namespaces: ranks in both see the same pids and start times */
+  struct stat pids, times; /* of this process's namespaces: ranks that have both in common see the
+                              same pids and start times */
   bool here = false; /* the endpoint is an address of this host */
   bool will_listen = config->rank == 0 && !config->client_only && config->listen_fd < 0;
   double resolve_end =
       cddp__earlier_deadline(will_listen ? 0 : CDDP__RESOLVE_S, cddp__now() + config->timeout_s);
   int n = 0, i;
   cddp_result r = CDDP_OK;
-  while (config->port != 0 && /* else a path or a name, as it is */
-         (r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
-         cddp__now() < resolve_end)
-    cddp__sleep(0.1); /* a container's name can appear in DNS later */
+  if (config->port != 0) /* else the endpoint is a path or a name, used as it is */
+    while ((r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
+           cddp__now() < resolve_end)
+      cddp__sleep(0.1); /* a container's name can appear in DNS later */
   cddp__append_origin(config, r); /* CDDP_OK: appends nothing */
   if (r != CDDP_OK) return r;
   snprintf(endpoint, sizeof endpoint, "%s", config->init_method);
@@ -11078,7 +11091,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
       snprintf(endpoint, sizeof endpoint, "%s", spelled.s);
   }
   if (here) snprintf(endpoint, sizeof endpoint, "here:%d", config->port);
-  if (stat("/proc/self/ns/pid", &pids) != 0) pids.st_ino = 0;
+  if (stat("/proc/self/ns/pid", &pids) != 0) pids.st_ino = 0; /* no /proc */
   if (stat("/proc/self/ns/time", &times) != 0) times.st_ino = 0;
   snprintf(text, sizeof text, "%s|%s|%016" PRIx64 "|%u|%llu|%llu", endpoint, config->run,
            id != NULL ? cddp__hash64(0 /* seed */, id, strlen(id)) : 0, (unsigned)geteuid(),
@@ -11105,7 +11118,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
   job->rank_claim_fd = job->port_fd = -1;
   job->secret = (char *)memcpy(job + 1, config->secret, secret_size);
   job->timeout_s = config->timeout_s;
-  job->table.size = config->world_size;
+  job->table.size = config->world_size; /* of the job's first group */
   if (!config->client_only) { /* else a launcher listens at MASTER_PORT: no rank can later */
     memcpy(job->master, config->host, sizeof job->master);
     job->port = config->port;
@@ -11258,7 +11271,7 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
     int fd = cddp__accept(job->rank_claim_fd);
     struct pollfd claim = {fd, POLLIN, 0};
     if (fd < 0 && errno != ECONNABORTED) break; /* no more connections now */
-    if (fd >= 0 && cddp__poll(&claim, 1, 20 /* ms */) > 0 &&
+    if (fd >= 0 && cddp__poll(&claim, 1, 20 /* ms, for its claim to arrive */) > 0 &&
         recv(fd, &byte, 1, MSG_DONTWAIT) == 1 && byte == CDDP__CLAIM[0] &&
         cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid())
       second = peer[0];
@@ -11382,7 +11395,7 @@ static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, c
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                                              const cddp__channel *channel) {
   const cddp__rank_info *info = &rdv->registered[channel->entry].info; /* of a child */
-  const cddp__net *net = rdv->net; /* NULL: which rank the parent is, is not known */
+  const cddp__net *net = rdv->net; /* NULL: without a table the parent's number is not known */
   bool local = channel->connection.local;
   uint32_t peer[3]; /* pid, uid, gid */
   int i;
@@ -11544,7 +11557,8 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   const cddp__rank_info *own = &rdv->registered[0].info;
   cddp__text text;
   if (!c->local /* the socket's name covers the run */ && info->run != own->run) return false;
-  /* Unix sockets connect only one user's ranks. Machines can give one user several numbers. */
+  /* Unix sockets connect only one user's ranks. On two machines one user can have two numbers, so
+     only those of the same machine are compared. */
   if (c->local || info->machine != own->machine || info->user == own->user)
     return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0 /* body */, NULL /* fds */,
                               cddp__now() /* without blocking */) == CDDP_OK;
@@ -11691,7 +11705,7 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
     return cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
   }
   if (!c->local) return CDDP_OK; /* a coordinator: it has made its node's memory and listeners */
-  if (c->fds[0] < 0 || (host_count > 1 && c->fds[1] < 0)) /* dropped above the limit */
+  if (c->fds[0] < 0 || (host_count > 1 && c->fds[1] < 0)) /* dropped: this process has too many */
     return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of the shared memory");
   rdv->memory_fd = c->fds[0];
   rdv->registered[0].link_fd = cddp__disconnect_in_forks(c->fds[1]);
@@ -11838,6 +11852,7 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
 static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
+  /* Bytes of the longest message: TABLE if each rank has its own host, or FAIL. */
   size_t most = cddp__max(cddp__table_bytes(ranks, ranks), CDDP__ERROR_MAX);
   cddp__message *m;
   cddp_result r = CDDP_OK;
@@ -11889,7 +11904,8 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
   list[n] = parent; /* fd -1 if there is none: ignored */
-  /* Not on rank 0 if it is a client: the root serves its sockets. With a table none is awaited. */
+  /* If rank 0 is a client, the root accepts at its sockets. With a table all coordinators have
+     connected. */
   if (rdv->node_socket >= 0 && rdv->net == NULL)
     for (i = 0; i < (size_t)rdv->root.fd_count; i++) listeners[listener_count++] = rdv->root.fds[i];
   r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
@@ -12027,7 +12043,8 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   if (scheme == CDDP__URL_UNIX) {
     root->address_count = 1;
     cddp__unix_name(&root->addresses[0], name);
-  } else if (root->address_count == 0 || cddp__now() > root->resolved_at + 5 /* s: can change */) {
+  } else if (root->address_count == 0 || /* or after 5 s, since addresses can change: */
+             cddp__now() > root->resolved_at + 5) {
     r = cddp__resolve(config->host, config->port, root->addresses, &root->address_count);
     root->resolved_at = cddp__now();
   }
@@ -12057,7 +12074,8 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
     root->next = 0;
     r = cddp__find_addresses(rdv);
     if (r == CDDP_NETWORK && root->address_count == 0 && root->store == NULL &&
-        (cddp__now() + 0.5 /* s */ > rdv->deadline || cddp__now() > start + CDDP__RESOLVE_S)) {
+        (cddp__now() + 0.5 /* s: no time for another try */ > rdv->deadline ||
+         cddp__now() > start + CDDP__RESOLVE_S)) {
       cddp__append_origin(rdv->config, r); /* MASTER_ADDR still does not resolve: no more tries */
       return r;
     }
@@ -12272,8 +12290,9 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
   cddp__address a;
   size_t i;
   cddp_result r = CDDP_OK;
-  for (i = 0; i < rdv->registered_count && rdv->node_count > 1 && r == CDDP_OK; i++)
-    if (rdv->registered[i].node == 0) r = cddp__listen_for_links(rdv, &rdv->registered[i]);
+  if (rdv->node_count > 1) /* else the job has no links */
+    for (i = 0; i < rdv->registered_count && r == CDDP_OK; i++)
+      if (rdv->registered[i].node == 0) r = cddp__listen_for_links(rdv, &rdv->registered[i]);
   if (r != CDDP_OK) return r;
   rdv->net = cddp__net_new(&rdv->host->allocator, rdv->config->world_size, rdv->node_count);
   net = rdv->net;
@@ -12328,7 +12347,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   enum { MOST_PORTS = 32 };
   const cddp__net *net = rdv->net;
   double deadline = cddp__now() + cddp__blocked_s(rdv),
-         /* A refusal: a firewall, or the rank has died. In that case FAIL arrives by then. */
+         /* A refusal: a firewall, or the rank has died. If it has died, FAIL arrives by then. */
          refused_end = cddp__earlier_deadline(1 /* s */, deadline);
   cddp__connection *links[MOST_PORTS];
   cddp__address a;
@@ -12344,7 +12363,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
       break; /* no memory or descriptor: checks those so far */
     n++;
   }
-  for (i = 0; i < n; i++) {
+  for (i = 0; i < n; i++) { /* after a failure only frees the links */
     const cddp__connection *link = links[i];
     const cddp__rank_entry *peer = &net->ranks[link->peer];
     error = link->state == CDDP__CONNECTION_ENDED ? link->error : 0;
@@ -12422,7 +12441,7 @@ static bool cddp__all_registered(const cddp__rendezvous *rdv) {
   bool found[CDDP__MAX_RANKS];
   uint32_t count = 0, rank;
   size_t i;
-  if (rdv->registered_count < rdv->expected || rdv->expected > CDDP__MAX_RANKS /* a misfit's */)
+  if (rdv->registered_count < rdv->expected || rdv->expected > CDDP__MAX_RANKS /* of a misfit */)
     return false;
   memset(found, 0, sizeof found);
   for (i = 0; i < rdv->registered_count; i++) {
@@ -12596,7 +12615,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   char text[CDDP__ERROR_MAX], remote[CDDP__ERROR_MAX]; /* for ranks of this host; for others */
   cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem); /* sets its text */
   double deadline;
-  int passes = 0;
+  int passes = 0; /* limited, as processes can connect again and again */
   size_t k, draining; /* draining: number of children that have to read FAIL */
   snprintf(text, sizeof text, "%s", cddp_error()); /* a copy: sends can fail too */
   snprintf(remote, sizeof remote, "%s", text);
@@ -12624,7 +12643,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   deadline = cddp__now() + 0.2; /* for all together */
   cddp__channel_drain(&rdv->parent, deadline);
   for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
-  if (r == CDDP_OK) return; /* only misfits have failed: the job goes on */
+  if (r == CDDP_OK) return; /* only misfits have failed: the job continues */
   if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote)); /* for ranks that use it already */
   if (rdv->host->net != NULL) /* ranks of other hosts can use group 0 already, too */
     cddp__send_notices(rdv->host->net, 0 /* group */, NULL, rdv->net->size, (uint32_t)r, remote);
@@ -12683,7 +12702,7 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
 static void cddp__join_listen(cddp__host *host) {
   const cddp__job_info *job = host->job_info;
   cddp__address a;
-  int defer_s = 5 /* only then a connection without bytes is accepted */, error = 0;
+  int defer_s = 5 /* s that the system holds back a connection without bytes */, error = 0;
   if (job == NULL) return; /* no process can join */
   /* for processes on other hosts: */
   if (job->table.several_hosts != 0 && job->port != 0 && host->joins.tcp_fd < 0) {
@@ -12849,8 +12868,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
   return r;
 }
 
-/* Whether an answer's numbers are in their ranges. A host's number is 2 * shards until it is known.
-   */
+/* Whether an answer's numbers are in range. A host's number is 2 * shards until it is known. */
 static bool cddp__check_join_table(cddp__join_table *table) {
   cddp__member *lead = &table->lead.self;
   table->info.host.name[sizeof table->info.host.name - 1] = 0;
@@ -12908,8 +12926,8 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
   const cddp__job_info *job = host->job_info;
   const cddp__rank_info *own = &job->table.info;
   const char *blocked = search->blocked.s;
-  bool alive = search->count > 0; /* a rank or its process was seen */
-  bool has_master = job->port != 0;
+  bool alive = search->count > 0; /* a rank listens, or below: a process holds a rank's name */
+  bool has_master = job->port != 0; /* it also asks at MASTER_ADDR; false: on this host only */
   /* The job has answered this process before: only ranks of its model count, and are in `calls`. */
   bool has_model = job->table.lead.model.params != 0;
   double now = cddp__now(), gone_s = cddp__job_gone_s(job, search);
@@ -12957,7 +12975,7 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
       (cddp__connection *)cddp__calloc(&host->allocator, CDDP__JOIN_CALLS, sizeof *search.calls);
   if (search.calls == NULL) r = CDDP_OUT_OF_MEMORY;
   search.seen = cddp__now();
-  search.pause = 0.5; /* s */
+  search.pause = 0.5; /* s, at first: it doubles */
   *fd = -1;
   while (r == CDDP_OK && !answered) {
     r = cddp__join_call_ranks(host, &search);
@@ -13023,8 +13041,8 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
         pieces: while one piece is added up, others are in transit. */
 
 #define CDDP__DIRECT_HOSTS 8 /* most hosts that exchange all headers in one turn, with shares */
-#define CDDP__NOTICE_CHECK_S 1e-3 /* between a leader's checks for notices */
-#define CDDP__ARRIVALS_S 0.3 /* wait for other hosts' answers in _query_arrivals */
+#define CDDP__NOTICE_CHECK_S 1e-3 /* least time between two checks of a leader for notices */
+#define CDDP__ARRIVALS_S 0.3 /* limit of the wait for other hosts' answers in _query_arrivals */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* a frame has the struct as it is */
 #define CDDP__PIECE_MOST ((size_t)2 << 20) /* most bytes of all hosts' contributions to a piece */
 /* If all hosts' sums of a slice have at most this many bytes, each host sends its sums to all and
@@ -13072,7 +13090,7 @@ static void cddp__handle_link_end(cddp_group *g, cddp__connection *link) {
    already (one connected by each of both ranks). */
 static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__hosts *hosts = g->hosts;
-  cddp__connection **links; /* [2] the peer's */
+  cddp__connection **links; /* [2] of the peer; NULL: a free entry */
   /* The peer's rank in g; g->size if it has none: */
   for (link->rank = 0; link->rank < g->size && g->world[link->rank] != link->peer; link->rank++) {}
   links = link->rank < g->size ? hosts->peers[link->rank].link : NULL /* no rank of g */;
@@ -13138,10 +13156,9 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
                        (work->call.root != from && work->call.root != CDDP_ANY)))
     work = work->next;
   if (head->type != CDDP__FRAME_MESSAGE || work == NULL || work->filling /* by another link */ ||
-      work->call.root == CDDP_ANY || head->count != work->call.count || /* a mismatch is stored: */
-      head->dtype != work->call.dtype || /* cddp__recv_fits reports it */
-      head->size != work->call.count * work->call.esize)
-    return NULL;
+      work->call.root == CDDP_ANY || head->count != work->call.count ||
+      head->dtype != work->call.dtype || head->size != work->call.count * work->call.esize)
+    return NULL; /* with another count or dtype too: cddp__recv_fits reports the stored message */
   for (m = g->hosts->stored; m != NULL; m = m->next)
     if (m->head.type == head->type && m->head.number == head->number && m->from == from)
       return NULL; /* older, so the receive must get that one */
@@ -13154,7 +13171,7 @@ enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME /* a posted one */ };
    is read only FOR_FRAME or if cddp__is_awaited. Received bytes wake this rank's threads. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
-  size_t got_before = link->got; /* bytes of a half-read frame */
+  size_t got_before = link->got; /* bytes of the next frame that were already read */
   bool received = false; /* a whole frame */
   uint64_t one = 1; /* a write adds it to the eventfd */
   cddp__message *m;
@@ -13245,7 +13262,7 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__ARRIVALS_S);
   cddp__send_arrivals(g, g->round);
-  do cddp__poll_all_groups(g); /* records lists that arrive, until the round ends after all */
+  do cddp__poll_all_groups(g); /* records lists; stops early if the round completes or g fails */
   while (!cddp__is_broken(g) && !cddp__has_remote_headers(g) && cddp__wait_pause(&w));
 }
 
@@ -13288,13 +13305,15 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   double start; /* of the sleep */
   /* ms: limit of the sleep; short for a rank of this host, which cannot end epoll_wait */
   int p, ms = peer != CDDP_ANY && g->host_index[peer] < 0 ? 5 : 1;
-  bool polls; /* this thread polls for all */
+  bool polls; /* this thread calls epoll_wait; false: another thread does, or none needs to */
   cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
-  for (p = 0; w->due && p < g->size; p++)
-    if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
-  for (link = hosts->links; w->due && link != NULL; link = link->next)
-    cddp__link_end_if_unacked(link); /* a host that no longer answers */
+  if (w->due) {
+    for (p = 0; p < g->size; p++)
+      if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
+    for (link = hosts->links; link != NULL; link = link->next)
+      cddp__link_end_if_unacked(link); /* a host that no longer answers */
+  }
   /* If slot.events has changed, this thread can continue: cddp__wait_sleep returns immediately. */
   polls = !hosts->polling && cddp__load32(&slot->events) == events;
   hosts->polling = hosts->polling || polls;
@@ -13332,7 +13351,8 @@ static bool cddp__hosts_sends_fit(cddp_group *g, int peer, size_t bytes) {
    send it. So the caller can reuse its buffer. CDDP_OK even if the link has ended: the caller's
    wait, or a later call, notices the peer's end. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
-  size_t bytes = c->count * c->esize, sent = 0 /* with the head */, head_sent, body_sent;
+  size_t bytes = c->count * c->esize; /* of the body */
+  size_t sent = 0, head_sent, body_sent; /* bytes sent now: in all, of the head, of the body */
   cddp__frame_head head =
       cddp__frame_head_of(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
   cddp_result r;
@@ -13485,7 +13505,7 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
      r       set to the error of a link that cannot be made now */
 static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_result *r) {
   cddp__hosts *hosts = g->hosts;
-  int i, k, kept = 0, late = -1; /* kept: number of incomplete frames */
+  int i, k, kept = 0, late = -1; /* kept: number of frames that stay posted; late: the result */
   hosts->pass++; /* in the new pass no peer is stuck yet */
   for (i = 0; i < hosts->posted_count; i++) {
     cddp__posted_frame frame = hosts->posted[i];
@@ -13522,15 +13542,15 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
 static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, uint32_t events) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp_result r = cddp__wait_tick(g, w);
-  uint32_t starved;
-  bool unconnected;
+  uint32_t starved; /* why this process accepts no connections now, an errno; 0: it does */
+  bool unconnected; /* there is no link with `late` */
   if (r != CDDP_OK) return r;
   /* For this host's other ranks (cddp__find_late): `late` is late, not this rank. */
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r; /* ranks of this host */
   if (cddp__rank_gone(g, late)) return cddp__break_lost(g, late, NULL /* in a round */);
-  starved = cddp__load32(&g->hosts->net->starved); /* errno: no descriptor or memory */
+  starved = cddp__load32(&g->hosts->net->starved);
   if (w->due && starved != 0) { /* due: the pause has also tried to connect to `late` */
     pthread_mutex_lock(&g->p2p.lock); /* another thread can add a link */
     unconnected = g->hosts->peers[late].link[0] == NULL;
@@ -13563,8 +13583,9 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
     pthread_mutex_lock(&g->p2p.lock);
     late = cddp__move_frames(g, due_step, &moved, &r);
     pthread_mutex_unlock(&g->p2p.lock);
-    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* OUT_OF_MEMORY: connects again */
-    if (late < 0 || moved || r != CDDP_OK) continue; /* to the loop's condition */
+    /* Of the other errors, such as CDDP_OUT_OF_MEMORY, the next pass connects again. */
+    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK;
+    if (late < 0 || moved || r != CDDP_OK) continue; /* the loop ends, or tries again immediately */
     if (cddp__wait_yields_spent(&w))
       r = cddp__await_frames(g, &w, late, events);
     else if (!polls || w.yields % CDDP__POLLS_PER_YIELD == 0)
@@ -13630,8 +13651,9 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   size_t out_bytes, in_limit; /* bytes of a frame to send; most bytes of the one to receive */
-  int known, distance, k, n, count = hosts->count;
+  int known, distance, k, n, count = hosts->count; /* the first two: see above */
   cddp_result r = CDDP_OK;
+  /* In the first turn: this host's headers and shares. */
   out_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__GOES_OUT);
   for (known = 1; r == CDDP_OK && known < count; known *= CDDP__DIRECT_HOSTS) {
     for (distance = known; distance < count && distance < known * CDDP__DIRECT_HOSTS;
@@ -13661,7 +13683,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   cddp_result r = CDDP_OK;
   double now;
-  int p, i;
+  int p, i; /* i: a rank of this host, later a host */
   if (g->local_rank != 0) return CDDP_OK; /* only the leader exchanges */
   if ((now = cddp__now()) >= hosts->notices_read + CDDP__NOTICE_CHECK_S) {
     hosts->notices_read = now;
@@ -13680,11 +13702,12 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
   /* Copies the shares of each other host to its ranks' staging buffers here. */
-  for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS /* else none */; i++)
-    if (i != hosts->mine &&
-        cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->group_hosts[i].received)
-      return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
-                                       cddp__rank_on(hosts, i, 0)));
+  if (hosts->count <= CDDP__DIRECT_HOSTS) /* else no shares are sent */
+    for (i = 0; i < hosts->count; i++)
+      if (i != hosts->mine &&
+          cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->group_hosts[i].received)
+        return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
+                                         cddp__rank_on(hosts, i, 0 /* leader */)));
   for (p = g->size - 1; p >= 0; p--) { /* lowest_remote's last: see cddp__has_remote_headers */
     cddp__op_header *header = cddp__op_header_of(g, p, g->round);
     const cddp__op_header *got =
@@ -13714,7 +13737,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
    host, but not all leaves of its parent node are. */
 typedef struct cddp__subtree {
   int low, high; /* indices in hosts.leaves */
-  int host;  /* index in hosts.group_hosts */
+  int host;      /* index in hosts.group_hosts of the host with all these leaves */
   size_t at; /* offset of its sum among its host's sums, in bytes per element */
 } cddp__subtree;
 
@@ -13723,7 +13746,7 @@ typedef struct cddp__subtree {
    averages. */
 static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
   int host = hosts->peers[hosts->leaves[low]].host; /* of the first leaf */
-  int end /* the first leaf on another host */, half = 1;
+  int end /* the first leaf on another host, or `high` */, half = 1;
   for (end = low; end < high && hosts->peers[hosts->leaves[end]].host == host; end++) {}
   if (end == high /* on one host */ &&
       (high - low == 1 /* a leaf */ || high - low < hosts->leaf_count /* not the root */)) {
@@ -13755,7 +13778,9 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp_
    Each host's sums of several ranks are first: those of f16 are f32, and stay aligned so. Returns
    the total of all hosts. */
 static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
-  size_t wide = cddp__dtype_half(c->dtype) ? 4 /* f32 */ : c->esize, total = 0;
+  size_t wide = /* bytes of an element of a sum of several ranks */
+      cddp__dtype_half(c->dtype) ? 4 /* f32 */ : c->esize;
+  size_t total = 0;
   int i, single; /* single: a sum of one rank, which is its element */
   for (i = 0; i < hosts->count; i++) hosts->group_hosts[i].bytes = 0;
   for (single = 0; single < 2; single++)
@@ -13790,7 +13815,7 @@ typedef struct cddp__flow {
   const cddp__shape *shape; /* of c */
   int root_host; /* index in hosts.group_hosts; -1: the call has no root */
   int local_root; /* the root's number on this host; -1: it is on another host, or none */
-  bool in_scratch; /* this rank's view is in scratch */
+  bool in_scratch; /* this rank's view is in hosts.scratch; false: it is the call's buffer */
   int scratch_half; /* 0 or 1: which half this chunk uses */
   /* The chunk. */
   size_t begin, n; /* elements of each share */
@@ -14000,7 +14025,7 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const cddp__hosts *hosts = g->hosts;
   size_t begin, n, bytes; /* a piece: offset in the chunk, elements; its bytes */
   const char *from;
-  int p, t;
+  int p, t; /* p: the owner of the part; t: the local rank that gets it */
   for (p = 0; p < g->size; p++) {
     if (cddp__acting_rank(hosts, hosts->mine, p) != g->rank ||
         (f->hosts_sum_whole && p != g->rank) /* an owner on another host sends nothing */)
@@ -14162,11 +14187,12 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   const cddp__call *c = f->c;
   bool one_buffer = cddp__in_one_buffer(c), has_sources = one_buffer || f->shape->reduces;
   int p, shares = (int)cddp__view_shares(f);
-  size_t at = f->begin * c->esize; /* bytes of a share before the chunk */
+  size_t at = f->begin * c->esize; /* offset of the chunk in each share, in bytes */
   cddp_result r = CDDP_OK;
   /* Copies the data that this rank sends into its view. */
-  for (p = 0; f->in_scratch && has_sources && cddp__is_read(c, g->rank) && p < shares; p++)
-    memcpy(cddp__view_of(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
+  if (f->in_scratch && has_sources && cddp__is_read(c, g->rank))
+    for (p = 0; p < shares; p++)
+      memcpy(cddp__view_of(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
   if (any_scratch && has_sources) r = cddp__chunk_round(g, c); /* scratch has all data to send */
   if (r == CDDP_OK) r = cddp__move_chunk(f);
   if (r == CDDP_OK) r = cddp__chunk_round(g, c); /* the views have the results */
@@ -14185,7 +14211,7 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
   char **scratch = &g->hosts->scratch[g->local_rank]; /* this rank's own */
-  size_t most = SIZE_MAX /* elements of a chunk */, sent, view_bytes;
+  size_t most = SIZE_MAX /* elements of a chunk */, sent /* bytes of c->send */, view_bytes;
   bool any_scratch = false;
   cddp__ref ref;
   cddp_result r;
@@ -14313,7 +14339,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   if ((hosts = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   hosts->net = net;
   cddp__add32(&net->uses, 1); /* until cddp__hosts_leave */
-  hosts->pass = 1; /* not 0, the stuck_pass of peers: no peer is stuck */
+  hosts->pass = 1; /* not 0, as then the new peers, with stuck_pass 0, would count as stuck */
   hosts->stored_end = &hosts->stored; /* the list is empty */
   hosts->wake_fd = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   hosts->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
@@ -14343,13 +14369,13 @@ static void cddp__hosts_leave(cddp_group *g) {
   if (hosts == NULL) return; /* one host */
   net = hosts->net;
   cddp__early_notice(g, CDDP__RANK_LEAVING);
-  cddp__wait_begin(&w, 1);
+  cddp__wait_begin(&w, 1 /* s */);
   do {
     before = unsent;
     pthread_mutex_lock(&g->p2p.lock);
     unsent = cddp__hosts_send_queued(g);
     pthread_mutex_unlock(&g->p2p.lock);
-    if (unsent < before) cddp__wait_begin(&w, 1); /* progress: another second */
+    if (unsent < before) cddp__wait_begin(&w, 1 /* s */); /* bytes were sent: another second */
   } while (unsent > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
   pthread_mutex_lock(&net->lock);
   if ((g->id & 1) == 0) /* a split has an odd id: cddp__has_left finds that no list has it */
