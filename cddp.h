@@ -18250,12 +18250,13 @@ struct cddp__ddp_memory {
   /* Called first by a public call of a step: select_device, and a check. CDDP_UNSUPPORTED: a graph
      is being captured that cannot contain this model's calls. */
   cddp_result (*enter)(const cddp_ddp *d);
-  /* On a device these two, `sum` and `scale` are enqueued on the stream. */
+  /* On a device copy, zero, sum and scale are only enqueued on the stream. */
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
   cddp_result (*alloc)(cddp_ddp *d); /* sets d->arena, zeroed memory of layout.arena_bytes */
   void (*free)(cddp_ddp *d);         /* the device's memory; NULL: all is host memory */
-  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* valid until the next call */
+  /* *out: memory of this kind, valid until the next call of `scratch`. */
+  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out);
   /* Sets *met if ranks need no round before this wait or step, since NCCL's watchers compare
      `check`. NULL: they always need one. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
@@ -18307,11 +18308,11 @@ static void cddp__drain_buckets(const cddp_ddp *d) {
 static cddp_result cddp__break_model(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[] = {d->control, d->comm, d->hook_group};
   int i;
-  if (d->elastic != NULL) cddp__elastic_close(d); /* the other members count this rank as lost */
+  if (d->elastic != NULL) cddp__elastic_close(d); /* the others lose only this rank, and continue */
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
     r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* the excepted texts name ranks already */
   r = cddp__ddp_set_cause(d, r);
-  if (d->elastic != NULL) /* the text that the other ranks get from the broken groups */
+  if (d->elastic != NULL) /* whichever r is, the others get PEER_LOST, so that they regroup */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
   for (i = 0; i < 3; i++) { /* with NCCL one is the caller's, which can have been destroyed */
     bool in_use = groups[i] != NULL && cddp__load32(&groups[i]->left) == 0;
@@ -18396,6 +18397,7 @@ static void cddp__set_layout(cddp_ddp *d) {
       if (tensor->storage == CDDP__STORAGE_IN_PLACE) {
         tensor->padded_bytes = tensor->bytes; /* the caller's memory: it has no padding */
       } else { /* in the arena */
+        /* NULL: the caller uses the arena's memory, see cddp__place_partitions. */
         tensor->storage = d->params[i].grad == NULL ? CDDP__STORAGE_PLACED : CDDP__STORAGE_COPIED;
         layout->bytes += tensor->padded_bytes;
       }
@@ -18416,8 +18418,8 @@ static void cddp__set_layout(cddp_ddp *d) {
     norm_blocks += cddp__count_norm_blocks(tensor->offset, tensor->offset + tensor->bytes);
     tensor->used = true; /* until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1;
-    if (sparse == NULL) continue;
-    layout->param_order[ordered++] = i; /* sparse ones are last */
+    if (sparse == NULL) continue; /* dense: complete */
+    layout->param_order[ordered++] = i; /* behind all dense ones */
     tensor->dense_offset = layout->bytes; /* behind the dense gradients; for place_rows */
     if (d->group->backend->on_device) /* kernels read the mean as a dense gradient */
       layout->bytes += cddp__round_up(sparse->rows * sparse->row_bytes, CDDP__CACHE_LINE);
@@ -18427,8 +18429,10 @@ static void cddp__set_layout(cddp_ddp *d) {
     layout->model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
   }
   layout->arena_bytes = layout->bytes + (size_t)layout->slots * layout->slot_stride +
-                    norm_blocks * sizeof(double) /* squares */ + 2 * slack /* read in slots */;
-  layout->state_stride = cddp__wide_bytes(d, 0, layout->model_bytes); /* fits f32: masters */
+                    norm_blocks * sizeof(double) /* squares */ +
+                    2 * slack /* read behind the last slot */;
+  layout->state_stride = /* if there are masters, all states of f16 and bf16 are f32 */
+      cddp__wide_bytes(d, 0, layout->model_bytes);
   layout->state_stride = cddp__round_up( /* to whole pages */
       layout->state_stride,
       layout->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
@@ -18448,7 +18452,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   r = cddp__round(g, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; r == CDDP_OK && k < g->size; k++) /* ranks of all hosts: all fail together */
-    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* it is quarantined */
+    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* quarantined arena */
       r = cddp__fail(
           CDDP_ABORTED, "rank %d has revoked its shared memory after a failure: create the group "
           "and the model again", k);
@@ -18502,7 +18506,8 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   bool exchanged = !g->carrier->shares_memory; /* buckets go to other hosts, or through MPI */
   cddp__ref ref;
   memset(&ref, 0, sizeof ref); /* kind NONE */
-  if (p == NULL || (gradient && bytes == 0)) return ref; /* an empty gradient stays COPIED */
+  if (p == NULL) return ref; /* a gradient that will be PLACED in the arena */
+  if (gradient && bytes == 0) return ref; /* an empty one counts as COPIED */
   if (gradient &&
       (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->shards.uses_slots) ||
        (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
@@ -18530,6 +18535,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   for (j = 0; r == CDDP_OK && j < n; j++) {
     for (k = 0; k < g->size && all[(size_t)k * n + j].kind != CDDP__REF_NONE;) k++;
     if (k < g->size) continue; /* rank k cannot share it, so no rank does */
+    /* All ranks have the same `all`, so they agree. */
     if (j % 2 == 0) d->tensors[j / 2].shared = true;
     else d->tensors[j / 2].storage = CDDP__STORAGE_IN_PLACE;
     local = 0;
@@ -18540,7 +18546,7 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
       r = cddp__map_ref(g->host, &all[(size_t)k * n + j], &at);
       table[(size_t)local++ * (size_t)d->count + j / 2] = (char *)at;
     }
-    if (r != CDDP_OK) r = cddp__break(g, r);
+    if (r != CDDP_OK) r = cddp__break(g, r); /* on the others the mapping can succeed */
   }
   cddp__free(&g->host->allocator, mine);
   return r;
@@ -18584,7 +18590,7 @@ static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, in
    context; d->control has none. */
 static cddp_result cddp__run_model_collective(cddp_ddp *d, const cddp__call *c) {
   cddp_group *g = d->group->backend->on_device ? d->comm : d->control;
-  g->stream = d->group->stream; /* cddp_set_stream */
+  g->stream = d->group->stream; /* cddp_set_stream sets only the caller's group's */
   return (g->backend->start)(g, c, NULL /* no handle */);
 }
 
@@ -18602,7 +18608,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
                                           int root) {
   bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device;
   bool owners = root < 0; /* each rank sends its part; false: root sends all */
-  const cddp__hosts *hosts = by_host ? d->control->hosts : NULL; /* NULL: also one host */
+  const cddp__hosts *hosts = by_host ? d->control->hosts : NULL; /* NULL on a single host too */
   int parts = hosts != NULL ? hosts->group_hosts[0].size : d->group->size;
   int part = owners ? 0 : root, last = owners ? parts - 1 : root; /* without owners: just root */
   int i, n = 0; /* n: d->scratch.calls in use */
@@ -18619,13 +18625,13 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
       if (owners) {
         /* part_slice counts in bytes of the gradient; arrays[i] can have another dtype. */
         esize = cddp__dtype_size(d->params[i].dtype);
-        if (!cddp__part_slice(d, i, parts, part, &begin, &end)) continue;
+        if (!cddp__part_slice(d, i, parts, part, &begin, &end)) continue; /* nothing of i */
         begin = (begin - d->tensors[i].offset) / esize;
         end = (end - d->tensors[i].offset) / esize;
       }
       if (at == NULL || begin >= end) continue; /* an empty array */
       at += begin * cddp__dtype_size(arrays[i].dtype);
-      c = cddp__broadcast_call( /* used on a device, where `part` is the root's rank */
+      c = cddp__broadcast_call( /* runs on a device only: there `part` is the root's rank */
           at, end - begin, arrays[i].dtype, part);
       if (!d->group->backend->on_device)
         r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype); /* sends a full packet */
@@ -18635,7 +18641,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
     }
     if (r == CDDP_OK) r = cddp__packet_broadcast(&packet); /* on a device: empty */
   }
-  return r == CDDP_OK && n > 0 ? d->memory->broadcast(d, n) : r;
+  return r == CDDP_OK && n > 0 /* device */ ? d->memory->broadcast(d, n) : r;
 }
 
 /* Returns the factor that makes the contents of the arena the mean over the active ranks, those
@@ -18669,9 +18675,9 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
      4. Sparse rows are packed shard by shard, and merged as if each shard were a rank. */
 
 #define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host takes at a time */
-#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements in one cddp__gather_chunk, of all ranks */
+#define CDDP__NODES_CHUNK ((size_t)512 << 10) /* elements of a cddp__gather_chunk: all ranks' */
 #ifndef CDDP__SHARD_CHUNK /* tests set less */
-#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* elements in one cddp__gather_chunk on GPUs */
+#define CDDP__SHARD_CHUNK ((size_t)8 << 20) /* the same on GPUs */
 #endif
 
 /* The address, in a slot of a rank of this host, of offset `at` of the model. */
@@ -18712,7 +18718,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int to_slot, const int *slots,
                                      int count, bool clear) {
   /* On a device one call takes a whole range. */
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
-  const void *nodes[CDDP__FOLD_DEPTH + 1]; /* as many as merge.slots */
+  const void *nodes[CDDP__FOLD_DEPTH + 1]; /* addresses; as many as merge.slots can name */
   void *stream = d->group->stream;
   cddp__range range;
   cddp_result r = CDDP_OK;
@@ -18732,7 +18738,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int to_slot, const int *slots,
   return r;
 }
 
-/* Zeroes the caller's gradients of which the arena has copies. */
+/* Zeroes the caller's gradients of which the arena has copies: the next backward pass adds. */
 static cddp_result cddp__zero_copied(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
@@ -18750,7 +18756,7 @@ enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
    it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   cddp__shard_node *own = d->shards.own_nodes;
-  cddp__shard_node of_shard = { /* own_nodes have rank 0 on each rank */
+  cddp__shard_node of_shard = { /* rank: all own_nodes are this rank's, so any number does */
       shard, 1 /* width */, -1 /* no slot */, 0 /* rank */};
   int *count = &d->shards.own_node_count;
   int free_slot = cddp__free_slot(own, *count);
@@ -18763,7 +18769,8 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   if (needs_slot) *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
   while (merge.slots[at] >= 0) at++; /* only the shard is not in a slot */
   if (at < merge.count - 1 && *slot != free_slot) {
-    /* cddp__gpu_sum needs a shard in gradients last, so this one moves to a slot first. */
+    /* cddp__gpu_sum takes gradients only as the last source. This shard has sources behind it, so
+       it moves to a slot first. */
     r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1 /* node */, more);
     merge.slots[at] = free_slot;
     merge.widths[at] = -1; /* one shard, in the compute type */
@@ -18780,9 +18787,9 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
 }
 
 /* Takes the mean of a chunk, n elements for each rank, from offset `at` of the model, into `out`.
-     1. Each rank receives its n elements of all nodes, in `most` exchanges. In the i-th, each rank
-        sends its i-th node, own_nodes[i]. In d->shards.nodes `slot` is that i, not a place in the
-        rank's memory.
+     1. Each rank receives its n elements of all nodes, in `most` exchanges: as many as a rank has
+        nodes at most. In the i-th, each rank sends its i-th node, own_nodes[i]. In d->shards.nodes
+        `slot` is that i, not a place in the rank's memory.
      2. It takes their mean, in its place in `out`.
      3. All ranks gather the means. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
@@ -18798,11 +18805,12 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   cddp__call nodes; /* an exchange: step 1 */
   void *scratch = NULL; /* [most][ranks] the received elements; one rank reads its slots instead */
   cddp_result r = CDDP_OK;
+  int exchanges = ranks > 1 ? most : 0; /* one rank has all nodes */
   int i;
   if (ranks > 1) r = d->memory->scratch(d, (size_t)most * ranks * bytes, &scratch);
   if (r != CDDP_OK) return r;
   to = (char *)scratch;
-  for (i = 0; r == CDDP_OK && i < most && ranks > 1; i++, to += ranks * bytes) {
+  for (i = 0; r == CDDP_OK && i < exchanges; i++, to += ranks * bytes) {
     /* A rank without an i-th node sends slot 0: the others do not read that. */
     int slot = i < d->shards.own_node_count ? d->shards.own_nodes[i].slot : 0;
     nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), to, n, wide,
@@ -18820,7 +18828,7 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   if (r == CDDP_OK)
     r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
                          d->shards.count, n, d->group->stream);
-  if (r != CDDP_OK || ranks == 1) return r; /* one rank has taken all means */
+  if (r != CDDP_OK || ranks == 1) return r; /* one rank: `mine` is all of `out` */
   return cddp__run_model_collective(d, &means);
 }
 
@@ -18847,17 +18855,17 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   return r;
 }
 
-/* The head of a shard's rows in a packet. */
-typedef struct cddp__shard_rows {
+/* Precedes a shard's row lists, one for each sparse parameter, in a packet. */
+typedef struct cddp__shard_head {
   uint64_t shard; /* shards.count: none, from a rank in cddp_ddp_join */
   uint64_t bytes; /* including this head */
   unsigned char pad[CDDP__CACHE_LINE - 16]; /* so that the rows begin at a cache line */
-} cddp__shard_rows;
+} cddp__shard_head;
 
 /* Writes the added rows of `shard` to packet, and empties their lists. packet NULL: only counts.
    Returns the number of bytes. */
 static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
-  cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
+  cddp__shard_head *head = (cddp__shard_head *)(void *)packet;
   size_t bytes = sizeof *head, n;
   int i;
   for (i = 0; i < d->count; i++) {
@@ -18865,7 +18873,7 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
     if (sparse == NULL) continue;
     n = d->tensors[i].used ? sparse->added.n : 0; /* rows of an unused parameter stay for later */
     if (packet != NULL) cddp__rows_pack(sparse, n, d->params[i].dtype, packet + bytes);
-    if (packet != NULL && n > 0) sparse->added.n = 0;
+    if (packet != NULL && n > 0) sparse->added.n = 0; /* n 0: rows of an unused one stay */
     bytes += cddp__row_list_bytes(sparse, n);
   }
   if (packet == NULL) return bytes;
@@ -18880,7 +18888,8 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   size_t needed = d->rows.bytes + cddp__pack_rows(d, shard, NULL /* count */);
   if (needed > d->rows.capacity) {
     size_t capacity = cddp__max(needed, 2 * d->rows.capacity);
-    char *grown = (char *)cddp__arena_alloc(host, capacity, CDDP__EXTENT_BUFFER);
+    char *grown = (char *)cddp__arena_alloc( /* peers only read packets */
+        host, capacity, CDDP__EXTENT_BUFFER);
     if (grown == NULL) return CDDP_OUT_OF_MEMORY;
     if (d->rows.bytes > 0) memcpy(grown, d->rows.packet, d->rows.bytes);
     cddp__arena_free(host, d->rows.packet);
@@ -18895,16 +18904,16 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
 /* Takes the mean of the rows of all shards. packets: [ranks] each rank's packet; moved behind the
    shards that were read. A shard of an absent rank does not count: it is not in rows.lists. */
 static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
-  cddp__shard_rows *head;
+  cddp__shard_head *head;
   cddp_result r = CDDP_OK;
   int i, n = 0; /* n: shards that count */
   for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL; /* until it is found */
   /* A packet has its rank's shards in the order in which the rank computed them. So pass i reads
      the next shard of i's owner, which need not be i; in the end all are read. */
   for (i = 0; i < d->shards.count; i++) {
-    head = (cddp__shard_rows *)(void *)packets[d->shards.owner[i]];
+    head = (cddp__shard_head *)(void *)packets[d->shards.owner[i]];
     packets[d->shards.owner[i]] += head->bytes;
-    if (head->shard < (uint64_t)d->shards.count)
+    if (head->shard < (uint64_t)d->shards.count) /* not of an absent rank */
       d->rows.lists[head->shard].packet = (char *)(head + 1);
   }
   for (i = 0; i < d->shards.count; i++) /* closes the gaps of absent ranks */
@@ -18922,7 +18931,7 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  char **packets = (char **)g->buffers; /* the all_gather uses it too, before */
+  char **packets = (char **)g->buffers; /* scratch; filled after the all_gather, which uses it */
   /* All ranks' packets, then this rank's, `own`; + 1: never 0 bytes. */
   char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
   cddp_result r;
@@ -18956,10 +18965,12 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
           longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
     if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
   } else if (r == CDDP_OK) { /* ranks read each other's packets in shared memory */
-    r = cddp__exchange_refs(g, kind, d->rows.packet, 0 /* bytes: ranks' differ */, packets);
+    r = cddp__exchange_refs( /* bytes 0: ranks compare that, and packets differ in size */
+        g, kind, d->rows.packet, 0, packets);
     if (r == CDDP_OK) r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
-    if (r == CDDP_OK) r = cddp__local_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
+    if (r == CDDP_OK) /* then no peer reads this rank's packet any more */
+      r = cddp__local_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
     if (r == CDDP_OK) r = cddp__end_access(g, r);
   }
   d->rows.bytes = 0; /* the next step begins a new packet */
@@ -19023,7 +19034,7 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
   }
 }
 
-/* Bytes of a bucket's gradients, without those of unused parameters. */
+/* Bytes of a bucket's gradients with their padding, without those of unused parameters. */
 static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b) {
   cddp__range range;
   size_t bytes = 0;
@@ -19046,7 +19057,7 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
     size_t low = cddp__max(begin, at), high = cddp__min(end, at + range.end - range.begin);
     size_t from = range.begin + (low - at), n; /* from: offset of `low` in the model */
     char *mean; /* in this rank's gradients */
-    int active = 0;
+    int active = 0; /* ranks with data */
     if (low >= high) continue; /* the range is not in this rank's slice */
     mean = cddp__gradient_at(d, d->me, range.first, from);
     n = (high - low) / cddp__dtype_size(dtype);
@@ -19062,7 +19073,7 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
       }
       cddp__reduce(mean, (const void *const *)d->scratch.buffers, active, n, dtype, CDDP_AVG);
     }
-    for (k = 0; k < g->size; k++) /* absent ranks too: the step reads it there */
+    for (k = 0; k < g->size; k++) /* absent ranks too: they step their parts by the mean */
       if (k != g->rank) memcpy(cddp__gradient_at(d, k, range.first, from), mean, high - low);
   }
 }
@@ -19078,7 +19089,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   uint64_t index = (uint64_t)(b - d->plan.buckets), record; /* index: ranks compare it */
   unsigned char absent = (unsigned char)d->uneven.absent;
   cddp_result r;
-  g->calls++; /* of d->comm, which only this thread uses for rounds */
+  g->calls++; /* without a lock: only the engine's thread makes calls on d->comm */
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) /* NULL: off, or overwritten */
     cddp__record_at(g, record)->engine = 1; /* run by the engine */
@@ -19094,7 +19105,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
       c.count = (range.end - range.begin) / c.esize;
       r = g->carrier->average(g, &c, d->scratch.buffers);
     }
-    if (r == CDDP_OK) /* all ranks of this host have reduced their slices */
+    if (r == CDDP_OK) /* until all ranks of this host have reduced their slices */
       r = cddp__local_round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index);
   }
   r = cddp__end_access(g, r);
@@ -19145,7 +19156,8 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   c = cddp__average_call(copy, b->count, small);
   if (r == CDDP_OK) r = (backend->start)(b->group, &c, NULL /* no handle */);
   if (r == CDDP_OK) r = (backend->convert)(b->group, b->data, b->dtype, copy, small, b->count);
-  if (backend->scratch == NULL) cddp__arena_free(b->group->host, copy);
+  if (backend->scratch == NULL) /* else the backend keeps it for later hooks */
+    cddp__arena_free(b->group->host, copy);
   return r;
 }
 
@@ -19218,7 +19230,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   b->work.run = cddp__run_bucket;
   b->work.context = b;
   b->work.site = d->step.site; /* of the last wait or step: cddp_ddp_ready has none */
-  b->work.fp_mode = 1 + cddp__fp_mode(); /* cddp__work_run computes in this thread's mode */
+  b->work.fp_mode = 1 + cddp__fp_mode(); /* the engine computes in this thread's mode */
   return cddp__engine_push(&b->work);
 }
 
@@ -19269,7 +19281,8 @@ static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, 
       share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0;
   begin = cddp__max(begin, tensor->offset);
   end = cddp__min(end, tensor->offset + tensor->bytes);
-  if ((own == NULL && !unmade) /* zeros */ || begin >= end || !cddp__has_state(optim, k, i))
+  if ((own == NULL && !unmade) /* zeros: so is `states` */ || begin >= end /* not in the part */ ||
+      !cddp__has_state(optim, k, i))
     return CDDP_OK;
   first = (begin - tensor->offset) / esize;
   n = (end - begin) / esize;
@@ -19326,7 +19339,7 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   cddp_result r = CDDP_OK;
   int k;
   cddp__part_of(d, d->group->local_rank, &from, &to);
-  if (to == d->layout.dense_bytes) to = stride; /* the last part has the rest of each state too */
+  if (to == d->layout.dense_bytes) to = stride; /* the last part: also sparse ones, padding */
   else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to); /* f32 states */
   if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
@@ -19370,7 +19383,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
        cddp__agree tells the others. */
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY;
-    if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT) /* threads' memory needs no commit */
+    if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT) /* not POINTER: ranks that are threads */
       r = cddp__commit_shared(d, optim, (char *)states);
     r = cddp__agree(g, r);
   }
@@ -19431,7 +19444,7 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
   size_t esize = cddp__dtype_size(d->params[i].dtype); /* begin and end are bytes of gradients */
   bool device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
-  int p;
+  int p; /* a rank: its part is sent */
   if (optim->parts[i].count > 0) /* this rank's part */
     r = (d->memory->copy)(whole + optim->parts[i].first * state_esize,
                           *cddp__state_of(optim, k, i), optim->parts[i].count * state_esize,
@@ -19480,7 +19493,8 @@ typedef struct cddp__pass {
   cddp_ddp *d;
   cddp_optim *optim; /* NULL: no step follows the means */
   bool steps;        /* this pass steps; false: it takes means, and for a clip their squares */
-  char *means;       /* where means are, by offset in the model; NULL: in this rank's gradients */
+  char *means;       /* elastic: memory for means, by offset in the model; NULL: means are in this
+                        rank's gradients */
   bool averaged;     /* the means exist already, except where `fuses` */
   double clip;       /* factor of the means; 1: none */
   bool can_fuse;     /* cddp__update.loop supports the number of ranks, and all have gradients */
@@ -19535,7 +19549,8 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
 /* Scales the mean rows of sparse gradients, as every rank does. */
 static void cddp__clip_rows(cddp_ddp *d, double factor) {
   int i;
-  for (i = 0; factor != 1 && i < d->count; i++) {
+  if (factor == 1) return;
+  for (i = 0; i < d->count; i++) {
     cddp__sparse *sparse = cddp__sparse_of(d, i);
     if (sparse != NULL && d->step.used[i])
       cddp__scale(sparse->mean.values, sparse->mean.n * sparse->width, d->params[i].dtype, factor);
@@ -19554,11 +19569,12 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   }
   /* One part: this rank has the whole mean, and all its squares. */
   factor = cddp__clip_factor(d, max_norm, &d->addresses.squares[d->me], 1 /* parts */);
-  for (i = 0; factor != 1 && i < d->count; i++) /* only dense ones: a sparse one counts as empty */
+  if (norm != NULL) *norm = d->step.norm;
+  if (factor == 1) return CDDP_OK;
+  for (i = 0; i < d->count; i++) /* only dense ones: cddp__dense_count is 0 for a sparse one */
     if (d->step.used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
   cddp__clip_rows(d, factor);
-  if (norm != NULL) *norm = d->step.norm;
   return CDDP_OK;
 }
 
@@ -19612,7 +19628,7 @@ static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
 }
 
 /* A block of a pass that takes means: stores the mean, and for a clip its squares. Elastic models
-   can repeat it. */
+   can repeat it after a loss, since their sums of shards stay. */
 static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
   /* If `fuses`, only the squares are kept: cddp__fuse_loop computes the mean again. */
   double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* for a block, of any dtype */
@@ -19698,7 +19714,7 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
     size_t high = cddp__min(end, tensor->offset + tensor->bytes); /* end of i's bytes in the pass */
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
     if (at >= high) continue; /* i is not in the range */
-    if (pass->optim != NULL && cddp__optim_skips(pass->optim, i)) continue;
+    if (pass->optim != NULL && cddp__optim_skips(pass->optim, i)) continue; /* empty or unused */
     if (!steps && !d->step.used[i]) continue; /* no rank has a gradient: no mean */
     if (pass->optim != NULL && (steps || pass->can_fuse)) { /* for means: only to set `fuses` */
       for (k = 0; k < pass->optim->state_count; k++)
@@ -19832,13 +19848,14 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   if (r == CDDP_OK && (optim == NULL || d->desc.max_grad_norm > 0))
     r = cddp__mean_part(&pass, kind); /* else the pass below takes the means as it steps */
   if (r != CDDP_OK) return r;
-  /* reduce_scatter clips here, since the caller steps; else the pass below does. */
-  for (i = 0; optim == NULL && pass.clip != 1 && i < d->partition_count; i++) {
-    const cddp_partition *p = &d->partitions[i];
-    if (d->step.used[p->param])
-      cddp__scale(p->grad, p->count, d->params[p->param].dtype, pass.clip);
+  if (optim == NULL) { /* reduce_scatter: the caller steps, so its gradients are clipped here */
+    for (i = 0; i < d->partition_count && pass.clip != 1; i++) {
+      const cddp_partition *p = &d->partitions[i];
+      if (d->step.used[p->param])
+        cddp__scale(p->grad, p->count, d->params[p->param].dtype, pass.clip);
+    }
+    return cddp__end_access(d->control, r);
   }
-  if (optim == NULL) return cddp__end_access(d->control, r);
   CDDP__POINT("fuse");
   pass.steps = true;
   if (optim->partitioned) return cddp__partitioned_step(&pass);
@@ -19855,7 +19872,8 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
 /* cddp_ddp_all_gather in host memory: publishes this rank's partitions, fetches the others. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
   cddp_result r = cddp__round( /* all ranks have stepped, and no longer read their gradients */
-      d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0 /* count */, NULL, 0);
+      d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0 /* count */, NULL,
+      0 /* no payload */);
   int i;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
   if (r != CDDP_OK) return r;
@@ -19865,7 +19883,7 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
     cddp__publish_block(d, p->param, (char *)p->data, tensor->begin, tensor->end - tensor->begin,
                         tensor->shared ? NULL : (char *)p->grad);
   }
-  return cddp__fetch_weights(d, NULL);
+  return cddp__fetch_weights(d, NULL /* no optim: the caller has stepped */);
 }
 
 /* select_device and enter, which have nothing to do: host memory has no device. */
@@ -19926,8 +19944,8 @@ static const cddp__ddp_memory cddp__host_memory = {
     cddp__host_zero, cddp__host_alloc, NULL /* free */, cddp__host_scratch, NULL /* meet: always */,
     cddp__push_bucket, cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets /* fence */,
     NULL /* await: no stream */, NULL /* broadcast: packets do it */, cddp__host_scale,
-    NULL /* place_rows */, cddp__host_clip, NULL /* norm: d->step.norm */, cddp__host_step,
-    cddp__host_publish};
+    NULL /* place_rows: no kernels */, cddp__host_clip, NULL /* norm: d->step.norm */,
+    cddp__host_step, cddp__host_publish};
 
 /* >>ddp-step --------------------------------------------------------------------------------------
    Job: a step from cddp_ddp_ready to the next step, for host and device memory.
@@ -19955,7 +19973,7 @@ typedef struct cddp__step_header {
 } cddp__step_header;
 enum { /* the rank is in cddp_ddp_join */
   CDDP__ABSENT_BEFORE = 1, /* since an earlier meeting */
-  CDDP__ABSENT_SINCE_NOW   /* cddp__end_uneven finds the last rank to join by it */
+  CDDP__ABSENT_SINCE_NOW   /* since this meeting; if all are absent now: a rank that joined last */
 };
 
 /* Before the first cddp_ddp_ready of a step or shard: no gradient is ready, no bucket launched. */
@@ -19976,7 +19994,7 @@ static void cddp__reset_step(cddp_ddp *d) {
    (the caller has checked). */
 static cddp_result cddp__next_shard(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
-  int first, count; /* of this rank's shards */
+  int first, count; /* of this rank's shards; count is not needed here */
   if (d->shards.current >= 0) {
     r = cddp__end_shard(d, CDDP__MORE_SHARDS);
     cddp__reset_step(d); /* the next shard's gradients become ready again */
@@ -20058,7 +20076,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   d->plan.buckets[tensor->bucket].remaining--;
   if (d->step.reduces_early) r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
-  return r == CDDP_OK ? r : cddp__break_model(d, r); /* a bucket cannot start again */
+  return r == CDDP_OK ? r : cddp__break_model(d, r); /* the bucket counts as started: no retry */
 }
 
 /* Sets bit 0 of a hash of the optimizer's settings, which CDDP__OPTIM_HASH has cleared, if the
@@ -20120,7 +20138,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* an absent rank takes over their lr */
+  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* an absent rank gets the others' lr */
   while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++; /* equal bits */
   if (optim != NULL && k < n) { /* NULL: in cddp_ddp_join without one */
     own.index = (double)k;
@@ -20194,7 +20212,9 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   }
   if (differ) /* compares with active[0], which has the lr of this step, if it has an optimizer */
     return cddp__break_settings(d, optim, active_settings != 0 ? d->step.active[0] : first_optim);
-  if (d->step.active_count > 0 && d->step.active_count < g->size) d->uneven.had_absent = true;
+  if (d->step.active_count > 0 /* else all are absent: no step */ &&
+      d->step.active_count < g->size)
+    d->uneven.had_absent = true;
   return CDDP_OK;
 }
 
@@ -20214,7 +20234,7 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
   size_t n = (size_t)d->count, flag_count = n * (size_t)d->group->size, at; /* at: in flags */
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
-  for (i = 0; i < d->count && shown < 4; i++) {
+  for (i = 0; i < d->count && shown < 4 /* a text, no full list */; i++) {
     missing = 0;
     noted = false;
     for (at = (size_t)i; at < flag_count; at += n) { /* each rank's flag of i */
@@ -20284,24 +20304,25 @@ static bool cddp__needs_part_only(int kind, const cddp_optim *optim) {
 /* Starts the remaining buckets, and waits for all of them (on a device, the stream waits). Makes
    their results means (cddp__mean_factor), unless an optimizer's kernel on a device does it. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *optim) {
-  bool in_kernel = /* a clip needs the means before the kernel */
+  bool in_kernel = /* the kernel divides the sums; a clip needs the means before it */
       optim != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
   cddp__range range;
   cddp_result r;
   int i;
   pthread_mutex_lock(&d->lock);
-  for (i = 0; i < d->count && d->uneven.absent != 0; i++) { /* absent: no cddp_ddp_ready follows */
-    cddp__tensor *tensor = &d->tensors[i];
-    if (!tensor->ready) d->plan.buckets[tensor->bucket].remaining--;
-    tensor->ready = true;
-  }
+  if (d->uneven.absent != 0) /* no cddp_ddp_ready will fill the buckets */
+    for (i = 0; i < d->count; i++) {
+      cddp__tensor *tensor = &d->tensors[i];
+      if (!tensor->ready) d->plan.buckets[tensor->bucket].remaining--;
+      tensor->ready = true;
+    }
   cddp__copy_site(&d->step.site, &cddp__this_site); /* for error texts of buckets */
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, optim));
+  if (r != CDDP_OK || in_kernel) return r;
   i = 0;
-  while (r == CDDP_OK && !in_kernel &&
-         cddp__next_range(d, d->layout.param_order, d->count, &i, &range)) {
+  while (r == CDDP_OK && cddp__next_range(d, d->layout.param_order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
     if (factor != 1 && range.begin < range.end) /* not an empty parameter */
@@ -20359,7 +20380,7 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
    ranks miss no step of partitioned states: cddp_ddp_step, which they join, makes all of these. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   cddp_result r;
-  int k, i;
+  int k, i, state_count; /* of states that absent ranks lack */
   if (!d->uneven.out_of_date) return CDDP_OK;
   /* The cddp_ddp_wait that the absent ranks missed has ended all sharing. */
   CDDP_ASSERT(optim == NULL || optim->shared_by == NULL);
@@ -20369,7 +20390,8 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   r = cddp__broadcast(d->control, optim->steps, (size_t)d->count * sizeof *optim->steps, root);
   if (r == CDDP_OK) /* bool: one byte each */
     r = cddp__broadcast(d->control, optim->init_master, (size_t)d->count, root);
-  for (k = 0; k < optim->state_count && !optim->partitioned; k++)
+  state_count = optim->partitioned ? 0 : optim->state_count;
+  for (k = 0; k < state_count; k++)
     for (i = 0; r == CDDP_OK && i < optim->count; i++) {
       cddp_param state = d->params[i]; /* its size; then data and dtype of the state */
       if (optim->steps[i] == 0) continue; /* no state yet, on any rank: steps are root's now */
@@ -20498,11 +20520,12 @@ static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
             "undo: call cddp_optim_write_copies first"
           : NULL;
   if (wrong != NULL) return CDDP__REFUSE("%s", wrong);
-  if (optim->paired != d->id && (r = cddp__check_sizes(optim)) != CDDP_OK) return r;
-  for (i = 0; i < d->count && optim->paired != d->id; i++)
+  if (optim->paired == d->id) return CDDP_OK; /* checked at an earlier call */
+  if ((r = cddp__check_sizes(optim)) != CDDP_OK) return r;
+  for (i = 0; i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
-  if (optim->paired != d->id) optim->number = ++d->pairings;
-  for (i = 0; i < d->count && optim->paired != d->id; i++) /* masters of a file, or another model */
+  optim->number = ++d->pairings;
+  for (i = 0; i < d->count; i++) /* masters of a file, or of another model, are taken as current */
     if (cddp__keeps_master(optim, i)) d->tensors[i].last_optim = optim->number;
   optim->paired = d->id;
   return CDDP_OK;
@@ -20555,7 +20578,7 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
   /* On a host the ranks have zeroed the gradients while they published weights. */
   if (r == CDDP_OK) r = cddp__end_update(d, NULL, !d->group->backend->on_device /* cleared */);
   if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device /* stepped */);
-  d->step.scattered = r != CDDP_OK; /* after a failure nothing is completed */
+  d->step.scattered = r != CDDP_OK; /* after a failure the step is not completed */
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__break_model(d, r));
   cddp__record_finish(g, record, r);
   return r;
@@ -20618,7 +20641,7 @@ static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
   r = cddp__catch_up(d, optim, last);
   if (r == CDDP_OK)
     r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, last);
-  d->uneven.had_absent = false; /* for the next epoch */
+  d->uneven.had_absent = false; /* all ranks have the same weights again */
   return r;
 }
 
@@ -20710,7 +20733,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
     cddp__append(out->text, sizeof out->text, ", %d buffers of %" PRIu64 " bytes (%s: %04x)",
                  desc->buffer_count, all_bytes,
                  desc->elastic ? "types and names" : "types",
-                 (unsigned)types & 0xffffu);
+                 (unsigned)types & 0xffffu /* its last 4 digits; all are hashed below */);
   out->hash = cddp__hash64(out->hash + types, out->text, strlen(out->text));
   cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", desc->max_grad_norm);
 }
@@ -20805,7 +20828,7 @@ static void cddp__ddp_free(cddp_ddp *d) {
   cddp_optim *optim;
   int i;
   memcpy(text, cddp__error_text, sizeof text);
-  if (d->optim != NULL) d->optim->model_link = NULL; /* it can step on without the model */
+  if (d->optim != NULL) d->optim->model_link = NULL; /* elastic: it can outlive the model */
   while ((optim = d->sharing) != NULL) { /* each can be used again: its states become private */
     /* A failed model can have states that are stepped in part: the optimizer starts without any. */
     if (cddp__has_cause(&d->failure) || cddp__is_broken(d->control) ||
@@ -20912,12 +20935,11 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->desc = *desc;
   d->me = g->local_rank;
   d->memory = g->backend->memory != NULL ? g->backend->memory : &cddp__host_memory;
-  d->always_meets = !g->backend->enqueues; /* not NCCL; more below */
   /* The group of a joining process has one rank: its size is not the job's. */
   d->shards.count = desc->shards > g->size || joins ? desc->shards : g->size;
   /* With one shard per rank too if NCCL would sum: its order is not the canonical one. */
   d->shards.uses_slots =
-      !desc->elastic && (d->shards.count > g->size || (desc->shards > 0 && !d->always_meets));
+      !desc->elastic && (d->shards.count > g->size || (desc->shards > 0 && g->backend->enqueues));
   cddp__rank_shards(d->shards.count, g->size, g->rank, &i /* unused */, &d->shards.own_count);
   cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
   if (desc->elastic) d->shards.own_count = 1; /* and its nodes are planned in each step */
@@ -20941,8 +20963,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
     return NULL;
   }
   if (!any_sparse) d->rows.sparse = NULL; /* all are dense */
-  d->always_meets = /* these need rounds, with NCCL too */
-      d->always_meets || desc->find_unused_parameters || desc->uneven_inputs ||
+  d->always_meets = /* NCCL (enqueues) needs a round in each step only for these three */
+      !g->backend->enqueues || desc->find_unused_parameters || desc->uneven_inputs ||
       d->rows.sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
@@ -20954,7 +20976,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
    So an elastic model would free memory that the other thread still reads. */
 static bool cddp__shares_process(const cddp_group *g) {
   int k;
-  for (k = 0; k < g->size && !g->host->joined; k++)
+  if (g->host->joined) return false; /* its group has no other rank */
+  for (k = 0; k < g->size; k++)
     if (k != g->rank && g->host_index[k] >= 0 && /* on this host */
         cddp__process_at(g->host, g->host_index[k]).pid == (uint32_t)getpid())
       return true;
@@ -21003,7 +21026,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
     const cddp__tensor *tensor = &d->tensors[i];
     cddp_partition *part = &d->partitions[d->partition_count]; /* the next free entry */
     size_t esize = cddp__dtype_size(d->params[i].dtype);
-    if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL) /* sparse: NULL */
+    if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
       d->params[i].grad = d->arena + tensor->arena_offset;
     if (tensor->begin >= tensor->end) continue; /* no part of it is this rank's */
     part->param = i;
@@ -21157,7 +21180,7 @@ typedef struct cddp__report {
 
 /* --- the members --- */
 
-/* This process joins, and is no member yet. */
+/* Whether this process joins, and is no member yet. */
 static bool cddp__has_no_number(const cddp__meeting *m) { return m->me == m->capacity; }
 
 static cddp__text cddp__member_name(const cddp__meeting *m, int member) {
@@ -21170,7 +21193,7 @@ static void cddp__set_member(cddp__meeting *m, const cddp__member *member) {
   cddp__rank_entry *rank = &m->net->ranks[member->number];
   m->members[member->number] = *member;
   host->address = member->address;
-  snprintf(host->name, sizeof host->name, "%.67s" /* [68] */, member->name);
+  snprintf(host->name, sizeof host->name, "%.67s" /* host->name is [68] */, member->name);
   rank->host = member->host;
   rank->pid = member->pid;
   rank->port = member->port;
@@ -21458,7 +21481,7 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
   if (sound) (void)cddp__revive_member(m, link->peer, sender->life);
   while (sound && p < n && m->members[p].life != sender->life) p++;
   if (sound) sender->name[sizeof sender->name - 1] = 0; /* a damaged one can lack its NUL */
-  link->next = NULL; /* it has left net->incoming */
+  link->next = NULL; /* it is not in the list net->incoming any more */
   if (sound && p < n && p != m->me && leads) {
     *sender = m->members[p]; /* after a leader's death, a member might not know its number */
     cddp__drop_link_and_report(m, p); /* of its earlier attempt, or this rank's call to it */
@@ -21551,7 +21574,7 @@ static void cddp__answer_joins(cddp__meeting *m) {
   table->record_number = (int)m->epoch + 1; /* names the joining process's flight record */
   cddp__join_listen(host); /* unless it listens already */
   pthread_mutex_unlock(&host->joins.lock);
-  cddp__join_serve(host, CDDP__JOIN_WAIT); /* accepts their calls, and answers them */
+  cddp__join_serve(host, CDDP__JOIN_WAIT); /* accepts and answers calls of joining processes */
 }
 
 /* Begins to connect to a member, in m->links[member], and posts `data`: a report or a call. The
@@ -21653,7 +21676,7 @@ static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member 
 /* Makes each joining process that has reported a member, or refuses it. */
 static void cddp__admit_joining(cddp__meeting *m) {
   int k, number;
-  if (!m->admits) return; /* they retry */
+  if (!m->admits) return; /* cddp__drop_all_links frees their links: they retry later */
   for (k = m->capacity; k < m->capacity + m->requests; k++) {
     cddp__connection *link = m->links[k];
     cddp__member *joining = &cddp__report_at(m, m->reports[k], 0)->self;
