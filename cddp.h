@@ -20404,7 +20404,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   return r == CDDP_OK ? (optim->backend->copy)(optim) : r; /* to desc.copies */
 }
 
-enum { CDDP__NOT_CLEARED, CDDP__CLEARED }; /* of `bool cleared` */
+enum { CDDP__NOT_CLEARED, CDDP__CLEARED }; /* values of `bool cleared` */
 
 /* Ends an update by optim (NULL: the caller's own, or none): counts the step and zeroes the
    gradients. cleared: the update has zeroed the reduced ones, except those that optim skipped.
@@ -22034,9 +22034,9 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
 /* A rank's call in the update of a step. Ranks compare it in the next reduction. */
 typedef struct cddp__elastic_call {
   uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
-  uint32_t fp_mode;  /* cddp__fp_mode() */
+  uint32_t fp_mode;  /* cddp__fp_mode() of the calling thread */
   uint64_t settings_hash; /* of the cddp_optim's, except lr; 0: a wait */
-  double lr; /* 0: a wait */
+  double lr; /* learning rate; 0: a wait */
   uint64_t steps; /* cddp_ddp_steps before the call */
 } cddp__elastic_call;
 
@@ -22066,35 +22066,36 @@ typedef struct cddp__lost_block {
 
 struct cddp__elastic {
   cddp__meeting meeting;
-  int *member_of_rank; /* [shards] member number of each rank of the groups */
-  int meetings; /* since the last reduction */
+  int *member_of_rank; /* [shards: the most ranks] member number of each rank of the groups */
+  int meetings; /* begun since the last reduction; limits joins, and a step's retries */
   cddp_group *broken_comm; /* the first comm that this rank left in this step: cddp_ddp_group
-                              returns it until the step ends. NULL: left none */
+                              returns it until the step ends. NULL: it has left none */
   /* this rank's sums and the last mean: */
   uint64_t updates; /* waits and steps since creation */
   uint64_t reductions; /* completed: `updates`, or `updates` + 1 if the current step has its mean */
-  char *slot_area; /* this rank's slots */
-  char *mean; /* the last reduction's mean, or this rank's part of it */
+  char *slot_area; /* [layout.slots] for this rank's sums; NULL: needed none yet */
+  char *mean; /* memory for a whole mean; in_parts: this rank has written only its part of it */
   bool holds_shard; /* the gradients hold the sum of a shard that has ended: they must be cleared
                        before the next shard */
   bool in_parts; /* each rank of its group has a part of the mean; false: this rank has all */
-  bool has_mean; /* false: this rank has joined, and has no mean yet */
+  bool has_mean; /* false: this rank has not made or received a mean yet */
   bool gave_states; /* an optimizer has received the job's states, and has not stepped yet */
   bool repeats; /* the ranks with the last mean are lost: the group makes it again */
   bool repeat_counted; /* repeats, but `reductions` of this rank, which joined, counts it already */
-  int mean_parts; /* of the last mean; 1 if not in_parts */
-  char **means; /* [shards] of each of the mean_parts: where offset 0 of the model would be */
-  double **squares; /* [shards] squares of each part */
+  int mean_parts; /* parts of the last mean, one for each rank that made it; 1 if not in_parts */
+  char **means; /* [shards; mean_parts used] the mean memory of the rank that has the part */
+  double **squares; /* [shards; mean_parts used] a sum of squares for each block of the part */
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   /* memory of the ranks on this host: */
   bool one_host; /* all members are on this host and read each other's memory */
-  cddp__published *own; /* this rank's; NULL: on a GPU */
-  cddp__published **published; /* [shards] by member number; NULL: on another host, or on a GPU */
-  cddp__lost_block *lost_blocks; /* [lost_count] for cddp__free_lost, which frees own ones */
-  size_t lost_count, lost_capacity;
-  void *next_blocks[2]; /* in a meeting: memory for the new groups' control blocks; else NULL */
+  cddp__published *own; /* of this rank; NULL: the model is on a GPU */
+  cddp__published **published; /* [shards] by member number; set for members on this host, no GPU */
+  cddp__lost_block *lost_blocks; /* [lost_count] cddp__free_lost frees those that this rank owns */
+  size_t lost_count, lost_capacity; /* elements of lost_blocks in use, and allocated */
+  void *next_blocks[2]; /* in a meeting: for the control blocks of the new control and comm, until
+                           a group owns it; else NULL */
   char *states; /* of the optimizer, received on joining; NULL: none, or a cddp_optim has them */
-  cddp_ddp *next; /* in cddp__elastic_models */
+  cddp_ddp *next; /* the next model in the list cddp__elastic_models */
 };
 
 /* A rank's report. Its optimizer's steps follow, a float for each parameter, then
@@ -22104,7 +22105,7 @@ typedef struct cddp__rank_report {
   uint64_t reductions, steps; /* steps: cddp_ddp_steps */
   cddp__snapshot snapshot;       /* of its cddp_optim */
   int32_t in_parts, has_mean; /* as in cddp__elastic; so is `reductions` */
-  cddp__ref next_blocks[2];   /* for the new groups; those of a host's lowest rank are used */
+  cddp__ref next_blocks[2]; /* as in cddp__elastic; only those of a host's lowest rank are used */
 } cddp__rank_report;
 
 /* Stops listening, so this rank is lost to the others. Marks its links as over: the last frame of
@@ -22114,7 +22115,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
   cddp__connection *link;
   int i;
   for (i = 0; i < 2; i++) {
-    if (groups[i] == NULL /* left */ || groups[i]->hosts == NULL /* no links */) continue;
+    if (groups[i] == NULL /* left */ || groups[i]->hosts == NULL /* one host: no links */) continue;
     pthread_mutex_lock(&groups[i]->p2p.lock);
     for (link = groups[i]->hosts->links; link != NULL; link = link->next) link->over = true;
     pthread_mutex_unlock(&groups[i]->p2p.lock);
@@ -22138,7 +22139,7 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
    a slot's end, and elements in slots can be twice as wide as in the model. */
 static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
-  size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride; /* each can have a sum */
+  size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride; /* any can have a sum */
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->layout.slots) return CDDP_OK;
@@ -22148,7 +22149,7 @@ static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (elastic->slot_area != NULL)
     r = (d->memory->copy)(p, elastic->slot_area, old_bytes, d->group->stream);
-  (d->group->backend->free)(d->group, elastic->slot_area); /* NULL: the first call */
+  (d->group->backend->free)(d->group, elastic->slot_area); /* the first call: NULL, no effect */
   elastic->slot_area = d->addresses.slots[d->me] = p; /* even after a failure: the old is freed */
   d->layout.slots = slots;
   return r;
@@ -22170,17 +22171,18 @@ static void cddp__elastic_begin_step(cddp_ddp *d) {
 static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   cddp__shard_node *nodes = d->shards.own_nodes;
   int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0;
-  int in_gradients = -1 /* such a node's slot */, width = 1 /* shard, as others are in slots */;
+  int in_gradients = -1; /* `slot` of a node whose sum is in the gradients */
+  int width = 1; /* shards in that node: a sum of more is in a slot */
   cddp_result r = CDDP_OK;
   while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++; /* finds the gradients' node */
-  if (i < d->shards.own_node_count) { /* else the sum has merged into a slot, or was dropped */
+  if (i < d->shards.own_node_count) { /* else that sum has merged into a slot, or was dropped */
     r = cddp__grow_slots(d, slot + 1);
     if (r == CDDP_OK) /* copies the one node to the slot */
       r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false /* clear: done below */);
     if (r == CDDP_OK) nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
-  if (r == CDDP_OK) r = cddp__zero_copied(d); /* the caller's, if the arena has copies */
+  if (r == CDDP_OK) r = cddp__zero_copied(d); /* the caller's gradients, if arena has copies */
   d->elastic->holds_shard = false;
   return r;
 }
@@ -22200,12 +22202,12 @@ static int cddp__find_shard(const cddp_ddp *d) {
 /* Makes the current shard's sum a node. On one host the last node can stay in the gradients, where
    others read it. */
 static cddp_result cddp__finish_shard(cddp_ddp *d) {
-  bool has_next = cddp__find_shard(d) >= 0; /* another shard, which needs the gradients */
-  bool to_slot = has_next || !d->elastic->one_host; /* several hosts: sums are sent from slots */
+  bool has_next = cddp__find_shard(d) >= 0; /* another shard will need the gradients' memory */
+  bool to_slot = has_next || !d->elastic->one_host /* then (or on GPUs) slots are sent */;
   cddp_result r = CDDP_OK;
   if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current); /* to d->rows.packet */
   CDDP__POINT("elastic shard end");
-  if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0 /* it can merge with a node */))
+  if (r == CDDP_OK && (to_slot || d->shards.own_node_count > 0 /* can merge with one, in a slot */))
     r = cddp__grow_slots(d, d->shards.own_node_count + 1); /* enough for one per node */
   if (r == CDDP_OK) r = cddp__keep_node(d, d->shards.current, to_slot);
   d->elastic->holds_shard = !to_slot;
@@ -22259,7 +22261,7 @@ static void cddp__break_groups_of(cddp__host *host, int window) {
 
 /* Whether a call in a broken group still accesses memory of peers. */
 static bool cddp__group_in_use(cddp_group *g) {
-  if (cddp__load32(&cddp__slot_of(g, g->rank)->inside) != 0) return true;
+  if (cddp__load32(&cddp__slot_of(g, g->rank)->inside) != 0) return true; /* in a call */
   if (pthread_mutex_trylock(&g->p2p.lock) != 0) return true; /* a receive can be copying */
   pthread_mutex_unlock(&g->p2p.lock);
   return false;
@@ -22309,8 +22311,8 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__process *p;
   for (p = cddp__next_process(host, NULL); p != NULL; p = cddp__next_process(host, p)) {
-    if (!p->member || p->window == host->arena.window /* this process */ ||
-        cddp__is_member_here(&d->elastic->meeting, p->window))
+    if (!p->member /* not a member yet, or noted */ || p->window == host->arena.window /* own */ ||
+        cddp__is_member_here(&d->elastic->meeting, p->window) /* still a member */)
       continue;
     pthread_mutex_lock(&host->lock);
     p->member = false;
@@ -22347,16 +22349,17 @@ static void cddp__free_lost(cddp_ddp *d) {
       cddp__arena_free_lost_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = kept;
-  if (host->arena.fd >= 0) cddp__find_processes(host); /* adds those that ended as they joined */
+  if (host->arena.fd < 0) return; /* no process shares memory */
+  cddp__find_processes(host); /* adds those that ended as they joined */
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
     if (p->lost_in_step == 0 /* not lost */ ||
-        p->lost_in_step > elastic->updates /* lost in this step */ || host->arena.fd < 0)
+        p->lost_in_step > elastic->updates /* lost in this step */)
       continue;
     /* use_locked: its memory can be mapped here. In use: a later step tries again. */
     if (p->use_locked && cddp__window_in_use(d, p->window)) continue;
     if (p->use_locked) cddp__unmap_window(host, p);
-    if (cddp__process_gone(host, p->window)) cddp__free_window(host, p);
+    if (cddp__process_gone(host, p->window)) cddp__free_window(host, p); /* else a later step */
   }
 }
 
@@ -22411,14 +22414,15 @@ static void cddp__publish_own(cddp_ddp *d) {
 static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
   const cddp__ref *refs = elastic->published[elastic->member_of_rank[k]]->refs;
-  void *at[CDDP__PUBLISHED_COUNT] = {/* this rank's own; the loop replaces them for other ranks */
+  void *at[CDDP__PUBLISHED_COUNT] = {/* k == d->me: this rank's own; else the loop replaces them */
                                      d->arena, elastic->mean, elastic->slot_area, d->rows.packet};
   cddp_result r = CDDP_OK;
   int i;
-  for (i = 0; k != d->me && r == CDDP_OK && i < CDDP__PUBLISHED_COUNT; i++)
-    /* A rank can have no slots or rows (NONE): then nothing reads its at[i]. */
-    if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE)
-      r = cddp__map_ref(d->group->host, &refs[i], &at[i]);
+  if (k != d->me)
+    for (i = 0; r == CDDP_OK && i < CDDP__PUBLISHED_COUNT; i++)
+      /* A rank can have no slots or rows (NONE): then nothing reads its at[i]. */
+      if (i < CDDP__PUBLISHED_SUMS || refs[i].kind != CDDP__REF_NONE)
+        r = cddp__map_ref(d->group->host, &refs[i], &at[i]);
   if (r != CDDP_OK) return r;
   cddp__set_gradient_addresses(d, k, (char *)at[CDDP__PUBLISHED_ARENA]);
   d->addresses.slots[k] = (char *)at[CDDP__PUBLISHED_SUMS];
@@ -22483,15 +22487,15 @@ static cddp_result cddp__check_updates(cddp_ddp *d) {
   for (k = 0; k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
     member = elastic->member_of_rank[k];
-    if (call.kind == 0 /* it has joined, and made no update yet */ ||
+    if (call.kind == 0 /* no update yet: the job's first step, or the member joined since */ ||
         (oldest >= 0 && members[member].since >= members[oldest].since) /* not older */)
       continue;
     oldest = member;
     job = call;
   }
-  if (oldest < 0 /* the first step */ || elastic->repeat_counted /* this rank is a step ahead */)
+  if (oldest < 0 /* the first step */ || elastic->repeat_counted /* joined: ahead of `job` */)
     return CDDP_OK;
-  if (elastic->last_update.kind == 0) elastic->last_update = job; /* joined: nothing to compare */
+  if (elastic->last_update.kind == 0) elastic->last_update = job; /* it joined: agrees below */
   r = cddp__compare_update(d, &job, oldest);
   if (r != CDDP_OK && members[elastic->meeting.me].since > members[oldest].since)
     return r; /* this rank joined later: it alone fails */
@@ -22581,11 +22585,11 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (!elastic->one_host && r == CDDP_OK)
     r = cddp__grow_slots(d, 1); /* a rank without sums sends slot 0 anyway */
   if (r != CDDP_OK) return r; /* nothing announced: this rank alone fails */
-  if (elastic->own != NULL) cddp__publish_own(d); /* on a host */
+  if (elastic->own != NULL) cddp__publish_own(d); /* NULL on a GPU: no rank maps its memory */
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  elastic->reductions - elastic->repeat_counted /* number: ranks compare it */,
-                  &mine, sizeof mine);
+                  /* in place of a count: the reduction's number, which ranks compare */
+                  elastic->reductions - elastic->repeat_counted, &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
   if (r == CDDP_OK) r = cddp__check_updates(d);
@@ -22666,7 +22670,7 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   report->in_parts = elastic->in_parts; /* whether others can read its mean without a broadcast */
   report->has_mean = elastic->has_mean;
   report->snapshot = d->snapshot;
-  if (d->snapshot.has_optim || d->snapshot.stepped) /* its optimizer has not taken the states yet */
+  if (d->snapshot.has_optim || d->snapshot.stepped) /* received, not yet given to an optimizer */
     for (i = 0; i < d->count; i++) counts[i] = d->tensors[i].restored_steps;
   else
     report->snapshot = cddp__optim_snapshot(d->optim, counts);
@@ -22811,10 +22815,11 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
                         d->group->timeout_s);
   if (r != CDDP_OK) return r;
   memcpy(hashed, m->net->token, 2 * sizeof *hashed);
-  hashed[2] = cddp__report_at(m, table, 0 /* any */)->table_id + (uint64_t)which;
+  hashed[2] = cddp__report_at(m, table, 0 /* all have it */)->table_id + (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->elastic = (*out)->of_model = true;
-  (*out)->id = cddp__hash64(1 /* seed */, hashed, sizeof hashed) & ~(uint64_t)1; /* odd: a split */
+  /* an even id: odd ones are those of split groups */
+  (*out)->id = cddp__hash64(1 /* seed */, hashed, sizeof hashed) & ~(uint64_t)1;
   r = cddp__hosts_attach(*out, m->net, elastic->member_of_rank /* numbers in m->net */);
   CDDP__POINT("elastic built");
   return r;
@@ -22837,15 +22842,15 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__ref ref;
   cddp_result r;
   int k;
-  memset(&ref, 0, sizeof ref); /* NONE, on a GPU */
+  memset(&ref, 0, sizeof ref); /* CDDP__REF_NONE: on a GPU nothing is published */
   if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, &ref, sizeof ref);
   if (r == CDDP_OK) /* makes the links of comm */
     r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */,
                     NULL /* payload */, 0);
-  for (k = 0; k < g->size && r == CDDP_OK && elastic->own != NULL; k++) {
+  for (k = 0; k < g->size && r == CDDP_OK; k++) {
     void *at = elastic->own;
-    if (g->host_index[k] < 0) continue; /* on another host */
+    if (at == NULL /* a GPU */ || g->host_index[k] < 0 /* on another host */) continue;
     ref = cddp__op_header_of(g, k, g->round)->u.ref;
     if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
     elastic->published[elastic->member_of_rank[k]] = (cddp__published *)at;
@@ -22910,11 +22915,12 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
       from = report;
   }
   elastic->repeats = false; /* true: a member lacks the last mean, and no rank has it */
-  for (k = 0; from != NULL && from->has_mean == 0 && k < ranks; k++) {
-    report = cddp__rank_report_at(d, table, k);
-    if (report->head.joining == 0 && report->reductions < from->reductions)
-      elastic->repeats = true;
-  }
+  if (from != NULL && from->has_mean == 0) /* then no member with the most reductions has it */
+    for (k = 0; k < ranks; k++) {
+      report = cddp__rank_report_at(d, table, k);
+      if (report->head.joining == 0 && report->reductions < from->reductions)
+        elastic->repeats = true;
+    }
   next = (from != NULL ? from->reductions : 0) - elastic->repeats; /* the reduction to make */
   elastic->repeat_counted = /* this rank joins now, or joined and has the weights after `next` */
       elastic->repeats && (elastic->meeting.self_joining || elastic->reductions > next);
@@ -23023,7 +23029,7 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
   if (r == CDDP_OK && some_lack_mean) r = cddp__await_model(d); /* on GPUs: for the mean */
   if (r != CDDP_OK) return r;
   elastic->has_mean = has_mean;
-  /* A rank without the update by the repeated mean counts that mean when it is made. */
+  /* If the mean is made again, a rank that lacks it (not repeat_counted) counts it then. */
   if (elastic->repeat_counted || mean_lives) elastic->reductions = from->reductions;
   if (elastic->reductions == elastic->updates && mean_lives)
     cddp__leave_broken(d); /* this rank has no mean to apply: its step is new */
@@ -23088,12 +23094,15 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__meeting *m = &elastic->meeting;
   int shard = d->shards.current;
   cddp_result r = CDDP_OK;
-  if (elastic->reductions == elastic->updates && !elastic->repeats) /* the last step is complete */
+  /* Without a mean, the step of broken_comm has ended, unless its mean is made again (repeats). */
+  if (elastic->reductions == elastic->updates && !elastic->repeats)
     cddp__leave_broken(d);
   cddp__join_serve(d->group->host, CDDP__JOIN_WAIT); /* answers processes that join */
-  if (shard >= 0 && elastic->reductions == elastic->updates /* the step has no mean yet */)
-    r = cddp__finish_shard(d);
-  if (shard >= 0) cddp__reset_step(d); /* the next shard's gradients are not ready */
+  if (shard >= 0) { /* the program has computed its gradients */
+    if (elastic->reductions == elastic->updates) /* else the step has its mean: nothing to add */
+      r = cddp__finish_shard(d);
+    cddp__reset_step(d); /* no gradient of the next shard is ready yet */
+  }
   d->shards.current = -1;
   while (r == CDDP_OK && elastic->reductions == elastic->updates) { /* until the mean exists */
     if ((shard = cddp__find_shard(d)) >= 0) {
@@ -23101,7 +23110,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
       if (r == CDDP_OK) d->shards.current = shard;
       return r;
     }
-    cddp__accept_reports(m, CDDP__ACCEPT_JOINING);
+    cddp__accept_reports(m, CDDP__ACCEPT_JOINING); /* counts them in m->requests */
     if (cddp__choose_leader(m) != m->me) cddp__drop_all_links(m); /* only the leader admits */
     if (m->requests > 0 && elastic->meetings == 0 /* no second one in a step for joins */ &&
         elastic->last_update.kind != 0 /* else the meeting admits none: see _regroup */)
@@ -23177,11 +23186,11 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   call->steps = d->steps;
   memset(d->step.used, 1, (size_t)d->count); /* in elastic models each parameter counts as used */
   d->step.has_norm = false;
-  /* The mean becomes the gradients, for the program or the device's step. */
-  for (k = 0; (on_device || optim == NULL) && r == CDDP_OK && k < d->elastic->mean_parts; k++) {
-    cddp__pass pass = cddp__part_pass(d, NULL /* optim */, k, &begin, &end);
-    r = (d->memory->copy)(d->arena + begin, pass.means + begin, end - begin, d->group->stream);
-  }
+  if (on_device || optim == NULL) /* a device's step, or the program, reads the mean as gradients */
+    for (k = 0; r == CDDP_OK && k < d->elastic->mean_parts; k++) {
+      cddp__pass pass = cddp__part_pass(d, NULL /* optim */, k, &begin, &end);
+      r = (d->memory->copy)(d->arena + begin, pass.means + begin, end - begin, d->group->stream);
+    }
   if (r == CDDP_OK && optim == NULL) {
     r = cddp__return_gradients(d);
   } else if (r == CDDP_OK && on_device) {
@@ -23322,7 +23331,7 @@ static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing
   pthread_mutex_unlock(&cddp__models_lock);
   if (model != NULL && when == CDDP__PAIR_NEW && model->optim != NULL &&
       !model->group->host->joined)
-    return CDDP_OK; /* d->optim stays the optimizer that steps: a joining process gets its states */
+    return CDDP_OK; /* model->optim remains: it steps, so joining processes get its states */
   if (model != NULL) return cddp__elastic_restore(model, optim);
   if (!partial) return CDDP_OK; /* no elastic model of a joined process has its parameters */
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -23387,7 +23396,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   host->elastic = false;
   if (host->joined && !elastic->meeting.self_joining /* it has become a member */)
     host->job_info->table.lead.model.params = 0; /* cddp_ddp_create refuses another elastic model */
-  (void)d->memory->select_device(d);
+  (void)d->memory->select_device(d); /* for the frees below, on a GPU */
   (backend->free)(d->group, elastic->mean);
   (backend->free)(d->group, elastic->slot_area);
   (backend->free)(d->group, elastic->states);
@@ -23416,7 +23425,8 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   elastic->member_of_rank = (int *)(void *)(elastic->published + n);
   elastic->meeting.model = cddp__model_of(d);
   r = cddp__meeting_new(&elastic->meeting, d->group, d->shards.count,
-                        sizeof(cddp__rank_report) + (size_t)d->count * sizeof(float) + n);
+                        sizeof(cddp__rank_report) + (size_t)d->count * sizeof(float) /* steps */ +
+                            n /* sums */);
   if (r != CDDP_OK) return r;
   elastic->mean = cddp__elastic_allocate(d, d->layout.dense_bytes + cddp__gather_nodes_slack(d),
                                          CDDP__EXTENT_LAZY);
@@ -23491,7 +23501,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   else if (!d->desc.elastic)
     return d->group;
   else if (cddp__check_cause(&d->failure) == CDDP_OK) {
-    if (d->elastic->broken_comm != NULL) return d->elastic->broken_comm;
+    if (d->elastic->broken_comm != NULL) return d->elastic->broken_comm; /* until the step ends */
     if (d->comm->stream != d->group->stream) /* the program has set another one for d->group */
       cddp_set_stream(d->comm, d->group->stream);
     return d->comm;
@@ -23565,6 +23575,7 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
    equally many. */
 static size_t cddp__sampler_share(const cddp_sampler_desc *desc, int rank, size_t left) {
   size_t world = (size_t)desc->world_size, rest = left % world; /* 0: equal shares */
+  /* exact: the first `rest` ranks get one more; else all (indices repeat), or none (drop_last) */
   bool one_more = desc->exact ? (size_t)rank < rest : !desc->drop_last && rest != 0;
   return left / world + (size_t)one_more;
 }
@@ -23574,13 +23585,13 @@ static void cddp__drop_order(cddp_sampler *sampler) {
   sampler->order = NULL;
 }
 
-enum { CDDP__EPOCH_NEW, CDDP__EPOCH_RESUMED }; /* of `bool resumed` */
+enum { CDDP__EPOCH_NEW, CDDP__EPOCH_RESUMED }; /* values of `bool resumed` */
 /* Begins an epoch of which all ranks together have used `start` samples already. */
 static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t start,
                                 bool resumed) {
   size_t n = sampler->desc.dataset_size;
   if (sampler->epoch != epoch) cddp__drop_order(sampler);
-  sampler->position = 0; /* of this rank's samples, counted from `start` */
+  sampler->position = 0; /* samples that this rank has used since `start` */
   sampler->result = CDDP_OK;
   sampler->epoch = epoch;
   sampler->start = start < n ? (size_t)start : n;
@@ -23592,7 +23603,7 @@ static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t 
 static cddp_result cddp__sampler_indices(cddp_sampler *sampler, size_t position, size_t n,
                                          size_t *indices) {
   size_t samples = sampler->desc.dataset_size, i;
-  if (n > 0 && sampler->desc.shuffle && sampler->order == NULL /* not computed yet */) {
+  if (n > 0 /* else it is not needed */ && sampler->desc.shuffle && sampler->order == NULL) {
     sampler->order = (uint64_t *)malloc(samples * sizeof *sampler->order);
     if (sampler->order == NULL)
       return cddp__fail(
@@ -23663,7 +23674,7 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
                                   size_t *indices) {
   size_t world, shard_samples, n; /* n: indices of this batch */
   if (sampler == NULL) return 0;
-  sampler->result = CDDP_INVALID_ARGUMENT;
+  sampler->result = CDDP_INVALID_ARGUMENT; /* if the check below fails */
   world = (size_t)sampler->desc.world_size;
   if (shard < 0 || (size_t)shard >= world || size == 0 || indices == NULL) {
     cddp__fail(
@@ -23692,7 +23703,7 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
    "shape": [2, 3], "data_offsets": [begin, end]}, ...}.
    Owns: cddp_safetensors. Touches no file: >>checkpoint reads and writes files.
    Entry points: cddp__st_header_size, _new, _parse, _find, _value; for writing
-   cddp__st_write_header; cddp__st_find_type, _size and cddp__describe_shape.
+   cddp__st_write_header; cddp__st_find_type, _size and cddp__shape_json.
    How it works (the text is not trusted):
      1. The text must be UTF-8. Memory is allocated once, for the largest number of items that a
         text of this length can contain.
@@ -23726,14 +23737,15 @@ typedef struct cddp__st_name { /* an entry of the index by name */
 struct cddp_safetensors { /* constant once it is open */
   cddp_allocator allocator;
   char *text; /* follows this struct: the JSON, decoded in place, and a NUL */
-  size_t text_size;
-  uint64_t data_bytes;       /* after the header in the file */
-  cddp_tensor_info *tensors; /* [count] by position; the next three arrays are in its memory */
-  cddp__st_name *by_name;    /* [count] */
-  cddp_metadata *metadata;   /* [metadata_count] by key */
-  uint64_t *next_shape;      /* where the next tensor's shape is written */
+  size_t text_size;    /* without that NUL */
+  uint64_t data_bytes; /* of the tensors' data, after the header in the file */
+  cddp_tensor_info *tensors; /* [count] by position. Begins the block of cddp__st_reserve: by_name,
+                                metadata and all tensors' shapes are behind it */
+  cddp__st_name *by_name;  /* [count] the index, sorted by name */
+  cddp_metadata *metadata; /* [metadata_count] sorted by key */
+  uint64_t *next_shape;    /* while parsing: end of the shapes so far, where the next is written */
   size_t count, metadata_count;
-  bool has_metadata;
+  bool has_metadata; /* __metadata__ was read: a second one is an error */
   int fd; /* the open file; -1: none */
 };
 
@@ -23764,7 +23776,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *file) {
 
 typedef struct cddp__json {
   const char *begin;  /* for error texts */
-  char *at, *end;     /* *end is a NUL */
+  char *at, *end;     /* next character to read; end of the text, where a NUL is */
   cddp_result result; /* the first error, after which nothing is read */
 } cddp__json;
 
@@ -23913,7 +23925,8 @@ static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *e
   return n <= UINT64_MAX / (uint64_t)bits /* *bytes is right */ && n * (uint64_t)bits % 8 == 0;
 }
 
-static cddp__text cddp__describe_shape(const uint64_t *size, int dims) { /* "[2,3]" */
+/* "[2,3]". 8 dims, the most in a file that is written, fit; in error texts more can be cut off. */
+static cddp__text cddp__shape_json(const uint64_t *size, int dims) {
   cddp__text t = {"["};
   int k;
   for (k = 0; k < dims; k++)
@@ -23938,7 +23951,7 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
       cddp__json_fail(
           json, cddp__textf("\"%s\" is not a field of a tensor", cddp__cut(key, 60).s).s);
     if ((seen & 1u << k) != 0) cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
-    if (k == 0) {
+    if (k == 0) { /* dtype */
       type = cddp__st_find_type(cddp__json_string(json));
       if (type == NULL) cddp__json_fail(json, "its dtype is not one of the format's");
     }
@@ -24113,15 +24126,15 @@ static const char *cddp__st_value(const cddp_safetensors *file, const char *key)
 typedef struct cddp__st_item {
   const char *name;
   cddp_dtype dtype;
-  const cddp__st_type *type; /* dtype in a file */
+  const cddp__st_type *type; /* the format's name for dtype */
   cddp_shape shape;
-  bool any_shape; /* the caller passed no shape */
+  bool any_shape; /* the caller passed no shape: load compares only `count` */
   size_t count;   /* elements */
   void *data;     /* NULL: no elements, partitioned over the ranks, or not allocated yet */
   int param;      /* of a state: index of its parameter; else -1 */
   int state;      /* number of the state; that of a step count is the optimizer's state_count */
   void **state_pointer; /* the optimizer's pointer to the state; NULL: a step count, or no state */
-  uint64_t begin, bytes;        /* offset and size in a file that is written */
+  uint64_t begin, bytes; /* save: offset among the file's data; size, of dtype */
   const cddp_tensor_info *file_tensor; /* load: the tensor in the file; NULL: the file lacks it */
 } cddp__st_item;
 
@@ -24177,12 +24190,13 @@ static uint64_t cddp__st_write_header(const cddp_allocator *allocator, cddp__buf
     at += items[i].bytes;
     cddp__st_add(buffer, cddp__textf(
         ":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}",
-        items[i].type->name, cddp__describe_shape(items[i].shape.size, items[i].shape.dims).s,
+        items[i].type->name, cddp__shape_json(items[i].shape.size, items[i].shape.dims).s,
         items[i].begin, at).s);
   }
   cddp__st_add(buffer, "}");
   while (cddp__buffer_size(buffer) % 8 != 0 && !buffer->failed) cddp__st_add(buffer, " ");
-  if (!buffer->failed) cddp__put64(buffer->data + buffer->start, cddp__buffer_size(buffer) - 8);
+  if (!buffer->failed) /* N, without its own 8 bytes */
+    cddp__put64(buffer->data + buffer->start, cddp__buffer_size(buffer) - 8);
   return at;
 }
 
@@ -24226,8 +24240,8 @@ enum { /* sets of keys: bit i is key i */
 };
 
 typedef struct cddp__ckpt {
-  cddp_group *g; /* NULL: none */
-  const cddp_allocator *allocator;
+  cddp_group *g; /* NULL: this process saves or loads alone */
+  const cddp_allocator *allocator; /* the host's; g NULL: NULL, malloc */
   const char *path; /* the caller's, like the fields to desc */
   const cddp_param *params; /* [count] */
   int count;
@@ -24239,18 +24253,20 @@ typedef struct cddp__ckpt {
   cddp__st_item *items; /* the states' names follow the array */
   size_t item_count;
   double lr; /* data of the item "optimizer.lr": the optimizer's learning rate; load: the file's */
-  char *whole; /* partitioned: memory of the group for any one state, whole */
-  char *staging; /* [2 * CDDP__FILE_STAGING] between file and device; NULL: not needed yet */
+  char *whole; /* partitioned: the group's memory for one whole state at a time; NULL: no states */
+  char *staging; /* [2 * CDDP__FILE_STAGING] the file's bytes, then the same converted, for a device
+                    or another dtype; NULL: not needed yet */
   /* save: */
-  cddp__buffer header; /* of rank 0; partitioned: of all. N, the JSON's size in 8 bytes; the JSON */
+  cddp__buffer header; /* N, the JSON's size in 8 bytes; the JSON. Empty on ranks above 0, unless
+                          partitioned */
   char temporary[4100]; /* PATH_MAX + ".tmp": see cddp__name_temporary */
   mode_t old_mode; /* st_mode of the file at path; 0: none exists */
   int fd; /* of the temporary file, locked; -1: none */
   /* load: */
   cddp_safetensors *file; /* only rank 0's has a descriptor */
   bool has_lr; /* the file contains the learning rate, and so an optimizer */
-  uint64_t numbers[CDDP__META_COUNT]; /* the file's */
-  unsigned found; /* set of keys that the file contains */
+  uint64_t numbers[CDDP__META_COUNT]; /* by cddp__meta_keys; valid for keys in `found` */
+  unsigned found; /* set of the keys that the caller wants and the file has */
 } cddp__ckpt;
 
 /* --- files --- */
@@ -24275,6 +24291,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   if (fd < 0) return cddp__fail(CDDP_IO, "open: %s", strerror(errno));
   if (fstat(fd, &st) != 0) r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
   else if (!S_ISREG(st.st_mode)) r = cddp__fail(CDDP_IO, "it is not a regular file");
+  /* a shorter file has no N: cddp__st_header_size refuses it */
   else if (st.st_size >= 8) r = cddp__file_io(fd, CDDP__FILE_READ, first, 8 /* N */, 0 /* at */);
   if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
   if (r == CDDP_OK && (*out = cddp__st_new(allocator, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
@@ -24304,7 +24321,7 @@ static cddp_result cddp__remove_temporary(const char *name) {
   bool locked;
   int fd;
   if (lstat(name, &st) != 0) return errno == ENOENT ? CDDP_OK : cddp__fail_file("lstat", name);
-  /* the name can be that of a link or a pipe */
+  /* O_NOFOLLOW, O_NONBLOCK: the name can be that of a link or a pipe */
   fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   locked = fd >= 0 && cddp__lock_temporary(fd);
   if (fd >= 0 && !locked && errno != EWOULDBLOCK)
@@ -24367,7 +24384,7 @@ static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
     /* EWOULDBLOCK, ENOENT: between open and flock another process took this file for an old one */
     error = errno; /* of flock or lstat: unlink can change it */
     if (error != EWOULDBLOCK && error != ENOENT) {
-      unlink(name);
+      unlink(name); /* the file that open has created */
       r = cddp__fail(CDDP_IO, "flock or lstat %s: %s", name, strerror(error));
     }
     cddp__close_fd(&fd);
@@ -24390,7 +24407,8 @@ static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
   strcpy(slash != NULL ? slash + 1 : folder, "."); /* over the file's name, unused after rename */
   fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
   error = fd >= 0 ? cddp__sync_file(fd) : errno;
-  /* no right to read the directory, or no descriptor: syncs the file's whole file system */
+  /* no right to read the directory, or no descriptor: syncs the file's whole file system, unless
+     cddp__close_temporary closed the file before rename */
   if (fd < 0 && ckpt->fd >= 0)
     error = syscall(SYS_syncfs, ckpt->fd) == 0 ? 0 : errno;
   cddp__close_fd(&fd);
@@ -24462,7 +24480,7 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
       return CDDP__REFUSE(
           "the shape of parameter \"%s\" does not match its count, %zu", p->name, p->count);
   }
-  if (ckpt->has_device_memory && ckpt->g != NULL && ckpt->g->size > 1 &&
+  if (ckpt->has_device_memory && ckpt->g != NULL && ckpt->g->size > 1 /* else no broadcast */ &&
       !ckpt->g->backend->on_device)
     return CDDP__REFUSE(
         "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
@@ -24529,12 +24547,15 @@ static const char *cddp__state_name(const cddp_optim *optim, int k) {
 static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_shape *shapes = ckpt->desc->shapes;
-  int i, k, states = optim != NULL ? optim->state_count + optim->algorithm->counts : 0;
+  int i, k;
+  int states = /* items for each parameter of the optimizer: its states, and a step count */
+      optim != NULL ? optim->state_count + optim->algorithm->counts : 0;
   size_t names = 0 /* most bytes */, n = (size_t)ckpt->count + 1 /* learning rate */;
   char *name;
-  for (i = 0; optim != NULL && i < optim->count; i++, n += (size_t)states)
-    /* the longest prefix, with a NUL */
-    names += (size_t)states * (sizeof "optimizer.momentum_buffer." + strlen(optim->params[i].name));
+  if (optim != NULL)
+    for (i = 0; i < optim->count; i++, n += (size_t)states)
+      names += (size_t)states * (sizeof "optimizer.momentum_buffer." /* longest prefix, NUL */ +
+                                 strlen(optim->params[i].name));
   ckpt->items = (cddp__st_item *)cddp__calloc(ckpt->allocator, 1, n * sizeof *ckpt->items + names);
   if (ckpt->items == NULL) return CDDP_OUT_OF_MEMORY;
   name = (char *)(ckpt->items + n);
@@ -24546,10 +24567,11 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   cddp__add_item(ckpt, "optimizer.lr", CDDP_F64, 1 /* count */, NULL /* shape */, &ckpt->lr)
       ->shape.dims = 0; /* a scalar */
   if (optim->params != ckpt->params || optim->count > ckpt->count)
-    shapes = NULL; /* they are of other parameters */
+    shapes = NULL; /* desc.shapes describes ckpt->params, not the optimizer's */
   for (i = 0; i < optim->count; i++) {
     const cddp_param *p = &optim->params[i];
-    for (k = 0; k < states && p->count > 0 /* else it has no states */; k++) {
+    if (p->count == 0) continue; /* it has no states and no step count */
+    for (k = 0; k < states; k++) {
       cddp__st_item *item;
       if (k == optim->state_count) { /* the step count, read into the optimizer directly */
         item = cddp__add_item(ckpt, name, CDDP_F32, 1 /* count */, NULL /* shape */,
@@ -24652,7 +24674,7 @@ static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
 /* Rank 0: copies an item between memory and file. Device memory and data of another dtype pass
    through the staging buffer in chunks. */
 static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) {
-  bool save = ckpt->file == NULL; /* as CDDP__FILE_WRITE; else _READ */
+  bool save = ckpt->file == NULL; /* else cddp_load opened it; values of CDDP__FILE_WRITE, _READ */
   int fd = save ? ckpt->fd : ckpt->file->fd;
   uint64_t at = save ? ckpt->header.end + item->begin /* header: 8 bytes for N and the JSON */
                      : 8 + ckpt->file->text_size + item->file_tensor->begin;
@@ -24660,7 +24682,8 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   cddp_dtype file_dtype = save ? dtype : (cddp_dtype)item->file_tensor->dtype; /* in the file */
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(file_dtype), done, n;
   bool device = cddp__on_device(ckpt->g, item->data), direct = !device && file_dtype == dtype;
-  size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size); /* chunk */
+  /* elements in a chunk; in the item's own memory all at once */
+  size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size);
   cddp_result r = CDDP_OK;
   if (!direct && ckpt->staging == NULL) /* kept for the next items */
     ckpt->staging = (char *)cddp__malloc(ckpt->allocator, 2 * CDDP__FILE_STAGING);
@@ -24688,7 +24711,8 @@ static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t
     size_t size = sampler->desc.dataset_size;
     size_t used = sampler->start + sampler->position * (size_t)sampler->desc.world_size;
     v[CDDP__META_EPOCH] = sampler->epoch;
-    /* At an epoch's end all samples count as used, also those that drop_last leaves out. */
+    /* At an epoch's end all samples count as used, also those that drop_last leaves out. A rank
+       that gets no sample (size 0) has used none: its epoch has not ended. */
     v[CDDP__META_SAMPLES] = sampler->position < sampler->size || used == 0 ? used : size;
     v[CDDP__META_DATASET_SIZE] = size;
     v[CDDP__META_SEED] = sampler->desc.seed;
@@ -24733,8 +24757,8 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   char digits[CDDP__META_COUNT][24];
   uint64_t numbers[CDDP__META_COUNT], data_bytes;
-  unsigned own_keys = cddp__collect_numbers(desc, numbers);
-  cddp_metadata *all, *m; /* m: the next free one */
+  unsigned own_keys = cddp__collect_numbers(desc, numbers); /* set of those to write */
+  cddp_metadata *all, *m; /* m: the next element of `all` to write */
   cddp_safetensors *file; /* only to parse the header: without a descriptor */
   cddp_result r;
   size_t n;
@@ -24852,8 +24876,8 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
        memcmp(item->shape.size, tensor->shape, (size_t)tensor->dims * sizeof *tensor->shape) != 0))
     return CDDP__REFUSE(
         "\"%s\" has shape %s in the file, the parameter %s", name.s,
-        cddp__describe_shape(tensor->shape, tensor->dims).s,
-        cddp__describe_shape(item->shape.size, item->shape.dims).s);
+        cddp__shape_json(tensor->shape, tensor->dims).s,
+        cddp__shape_json(item->shape.size, item->shape.dims).s);
   return CDDP_OK;
 }
 
@@ -24913,7 +24937,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
    same dataset size, seed and shuffle. */
 static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   uint64_t own[CDDP__META_COUNT], *v = ckpt->numbers;
-  unsigned asked = cddp__collect_numbers(ckpt->desc, own);
+  unsigned asked = cddp__collect_numbers(ckpt->desc, own); /* own: the caller's present values */
   int i;
   for (i = 0; i < CDDP__META_COUNT; i++) {
     const char *key = cddp__meta_keys[i], *text = cddp__st_value(ckpt->file, key);
@@ -25054,11 +25078,13 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
 static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   size_t i;
-  if (ckpt->root) r = cddp__check_numbers(ckpt);
-  for (i = 0; r == CDDP_OK && ckpt->root && i < ckpt->item_count; i++) {
-    const cddp__st_item *item = &ckpt->items[i];
-    bool by_load_states = ckpt->partitioned && item->state_pointer != NULL;
-    if (item->file_tensor != NULL && !by_load_states) r = cddp__copy_item(ckpt, item);
+  if (ckpt->root) {
+    r = cddp__check_numbers(ckpt);
+    for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
+      const cddp__st_item *item = &ckpt->items[i];
+      bool by_load_states = ckpt->partitioned && item->state_pointer != NULL;
+      if (item->file_tensor != NULL && !by_load_states) r = cddp__copy_item(ckpt, item);
+    }
   }
   r = cddp__agree(ckpt->g, r);
   if (r == CDDP_OK && ckpt->partitioned) r = cddp__load_states(ckpt);
@@ -25097,8 +25123,9 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
                                  CDDP__WAIT);
     }
   }
-  for (k = 0; r == CDDP_OK && k < optim->count && !optim->backend->on_device; k++)
-    if (optim->steps[k] > 0) r = cddp__ensure_states(optim, k); /* adds missing ones, zeroed */
+  if (!optim->backend->on_device) /* a device has all states: zeroed above if not found */
+    for (k = 0; r == CDDP_OK && k < optim->count; k++)
+      if (optim->steps[k] > 0) r = cddp__ensure_states(optim, k); /* adds missing ones, zeroed */
   return r == CDDP_OK ? cddp_optim_set_lr(optim, ckpt->lr) : r;
 }
 
