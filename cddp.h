@@ -25242,7 +25242,7 @@ typedef struct cddp__child {
 } cddp__child;
 
 typedef struct cddp__spawn_job {
-  int (*fn)(int, void *);
+  int (*fn)(int rank, void *arg); /* the program's; a child exits with its result */
   void *arg;
   int n;               /* number of children */
   int port, listen_fd; /* rank 0 listens on listen_fd, which has this port */
@@ -25255,13 +25255,13 @@ typedef struct cddp__spawn_job {
   char secret[64];        /* CDDP_JOB_SECRET, "PORT:SECRET" */
   char supervisor[64];    /* CDDP_SUPERVISOR: "NAME:TOKEN-", the rank follows; "": not elastic */
   pid_t parent; /* this process: a child exits if it is dead */
-  cddp__child *children; /* [n] in the memory of fds */
-  int alive; /* not reaped yet */
+  cddp__child *children; /* [n] by rank, in the memory of fds */
+  int alive; /* children that are not reaped yet */
   bool blind;                 /* a child has no pidfd to poll: all are checked every 10 ms */
   struct pollfd *fds;         /* [n + 1] pidfds, -1: none; the last: CDDP_SUPERVISOR's socket */
-  cddp_result result;         /* the first failure */
+  cddp_result result;         /* the first failure; CDDP_OK: none */
   char text[CDDP__ERROR_MAX]; /* the error text of `result` */
-  bool by_signal;             /* a signal killed the child that failed first */
+  bool by_signal;             /* `result` is of a child that a signal killed */
   int next_signal;            /* sent to the living at `deadline`; 0: the job has not failed */
   double deadline;            /* by cddp__now(): for next_signal, if not 0 */
 } cddp__spawn_job;
@@ -25272,7 +25272,8 @@ typedef struct cddp__spawn_job {
    from now on processes can join. CDDP_SUPERVISOR is "NAME:TEXT", for a datagram TEXT to the
    abstract Unix socket NAME. Unlike a descriptor, a name survives exec and closefrom. */
 static void cddp__notify_supervisor(const cddp__host *host) {
-  const char *name = cddp__env("CDDP_SUPERVISOR"), *text = name != NULL ? strchr(name, ':') : NULL;
+  const char *name = cddp__env("CDDP_SUPERVISOR");
+  const char *text = name != NULL ? strchr(name, ':') : NULL; /* the colon; TEXT follows */
   struct timeval limit = {5 /* s */, 0}; /* of sendto: all ranks notify, so the queue can be full */
   cddp__address address;
   ssize_t sent = -1;
@@ -25321,7 +25322,7 @@ static void cddp__read_notices(cddp__spawn_job *job) {
     text[n] = 0;
     if (strncmp(text, token + 1, strlen(token + 1)) != 0) continue; /* from a stranger */
     rank = atoi(text + strlen(token + 1)); /* it follows the token */
-    if (rank < 0 || rank >= job->n) continue;
+    if (rank < 0 || rank >= job->n) continue; /* no rank of this job */
     job->children[rank].has_model = job->has_model = true;
   }
 }
@@ -25338,7 +25339,7 @@ static bool cddp__spawn_continues(cddp__spawn_job *job) {
   for (i = 0; i < job->n; i++) {
     const cddp__child *child = &job->children[i];
     /* a first rank has the model, or is about to; one that joins can still wait for the weights */
-    members += child->pid > 0 && (!child->joins || child->has_model);
+    members += child->pid > 0 /* lives */ && (!child->joins || child->has_model);
   }
   return job->has_model && members > 0;
 }
@@ -25370,10 +25371,11 @@ static void cddp__limit_math_threads(void) {
   bool blas =
       cddp__blas_procs != NULL && cddp__blas_threads != NULL && cddp__blas_set_threads != NULL;
   if (cddp__env("OMP_NUM_THREADS") != NULL) return; /* the user has set it, for both */
-  setenv("OMP_NUM_THREADS", "1", 1);
+  setenv("OMP_NUM_THREADS", "1", 1 /* replace */);
   if (omp && cddp__omp_threads() == cddp__omp_procs() /* the default */) cddp__omp_set_threads(1);
   if (cddp__env("OPENBLAS_NUM_THREADS") != NULL) return; /* the user has set it */
-  if (blas && cddp__blas_threads() == cddp__blas_procs()) cddp__blas_set_threads(1);
+  if (blas && cddp__blas_threads() == cddp__blas_procs() /* the default */)
+    cddp__blas_set_threads(1);
 }
 
 /* In C++ an exception that leaves fn ends the child here, with the exception's text: a `catch` of
@@ -25401,7 +25403,7 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   char byte;
   int code;
   prctl(PR_SET_PDEATHSIG, SIGKILL); /* when the parent dies, so does the child */
-  if (getppid() != job->parent) _exit(1); /* the parent died before the line above */
+  if (getppid() != job->parent) _exit(1); /* the parent died before prctl: no signal follows */
   close(job->start[1]); /* so that read returns 0 when the parent closes its copy */
   while ((code = (int)read(job->start[0], &byte, 1 /* or 0 at the end */)) < 0 && errno == EINTR) {}
   if (code != 1) _exit(1); /* the parent has closed it: a child could not be started */
@@ -25411,22 +25413,22 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   cddp__setenv_int("WORLD_SIZE", job->n);
   cddp__setenv_int("LOCAL_RANK", rank);
   cddp__setenv_int("LOCAL_WORLD_SIZE", job->n);
-  setenv("MASTER_ADDR", "127.0.0.1", 1);
+  setenv("MASTER_ADDR", "127.0.0.1", 1 /* replace */);
   cddp__setenv_int("MASTER_PORT", job->port);
-  setenv("CDDP_JOB_SECRET", job->secret, 1);
+  setenv("CDDP_JOB_SECRET", job->secret, 1 /* replace */);
   unsetenv("TORCHELASTIC_USE_AGENT_STORE"); /* these variables are for the parent's own job */
   unsetenv("CDDP_LISTEN_FD");
   unsetenv("CDDP_JOIN");
   unsetenv("CDDP_SUPERVISOR");
   if (job->elastic)
-    setenv("CDDP_SUPERVISOR", cddp__textf("%s%d", job->supervisor, rank).s, 1);
+    setenv("CDDP_SUPERVISOR", cddp__textf("%s%d", job->supervisor, rank).s, 1 /* replace */);
   if (joins) /* the parent has closed listen_fd */
-    setenv("CDDP_JOIN", "1", 1);
-  else if (rank == 0)
+    setenv("CDDP_JOIN", "1", 1 /* replace */);
+  else if (rank == 0) /* its server takes over the listener: no other process can take the port */
     cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
   else
     close(job->listen_fd);
-  if (job->n > 1) cddp__limit_math_threads();
+  if (job->n > 1) cddp__limit_math_threads(); /* one rank can use all processors */
   if (!isatty(1 /* stdout */)) /* writes whole lines: those of several ranks do not mix */
     setvbuf(stdout, line, _IOLBF, sizeof line);
   cddp__error_text[0] = 0; /* the text is of an earlier call of the parent */
@@ -25449,7 +25451,7 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
    failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
   bool none_before = job->next_signal == 0; /* no failure before this call */
-  bool known; /* `status` is valid */
+  bool known; /* `status` is the child's exit status; false: it is lost */
   cddp__wait wait;
   int i, status;
   cddp__wait_begin(&wait, 0.1 /* s */); /* for all children together */
@@ -25532,7 +25534,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
       job->deadline = cddp__now() + (job->next_signal == SIGTERM ? CDDP__GRACE_S : 1 /* s */);
       job->next_signal = SIGKILL;
     }
-    ms = job->blind              ? 10
+    ms = job->blind              ? 10 /* ms: a child without a pidfd wakes no poll */
          : job->next_signal == 0 ? -1 /* until a child ends */
                                  : cddp__poll_ms(job->deadline, CDDP__POLL_MAX_MS);
     if (cddp__poll(job->fds, (size_t)job->n + job->elastic /* socket */, ms) < 0 && errno != EINTR)
@@ -25540,10 +25542,10 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
     if (job->elastic) cddp__read_notices(job);
     cddp__reap_children(job);
     for (i = 0; i < job->n; i++) {
-      if (job->children[i].pid >= 0) continue; /* not to be forked again */
+      if (job->children[i].pid >= 0) continue; /* only -1 is to be forked again */
       job->children[i].pid = 0;
       if (job->next_signal != 0 /* the job has failed */ || job->alive == 0 /* none to join */ ||
-          job->succeeded || job->restarts == 0)
+          job->succeeded /* training is complete */ || job->restarts == 0 /* none left */)
         continue;
       job->restarts--;
       fflush(NULL); /* else the child prints the buffered text again */
@@ -25582,7 +25584,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
     r = cddp__fail_errno("write"); /* else all begin now */
   if (r != CDDP_OK) cddp__spawn_note_failure(job, r, 0 /* s */);
-  close(job->listen_fd);                            /* rank 0 has a copy */
+  close(job->listen_fd); /* rank 0 has a copy, and serves on it */
   if (r != CDDP_OK) cddp__close_fd(&job->start[1]); /* children exit without a byte */
   r = cddp__wait_children(job);
   cddp__close_fd(&job->start[0]);
@@ -25591,7 +25593,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   return r;
 }
 
-enum { CDDP__NOT_ELASTIC, CDDP__ELASTIC }; /* of `bool elastic` */
+enum { CDDP__NOT_ELASTIC, CDDP__ELASTIC }; /* values of `bool elastic` */
 /* cddp_spawn and cddp_spawn_elastic (caller: the name, for texts). restarts: most children that are
    forked again, or new starts of all. */
 static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
@@ -25635,12 +25637,12 @@ CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg
 
 /* A rank of cddp_run_threads. Its thread writes code, returned and text. */
 typedef struct cddp__thread_rank {
-  int (*fn)(cddp_group *, void *);
+  int (*fn)(cddp_group *g, void *arg); /* the program's; not 0: the rank has failed */
   void *arg;
   pthread_t thread;
-  cddp_group *group;
+  cddp_group *group; /* passed to fn: the group of all ranks, as this rank has it */
   cddp__host *host; /* kept until all threads have ended: others can still read its memory */
-  int code; /* fn's result */
+  int code; /* fn's result, valid if `returned` */
   bool returned;              /* false: fn called pthread_exit, or was cancelled */
   cddp__atomic_u32 *first;    /* shared: 1 + the rank that failed first; 0: none */
   char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's error text */
@@ -25724,10 +25726,11 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
     if (r == CDDP_OK) started++;
   }
   /* If a thread could not start: peers see the ranks without a thread as lost. */
-  for (i = started; ranks != NULL && i < n; i++) {
-    if (ranks[i].host != NULL) cddp__record_discard(ranks[i].host->record, 0 /* join */);
-    if (ranks[i].group != NULL) cddp__group_leave(ranks[i].group);
-  }
+  if (ranks != NULL)
+    for (i = started; i < n; i++) {
+      if (ranks[i].host != NULL) cddp__record_discard(ranks[i].host->record, 0 /* join */);
+      if (ranks[i].group != NULL) cddp__group_leave(ranks[i].group);
+    }
   for (i = 0; i < started; i++) pthread_join(ranks[i].thread, NULL);
   if (r == CDDP_OK && cddp__load32(&first) != 0) {
     failed = &ranks[cddp__load32(&first) - 1];
@@ -25736,7 +25739,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
                                     : "did not return: pthread_exit or pthread_cancel",
                    failed->text[0] ? "; its last error: " : "", failed->text);
   }
-  for (i = 0; ranks != NULL && i < n; i++) cddp__host_release(ranks[i].host);
+  if (ranks != NULL)
+    for (i = 0; i < n; i++) cddp__host_release(ranks[i].host); /* NULL: no effect */
   /* n = 1: if the rank had a group, leaving it has unmapped the block */
   if (block != NULL && (n > 1 || ranks == NULL || ranks[0].group == NULL))
     munmap(block, cddp__block_bytes(n, n));
@@ -25834,7 +25838,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
     memcpy(cddp__error_text, old_text.s, sizeof old_text.s); /* drops texts of failed attempts */
     return r;
   }
-  cddp__discard_record((*out)->host);
+  cddp__discard_record((*out)->host); /* a failed start leaves no flight record */
   cddp__group_leave(*out);
   *out = NULL;
   return cddp__named(__func__, r);
@@ -26165,8 +26169,9 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   cddp_result r;
   int i = 0;
-  if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
-  /* the last call of a step: all shards are taken */
+  if (d == NULL || shard == NULL || cddp__has_cause(&d->failure) /* the step returns it */)
+    return false;
+  /* the last call of a step: all shards are taken; under no_sync it is refused below */
   if (!d->desc.elastic && d->shards.taken == d->shards.own_count && !d->no_sync) return false;
   /* i: the first gradient of the current shard that is not ready; d->count: none */
   while (d->shards.current >= 0 && i < d->count && d->tensors[i].ready) i++;
@@ -26258,7 +26263,7 @@ CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
 CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *optim) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL && optim != NULL, "the cddp_ddp or the cddp_optim is NULL");
-  /* most steps are by the optimizer of the last one, and need no check */
+  /* Most steps are by the optimizer of the last one, and need no check. no_sync: it is refused. */
   if (optim->paired != d->id || optim->number != d->last_optim || d->no_sync)
     CDDP__TRY(cddp__check_pair(d, optim));
   return cddp__run_step(__func__, d, CDDP__KIND_DDP_STEP, optim);
@@ -26288,7 +26293,7 @@ CDDPDEF cddp_result (cddp_ddp_reduce_scatter)(cddp_ddp *d) {
 CDDPDEF cddp_result (cddp_ddp_all_gather)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
-  CDDP__CHECK(d->step.scattered || cddp__has_cause(&d->failure),
+  CDDP__CHECK(d->step.scattered || cddp__has_cause(&d->failure) /* returned below */,
               "cddp_ddp_reduce_scatter must be called first");
   return cddp__ddp_all_gather(d);
 }
@@ -26310,7 +26315,7 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->step.pre
 
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
   if (d == NULL) return;
-  pthread_mutex_lock(&d->lock);
+  pthread_mutex_lock(&d->lock); /* other threads can be in cddp_ddp_ready, which reads no_sync */
   d->no_sync = on;
   pthread_mutex_unlock(&d->lock);
 }
@@ -26423,7 +26428,7 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int co
   d.dampening = desc->dampening;
   d.nesterov = desc->nesterov;
   return cddp__named(__func__, cddp__optim_create(
-      out, &cddp__sgd, d.momentum != 0 /* states */, params, count, &d));
+      out, &cddp__sgd, d.momentum != 0 /* one state or none */, params, count, &d));
 }
 
 CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
@@ -26438,7 +26443,7 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
   d.eps = desc->eps == 0 ? 1e-8 : desc->eps;
   d.amsgrad = desc->amsgrad;
   return cddp__named(__func__, cddp__optim_create(
-      out, &cddp__adamw, desc->amsgrad ? 3 : 2 /* states */, params, count, &d));
+      out, &cddp__adamw, desc->amsgrad ? 3 /* states */ : 2, params, count, &d));
 }
 #undef CDDP__COPY_SETTINGS
 
@@ -26544,7 +26549,7 @@ CDDPDEF cddp_result cddp_store_compare_set(
   request.size = size;
   r = cddp__store_command(__func__, store, &request,
                           swapped != NULL ? size : NULL /* NULL if one of the two is */);
-  if (swapped != NULL) *swapped = request.equal;
+  if (swapped != NULL) *swapped = request.equal; /* false after a failure */
   return r;
 }
 
