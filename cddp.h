@@ -5520,7 +5520,7 @@ static void cddp__server_settle(cddp__server *server) {
         link = &client->next;
         continue;
       }
-      *link = client->next;
+      *link = client->next; /* closed, before or by cddp__client_run */
       cddp__free(&server->allocator, client);
     }
   }
@@ -5597,7 +5597,8 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `st
     int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines yet */;
     n = epoll_wait(server->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms); /* a stop of this process moves the deadlines */
-    if ((n < 0 && errno != EINTR) || cddp__load32(&server->stop) != 0) return NULL;
+    if (n < 0 && errno != EINTR) return NULL; /* the program has closed the descriptor */
+    if (cddp__load32(&server->stop) != 0) return NULL;
     for (i = 0; i < n; i++) {
       uint64_t source = events[i].data.u64; /* see cddp__server_watch */
       if (source >= CDDP__ADDRESSES_MAX) /* a client's address */
@@ -5680,9 +5681,9 @@ static cddp_result cddp__fail_refused(const cddp__connection *c, const char *add
                       address);
   if (challenge->state != CDDP__CHALLENGE_NOT_CDDP) {
     /* In a rendezvous a process without a secret proves "", which rank 0 refuses with W. */
-    bool own_none = why == 'S' ||
-                    (rendezvous && why == 'W' && challenge->secret[0] == 0);
-    const char *what = own_none ? "the server has a secret and this process has none"
+    bool no_own_secret =
+        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* "" */);
+    const char *what = no_own_secret ? "the server has a secret and this process has none"
                        : why == 'N' ? "this process has a secret and the server has none"
                        : why != 'W' ? "the program that answers does not know the secret"
                        : rendezvous ? "rank 0 has another secret, or none"
@@ -5784,7 +5785,7 @@ static cddp_result cddp__store_try(cddp_store *store, double deadline) {
 
 typedef struct cddp__request { /* one command and its answer */
   unsigned code; /* cddp__code */
-  const char *const *keys;
+  const char *const *keys; /* [count] without the slash that is sent before each */
   int count; /* of keys; only a counted command has more than 1 */
   cddp__span values[2]; /* SET: the value; COMPARE_SET: expected, desired */
   uint64_t number; /* sent: the amount to ADD; received: a number or byte, or a string's size */
@@ -6989,6 +6990,7 @@ static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 /* Maps size bytes at an address that allows huge pages: of the memfd from base, or (fd -1) private
    memory. Returns NULL with errno set. */
 static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
+  /* huge pages begin at multiples of their size */
   size_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
   size_t span = (size_t)size + align; /* of `area`, which contains `size` aligned bytes */
   /* With a memfd `area` is only a range of addresses: the memfd is mapped over it. */
@@ -7049,11 +7051,11 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   lock.l_type = (short)type;
   lock.l_start = at;
   lock.l_len = n;
-  return fcntl(host->arena.fd, F_SETLK, &lock) == 0;
+  return fcntl(host->arena.fd, F_SETLK /* does not wait */, &lock) == 0;
 }
 
 /* Whether the process with this window, which is another one, holds the lock of its life byte: it
-   lives. (F_GETLK ignores the caller's own locks.) */
+   lives. (F_GETLK ignores the caller's own locks.) If the program has closed the memfd: false. */
 static bool cddp__life_byte_is_locked(const cddp__host *host, int window) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
@@ -7080,7 +7082,7 @@ static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t s
     n = cddp__min(piece, end - base);
     if (syscall(SYS_fallocate, host->arena.fd, 0 /* allocates */, (off_t)base, (off_t)n) == 0)
       continue;
-    if (errno == ENOMEM || errno == ENOSPC) return false;
+    if (errno == ENOMEM || errno == ENOSPC) return false; /* memory is short */
     if (errno != EINTR) return true; /* fallocate is not supported: the first access allocates */
     if (piece > (uint64_t)64 << 10 /* 64 KiB: small enough */) piece /= 2;
     n = 0; /* a signal: the next call begins at the same base */
@@ -7112,7 +7114,7 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
       low = middle + 1;
   }
   *at = low;
-  return low > 0 ? table->list[low - 1] : NULL;
+  return low > 0 ? table->list[low - 1] : NULL; /* all from index `low` on begin behind key */
 }
 
 /* Adds a mapped segment to its table: an own one with n extents, or a peer's (n 0). The caller sets
@@ -7120,8 +7122,8 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
 static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_t size,
                                         char *address, size_t n) {
   struct cddp__segments *table = n > 0 ? &host->arena.own : &host->arena.peers;
-  cddp__segment *segment = NULL, **list;
-  uint64_t key;
+  cddp__segment *segment = NULL, **list; /* list: the table's array, with space for one more */
+  uint64_t key; /* by which the table is sorted */
   size_t at;
   list = (cddp__segment **)cddp__grow_array(&host->allocator, table->list, &table->capacity,
                                             table->count + 1, sizeof *list);
@@ -7216,7 +7218,8 @@ static cddp__extent *cddp__extent_of(const cddp__host *host, const void *p) {
   cddp__segment *segment = cddp__segment_find(&host->arena.own, (uintptr_t)p, &index);
   if (segment == NULL) return NULL;
   offset = (size_t)((const char *)p - segment->address);
-  return offset < segment->size ? segment->extents + offset / segment->extent_size : NULL;
+  if (offset >= segment->size) return NULL; /* p is behind it */
+  return segment->extents + offset / segment->extent_size;
 }
 
 static char *cddp__extent_address(const cddp__extent *extent) { /* in this process */
@@ -7382,7 +7385,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
     return NULL;
   }
-  whole = cddp__round_up(cddp__max(bytes, 1), page);
+  whole = cddp__round_up(cddp__max(bytes, 1), page); /* 0 bytes also get an address: a page */
   committed = cddp__committed_bytes(use, bytes, whole);
   step = (size_t)1 << (63 - __builtin_clzll(whole)) >> 2; /* four sizes per power of two */
   size = cddp__round_up(whole, cddp__max(page, step));
@@ -7522,7 +7525,7 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
       (void)cddp__fail_mapping("a peer's memory", ref->size);
     else
       segment = cddp__segment_add(host, ref->base, ref->size, address, 0 /* a peer's */);
-    if (segment != NULL) cddp__set_dumped(host, address, ref->size, false);
+    if (segment != NULL) cddp__set_dumped(host, address, ref->size, false /* a peer's */);
   }
   *out = segment != NULL ? segment->address + ref->offset : NULL;
   pthread_mutex_unlock(&host->lock);
@@ -7554,7 +7557,7 @@ static int cddp__container_cores(void) {
   int i;
   for (i = 0; i < 3; i++) {
     snprintf(path, sizeof path, "/sys/fs/cgroup/%s", files[i]);
-    if ((file = fopen(path, "re")) == NULL) continue;
+    if ((file = fopen(path, "re")) == NULL) continue; /* of the other version of cgroups */
     if (fscanf(file, "%lld %lld", &n[i][0], &n[i][1]) < 1) n[i][0] = 0; /* "max": no limit */
     fclose(file);
   }
@@ -7652,7 +7655,8 @@ static void cddp__find_processes(cddp__host *host) {
       if (!host->ranks[window].member) host->ranks[window].lost_in_step = 1; /* 1 + step 0 */
   for (; host->joins_seen < joins; host->joins_seen++) { /* counts each process that is added */
     window = host->size + (int)host->joins_seen; /* windows are numbered in the order of joins */
-    if (window == host->arena.window || cddp__process_at(host, window).pid != 0) continue;
+    if (window == host->arena.window || cddp__process_at(host, window).pid != 0)
+      continue; /* this process, or a known one */
     if ((p = cddp__add_process(host, window, 0 /* no pid yet */)) == NULL) return;
     p->lost_in_step = 1; /* not a member */
   }
@@ -7664,7 +7668,7 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   p->member = true;
   p->lost_in_step = 0;
   if (host->arena.fd < 0 || p->window == host->arena.window /* itself */) return CDDP_OK;
-  if (cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES + p->window, 1)) {
+  if (cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES + p->window, 1 /* byte */)) {
     p->use_locked = true;
     return CDDP_OK;
   }
@@ -7683,7 +7687,7 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   const cddp_group *g;
   size_t at = 0 /* for cddp__next_extent */, kept = 0 /* segments that stay in the table */, i;
   pthread_mutex_lock(&host->lock);
-  for (i = 0; i < peers->count; i++, at = 0) {
+  for (i = 0; i < peers->count; i++, at = 0 /* all own extents again */) {
     cddp__segment *segment = peers->list[i];
     bool unmap = cddp__window_of(host, segment->base) == p->window;
     /* own extents that would be freed after a block in it; a full loop leaves `extent` NULL */
@@ -7702,7 +7706,7 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   peers->count = kept;
   pthread_mutex_unlock(&host->lock);
   /* Now another process, or cddp__free_window here, can free the memory. */
-  (void)cddp__arena_lock(host, F_UNLCK, CDDP__USE_BYTES + p->window, 1);
+  (void)cddp__arena_lock(host, F_UNLCK, CDDP__USE_BYTES + p->window, 1 /* byte */);
   p->use_locked = false;
 }
 
@@ -7711,11 +7715,12 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
    has it, and frees p. */
 static void cddp__free_window(cddp__host *host, cddp__process *p) {
   cddp__process **link = &host->others;
-  int use = CDDP__USE_BYTES + p->window, bits = host->arena.window_bits;
+  int use = CDDP__USE_BYTES + p->window /* offset of the use byte */;
+  int bits = host->arena.window_bits;
   CDDP_ASSERT(!p->use_locked && p->window != host->arena.window);
-  if (!cddp__arena_lock(host, F_WRLCK, use, 1)) return; /* another process reads it */
+  if (!cddp__arena_lock(host, F_WRLCK, use, 1 /* byte */)) return; /* another process reads it */
   (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
-  (void)cddp__arena_lock(host, F_UNLCK, use, 1);
+  (void)cddp__arena_lock(host, F_UNLCK, use, 1 /* byte */);
   p->lost_in_step = 0; /* nothing is left to free */
   cddp__close_fd(&p->pidfd);
   if (p->window < host->size) return; /* p is in host->ranks, not in the list */
@@ -7882,16 +7887,16 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   bool taken = false;
   double deadline = cddp__now() + CDDP__JOIN_MEMORY_S;
   cddp__take_memfd(host, fd, local_size);
-  block = (cddp__control_block *)(void *)cddp__map_memory(fd, 0, page);
+  block = (cddp__control_block *)(void *)cddp__map_memory(fd, 0 /* base */, page);
   if (block == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   while (r == CDDP_OK && !taken) {
-    joins = cddp__load32(&block->joins);
+    joins = cddp__load32(&block->joins); /* the next window, unless another process takes it */
     cddp__set_window(host, local_size + (int)joins, host->arena.window_bits);
     if ((uint64_t)host->arena.window + 2 > /* the window would end behind the file */
         (uint64_t)host->arena.memory.st_size >> host->arena.window_bits)
       r = cddp__fail(CDDP_UNSUPPORTED, "CDDP_JOIN: no process can join a job that runs with a file "
                                        "size limit; start it with ulimit -f unlimited");
-    else if (!cddp__arena_lock(host, F_WRLCK, host->arena.window, 1))
+    else if (!cddp__arena_lock(host, F_WRLCK, host->arena.window, 1 /* life byte */))
       r = (errno == EAGAIN || errno == EACCES) && cddp__now() < deadline
               ? CDDP_OK /* retry: another joining process is taking this window */
               : cddp__fail_errno("lock on the shared memory");
@@ -9189,7 +9194,7 @@ CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is befo
 /* Bytes of a core's L2 cache; 0: unknown. */
 static size_t cddp__l2(void) {
 #if CDDP__DISPATCH
-  unsigned eax, ebx, ecx = 0, edx;
+  unsigned eax, ebx, ecx = 0, edx; /* only ecx is used */
   return __get_cpuid(0x80000006u /* about caches */, &eax, &ebx, &ecx, &edx)
              ? (size_t)(ecx >> 16 /* L2 in KiB */) << 10
              : 0;
@@ -9456,7 +9461,8 @@ static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *
   at = strrchr(text, ')'); /* end of field 2, the name, which can contain anything */
   if (at == NULL || at[1] != ' ') return false;
   *state = at[2]; /* field 3 */
-  for (field = 2; field < number && at != NULL; field++) at = strchr(at + 1, ' ');
+  for (field = 2; field < number && at != NULL; field++)
+    at = strchr(at + 1, ' '); /* the space before the next field; NULL: the text ends */
   if (at != NULL) *value = strtoull(at, NULL /* end */, 10);
   return at != NULL;
 }
@@ -9674,7 +9680,7 @@ static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) 
 static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
-  if (g->hosts == NULL) return false;
+  if (g->hosts == NULL) return false; /* one host: no more is needed */
   return g->hosts->posted_count > 0 ||
          (!g->hosts->local_only && !cddp__has_remote_headers(g));
 }
@@ -9860,6 +9866,7 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *other, int p)
    when this rank announces that round, or by a failure. This rank's wait slot is not NULL. */
 static cddp_result cddp__check_deadlock(cddp_group *g) {
   int p;
+  /* multithreaded is read for each p: another thread of this rank can begin to use cddp. */
   for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->multithreaded) == 0; p++) {
     const cddp__slot *slot = cddp__wait_slot(g, p);
     uint64_t wait = p != g->rank && slot != NULL ? cddp__load64(&slot->wait) : 0;
@@ -9927,7 +9934,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   for (p = 0; p < g->size; p++) {
     uint64_t awaits = cddp__load64(&cddp__slot_of(g, p)->awaits);
     uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + its rank */
-    if (cddp__has_announced(g, p)) continue;
+    if (cddp__has_announced(g, p)) continue; /* not late */
     if (g->host_index[p] < 0) /* set already: a rank of this host awaits it */
       set[p] = set[p] || (all_hosts && cddp__load32(cddp__remote_arrival_of(g, p)) != g->round);
     else if (awaited != 0 && now_ms - at_ms < CDDP__AWAITS_MS)
@@ -9955,7 +9962,7 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
   n = cddp__find_late(g, late);
   if (n == 0 && awaited >= 0) late[awaited] = true; /* its frame is missing */
   if (n == 0 && awaited < 0) cddp__append(names, sizeof names, "a rank"); /* arrived meanwhile */
-  for (p = 0; p < g->size && named < 3; p++) {
+  for (p = 0; p < g->size && named < 3 /* for more, texts have no space */; p++) {
     if (!late[p]) continue;
     remote = remote || g->host_index[p] < 0;
     cddp__append(names, sizeof names, "%s%s", named++ > 0 ? ", " : "", cddp__name_rank(g, p).s);
