@@ -5501,7 +5501,8 @@ static void cddp__server_settle(cddp__server *server) {
   bool check_deadlines = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
   cddp__client *client, **link;
   if (check_deadlines) server->checked = now;
-  for (client = server->clients; client != NULL && check_deadlines; client = client->next) {
+  client = check_deadlines ? server->clients : NULL /* too early */;
+  for (; client != NULL; client = client->next) {
     cddp__connection *c = &client->connection;
     /* its_turn: the client has greeted, and has read its last answer, so it can send a command. */
     bool its_turn = client->greeted && cddp__buffer_size(&c->out) == 0;
@@ -5556,6 +5557,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     return;
   }
   cddp__connection_begin(&client->connection, &server->allocator, fd, CDDP__END_CALLED);
+  /* where both buffers add their capacity */
   client->connection.in.total = client->connection.out.total = &server->buffered;
   client->connection.deadline = cddp__now() + CDDP__GREETING_S;
   client->next = server->clients;
@@ -5632,7 +5634,7 @@ typedef struct cddp__store_options {
   cddp_store_desc desc; /* with timeout_s above 0: defaults are filled in */
   bool elect; /* file://: the first process that opens the file serves, not that with is_server */
   double deadline;      /* of opening the store; a time of cddp__now */
-  double closed_since;  /* in, out: the field of cddp_store, kept between attempts to open one */
+  double closed_since;  /* for cddp_store's; cddp__store_open_client stores it for another attempt */
 } cddp__store_options;
 
 struct cddp_store {
@@ -6156,7 +6158,8 @@ static cddp_result cddp__file_store_attempt(cddp_store *store, const cddp__store
   bool named; /* the path still names this file */
   uint32_t i;
   cddp_result r = CDDP_OK;
-  *fd = cddp__disconnect_in_forks(cddp__above_stdio(open(store->name, flags, 0600)));
+  *fd = open(store->name, flags, 0600 /* only this user */);
+  *fd = cddp__disconnect_in_forks(cddp__above_stdio(*fd)); /* -1 stays -1, with its errno */
   if (*fd < 0)
     return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
                       errno == ELOOP ? "it must not be a symbolic link"
@@ -6303,7 +6306,7 @@ static cddp_result cddp__store_open_client(cddp_store **out, cddp__store_options
   r = cddp__store_new(out, options);
   if (r == CDDP_OK) r = cddp__store_find(*out, options);
   if (r == CDDP_OK) r = cddp__store_connect(*out, options);
-  if (*out != NULL) options->closed_since = (*out)->closed_since;
+  if (*out != NULL) options->closed_since = (*out)->closed_since; /* for the next attempt */
   if (r == CDDP_OK || *out == NULL) return r;
   cddp__store_free(*out); /* no server: _close is not needed */
   *out = NULL;
@@ -6323,7 +6326,6 @@ static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *optio
     r = r == CDDP_OK ? cddp__store_connect(store, options) /* to itself, as a client */
                      : cddp__store_error(store, r);
   }
-  if (store != NULL) options->closed_since = store->closed_since;
   if (r == CDDP_OK) return CDDP_OK;
   cddp__store_close(store);
   *out = NULL;
@@ -6493,6 +6495,7 @@ static bool cddp__is_launched_by(int i) {
   if (i == CDDP__LAUNCHER_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL)
     return !cddp__is_set_by_slurm(name) && cddp__env("FLUX_TASK_RANK") == NULL &&
            cddp__env("PALS_RANKID") == NULL;
+  /* Slurm's mpi/cray_shasta sets PALS_RANKID too. */
   return i != CDDP__LAUNCHER_PALS || !cddp__is_set_by_slurm(name);
 }
 
@@ -6584,7 +6587,8 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
   }
   config->rank = numbers[CDDP__VAR_RANK];
   config->world_size = numbers[CDDP__VAR_SIZE];
-  if (r == CDDP_OK && !config->joins) r = cddp__check_alone(config);
+  if (r == CDDP_OK && !config->joins /* a joining rank is not alone */)
+    r = cddp__check_alone(config);
   in_range = config->rank >= 0 && (config->rank < config->world_size || config->joins);
   if (r != CDDP_OK || in_range /* always, if not launched: `launcher` is valid below */) return r;
   return CDDP__REFUSE("%s is %d but %s is %d; ranks go from 0 to %d",
@@ -6728,7 +6732,8 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   if (r != CDDP_OK) return r;
   config->host_origin = "MASTER_ADDR";
   config->port_origin = "from MASTER_PORT";
-  /* key 0: nothing identifies the job, so a Unix socket would have no name of its own */
+  /* A Unix socket, unless both are set; a script must set both. key 0: nothing identifies the job,
+     so the socket would have no name of its own. */
   if (!script && (host == NULL || port == 0) && cddp__one_host(config) && key != 0) {
     if (port != 0) key = cddp__hash64(key, &port, sizeof port);
     snprintf(config->init_method, sizeof config->init_method, "unix://cddp-%u-%016" PRIx64,
@@ -6809,13 +6814,13 @@ static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
 static void cddp__discover_secret(cddp__config *config, const char *given) {
   const char *of_launcher = cddp__env("CDDP_JOB_SECRET"), *port = cddp__env("MASTER_PORT");
   size_t digits = port != NULL ? strlen(port) : 0; /* characters of port */
+  bool fits = of_launcher != NULL && digits > 0 && strncmp(of_launcher, port, digits) == 0 &&
+              of_launcher[digits] == ':' && of_launcher[digits + 1] != 0; /* has this MASTER_PORT */
   config->secret = given != NULL ? given : cddp__env("CDDP_SECRET");
   /* Not for an init_method of the caller (port_origin NULL): its port can be another one. Not for
      torchrun's store, which cannot prove a secret. */
-  config->launcher_secret = config->secret == NULL && of_launcher != NULL && digits > 0 &&
-                            config->port_origin != NULL && !config->client_only &&
-                            strncmp(of_launcher, port, digits) == 0 && of_launcher[digits] == ':' &&
-                            of_launcher[digits + 1] != 0;
+  config->launcher_secret =
+      config->secret == NULL && fits && config->port_origin != NULL && !config->client_only;
   if (config->launcher_secret) config->secret = of_launcher + digits + 1;
   if (config->secret == NULL) config->secret = "";
 }
@@ -9401,6 +9406,7 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   bool own_reason = r == CDDP_OUT_OF_MEMORY || r == CDDP_SYSTEM || r == CDDP_CUDA; /* no peer's */
   char text[CDDP__ERROR_MAX];
+  /* In an elastic model the text below names the rank. */
   if (!g->elastic && r == CDDP_OUT_OF_MEMORY && !cddp__is_broken(g) &&
       strncmp(cddp__error_text, "rank ", 5) != 0 /* names no rank yet */)
     (void)cddp__fail_in(r, "rank %d: ", g->rank);
@@ -9499,7 +9505,7 @@ static bool cddp__process_gone(cddp__host *host, int at) {
    The time is brief if no notice will follow: after a BYE (its last frames can still be unread), or
    if the rank was alone on its host. */
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
-  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state); /* of this host's ranks */
+  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state); /* if the rank is on this host */
   bool gone;
   if (g->host_index[rank] < 0) { /* on another host */
     const cddp__peer *peer = &g->hosts->peers[rank];
@@ -9869,6 +9875,7 @@ static cddp_result cddp__check_deadlock(cddp_group *g) {
   /* multithreaded is read for each p: another thread of this rank can begin to use cddp. */
   for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->multithreaded) == 0; p++) {
     const cddp__slot *slot = cddp__wait_slot(g, p);
+    /* 0: p is this rank, or has published no wait */
     uint64_t wait = p != g->rank && slot != NULL ? cddp__load64(&slot->wait) : 0;
     uint32_t id = (uint32_t)(wait >> 32), round = (uint32_t)wait; /* `other`'s: see slot.wait */
     cddp_group *other;
@@ -9928,7 +9935,7 @@ static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
    another host also counts unless its host has reported its arrival (cddp__record_arrivals). */
 static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now_ms = (uint32_t)(uint64_t)(cddp__monotonic() * 1000); /* wraps, as in slot.awaits */
-  bool all_hosts = g->hosts != NULL && !g->hosts->local_only;
+  bool all_hosts = g->hosts != NULL && !g->hosts->local_only; /* the round also needs other hosts */
   int p, n = 0;
   memset(set, 0, (size_t)g->size * sizeof *set);
   for (p = 0; p < g->size; p++) {
