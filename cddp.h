@@ -18719,7 +18719,7 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
     sources[k] = cddp__node_at(d, node->rank, node->slot, i, at);
     all_leaves = all_leaves && node->slot < 0;
   }
-  if (all_leaves) /* faster for a few; and cddp__reduce_nodes cannot take a single source */
+  if (all_leaves) /* faster for few shards; and cddp__reduce_nodes cannot take only one */
     cddp__reduce(out, sources, shards->count, n, dtype, CDDP_AVG);
   else
     cddp__reduce_nodes(out, sources, shards->widths, shards->node_count, shards->count, n, dtype,
@@ -18777,7 +18777,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
   int *slot = &merge.node.slot; /* where the new node will be; -1: in the gradients */
   int at = 0; /* the shard's index in merge.slots */
-  bool cleared = false; /* the gradients are zeroed already */
+  bool cleared = false; /* the gradients are zeroed */
   bool needs_slot = more || merge.count > 1 || cddp__gathers_nodes(d) /* reads slots only */;
   cddp_result r = CDDP_OK;
   if (needs_slot) *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
@@ -18788,7 +18788,7 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
     r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1 /* node */, more);
     merge.slots[at] = free_slot;
     merge.widths[at] = -1; /* one shard, in the compute type */
-    cleared = true; /* if `more` */
+    cleared = more; /* that call has zeroed them */
   }
   if (r == CDDP_OK && *slot >= 0) /* -1: the shard stays in the gradients, alone */
     r = cddp__merge_nodes(d, *slot, merge.slots, merge.widths, merge.count, more && !cleared);
@@ -18861,7 +18861,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
     esize = cddp__dtype_size((cddp_dtype)dtype);
     for (at = d->layout.starts[dtype]; r == CDDP_OK && at < end; at += n * ranks * esize) {
       n = ((end - at) / esize + ranks - 1) / ranks; /* of all that is left, rounded up */
-      n = cddp__round_up(cddp__min(n, chunk), CDDP__CACHE_LINE / esize); /* whole cache lines */
+      n = cddp__round_up(cddp__min(n, chunk), CDDP__CACHE_LINE / esize); /* whole cache lines a rank */
       r = cddp__gather_chunk(d, out + at, (cddp_dtype)dtype, at, n, most);
       CDDP__POINT("elastic piece");
     }
@@ -18974,10 +18974,12 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   if (r == CDDP_OK && g->hosts != NULL) { /* several hosts: packets are sent, in equal sizes */
     cddp__put64(size, d->rows.bytes);
     r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0 /* count */, size, sizeof size);
-    for (i = 0; r == CDDP_OK && i < g->size; i++)
-      longest = cddp__max(
-          longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
-    if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
+    if (r == CDDP_OK) { /* its headers have all sizes */
+      for (i = 0; i < g->size; i++)
+        longest = cddp__max(
+            longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
+      r = cddp__gather_rows(d, longest);
+    }
   } else if (r == CDDP_OK) { /* ranks read each other's packets in shared memory */
     r = cddp__exchange_refs( /* bytes 0: ranks compare that, and packets differ in size */
         g, kind, d->rows.packet, 0, packets);
@@ -19110,14 +19112,16 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, sizeof absent);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   if (r == CDDP_OK) {
-    if (g->carrier->shares_memory) cddp__reduce_slice(d, b);
-    while (r == CDDP_OK && !g->carrier->shares_memory && /* several hosts, or MPI */
-           cddp__next_range(d, b->sorted, b->count, &i, &range)) {
-      for (k = 0; k < g->local_size; k++)
-        d->scratch.buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
-      c.send = c.recv = d->scratch.buffers[d->me]; /* in place */
-      c.count = (range.end - range.begin) / c.esize;
-      r = g->carrier->average(g, &c, d->scratch.buffers);
+    if (g->carrier->shares_memory) {
+      cddp__reduce_slice(d, b);
+    } else { /* several hosts, or MPI */
+      while (r == CDDP_OK && cddp__next_range(d, b->sorted, b->count, &i, &range)) {
+        for (k = 0; k < g->local_size; k++)
+          d->scratch.buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
+        c.send = c.recv = d->scratch.buffers[d->me]; /* in place */
+        c.count = (range.end - range.begin) / c.esize;
+        r = g->carrier->average(g, &c, d->scratch.buffers);
+      }
     }
     if (r == CDDP_OK) /* until all ranks of this host have reduced their slices */
       r = cddp__local_round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index);
@@ -19358,7 +19362,8 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
   to = cddp__min(stride, cddp__round_up(to, unit));
-  for (k = 0; k < optim->state_count && r == CDDP_OK && from < to; k++)
+  if (from >= to) return CDDP_OK; /* more ranks than blocks of the model: this rank has no part */
+  for (k = 0; r == CDDP_OK && k < optim->state_count; k++)
     r = cddp__commit_lazy(d->group->host, states + (size_t)k * stride + from, to - from);
   return r;
 }
@@ -19442,7 +19447,8 @@ static void cddp__partition_states(const cddp_ddp *d, cddp_optim *optim) {
   int i;
   optim->partitioned = optim->desc.sharded_states != 0 && optim->state_count > 0 &&
                        g->size > (g->backend->on_device ? 1 : g->local_size /* one host */);
-  for (i = 0; optim->partitioned && i < d->count; i++) {
+  if (!optim->partitioned) return; /* each rank, or host, has all states */
+  for (i = 0; i < d->count; i++) {
     bool owns = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
     esize = cddp__dtype_size(d->params[i].dtype);
     optim->parts[i].first = owns ? (begin - d->tensors[i].offset) / esize : 0;
@@ -19793,7 +19799,8 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   cddp_result r = cddp__local_barrier(d, kind, CDDP__PHASE_DONE);
   size_t begin, end, at;
   bool any_fetched = false;
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+  if (r != CDDP_OK) return r; /* the caller ends the access */
+  for (i = 0; i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
     bool fetched = !tensor->shared; /* its weights are private, so copied here */
     bool unchanged = optim != NULL && cddp__optim_skips(optim, i);
@@ -19809,15 +19816,17 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
       if (optim != NULL) cddp__optim_copy(optim, i, at / esize, (end - begin) / esize);
     }
   }
-  if (any_fetched) r = cddp__local_barrier(d, kind, CDDP__PHASE_WEIGHTS); /* all have copied */
-  for (i = 0; r == CDDP_OK && any_fetched && i < d->count; i++) {
+  if (!any_fetched) return cddp__end_access(d->control, r);
+  r = cddp__local_barrier(d, kind, CDDP__PHASE_WEIGHTS); /* until all have copied this rank's */
+  if (r != CDDP_OK) return r; /* as above */
+  for (i = 0; i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
     bool unchanged = optim != NULL && cddp__optim_skips(optim, i);
     bool has_part = tensor->begin < tensor->end; /* this rank's gradient there holds weights */
     if (!tensor->shared && !unchanged && has_part)
       memset(cddp__gradient_at(d, d->me, i, tensor->begin), 0, tensor->end - tensor->begin);
   }
-  return r == CDDP_OK ? cddp__end_access(d->control, r) : r; /* after a failure the caller does */
+  return cddp__end_access(d->control, r);
 }
 
 /* Partitioned states: updates this rank's part of the weights from the means, and broadcasts all
@@ -20484,8 +20493,9 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
   /* cddp__complete resets tensor.used; the caller's clip and optimizer read step.used later. */
   for (i = 0; i < d->count; i++) d->step.used[i] = d->tensors[i].used;
   d->step.has_norm = false;
-  /* After a wait the caller steps, with its own states. Each call ends the sharing of the first. */
-  while (r == CDDP_OK && waits && d->sharing != NULL) r = cddp__gather_shared(d->sharing);
+  if (waits) /* the caller steps next, with its own states */
+    while (r == CDDP_OK && d->sharing != NULL) /* each call removes the first of the list */
+      r = cddp__gather_shared(d->sharing);
   if (r == CDDP_OK) r = cddp__reduce_gradients(d, kind, optim, &averaged, &wrote);
   if (r == CDDP_OK && optim != NULL)
     r = cddp__catch_up(d, optim, d->step.active[0]); /* buckets no longer use d->scratch.calls */
@@ -20672,12 +20682,11 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
         "neither shards nor elastic in cddp_ddp_desc");
   if (optim != NULL) CDDP__TRY(cddp__check_pair(d, optim));
   CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
-  /* In a failed model flags can stay set: the call returns the failure instead, below. */
-  for (i = 0; i < d->count && !cddp__has_cause(&d->failure); i++)
+  CDDP__TRY(cddp__check_cause(&d->failure)); /* before the flags, which a failure can leave set */
+  for (i = 0; i < d->count; i++)
     CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
                 "parameter \"%s\" is ready; end the step that it belongs to first",
                 cddp__param_name(d->params, i).s);
-  CDDP__TRY(cddp__check_cause(&d->failure));
   if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r; /* the model stays usable */
   d->shards.taken = 0; /* cddp_ddp_next_shard can have begun one, for which no data was left */
   d->shards.current = -1;
@@ -20811,7 +20820,8 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
   theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY); /* ends the others' waits */
-  for (i = CDDP__SETTINGS; g->rank == 0 && i < d->count; i++) theirs[i + 1] = cddp__describe(d, i);
+  if (g->rank == 0) /* sends its descriptions */
+    for (i = CDDP__SETTINGS; i < d->count; i++) theirs[i + 1] = cddp__describe(d, i);
   r = cddp__broadcast(g, theirs, ((size_t)count + 1) * sizeof *theirs, 0 /* root */);
   /* The settings have the number of parameters: if that differs, the loop ends there. */
   for (i = CDDP__SETTINGS; r == CDDP_OK && i < d->count; i++) {
@@ -20820,9 +20830,9 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
     mine = cddp__describe(d, i);
     if (mine.hash == theirs[i + 1].hash) continue;
     if (i >= 0) snprintf(what, sizeof what, "parameter %d is", i);
-    /* In the settings: to the first character that differs. They are separated by ", ". */
-    for (; i < 0 && *at != 0 && *at == theirs[0].text[at - mine.text]; at++)
-      if (at[0] == ' ' && at[-1] == ',') differs = at + 1;
+    else /* settings, separated by ", ": at moves to the first character that differs */
+      for (; *at != 0 && *at == theirs[0].text[at - mine.text]; at++)
+        if (at[0] == ' ' && at[-1] == ',') differs = at + 1; /* a setting begins */
     r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s %s on rank %d, %s on rank 0",
                    what, differs, g->rank, theirs[i + 1].text + (differs - mine.text));
   }
@@ -20874,7 +20884,8 @@ static void cddp__ddp_free(cddp_ddp *d) {
   cddp__arena_free(host, d->scratch.memory);
   cddp__arena_free(host, d->rows.packet);
   pthread_mutex_destroy(&d->lock);
-  for (i = 0; d->rows.sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->rows.sparse[i]);
+  if (d->rows.sparse != NULL)
+    for (i = 0; i < d->count; i++) cddp__sparse_free(a, d->rows.sparse[i]);
   g = d->group;
   cddp__free(a, d); /* with the arrays, which are in the same allocation */
   cddp__group_hold(g, CDDP__REMOVE_USE); /* frees g if the program has destroyed it */
@@ -21099,9 +21110,10 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   if (!joins && !g->backend->on_device) {
     r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->layout.arena_bytes,
                             arenas);
-    for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__set_rank_addresses(d, k, arenas[k]);
+    if (r != CDDP_OK) return r;
+    for (k = 0; k < g->local_size; k++) cddp__set_rank_addresses(d, k, arenas[k]);
   }
-  if (r == CDDP_OK && !joins) r = cddp__broadcast_arrays(d, d->params, d->count, 0 /* root */);
+  if (!joins) r = cddp__broadcast_arrays(d, d->params, d->count, 0 /* root */);
   if (r == CDDP_OK && !joins)
     r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, 0 /* root */);
   if (r != CDDP_OK) return r;
@@ -22000,9 +22012,10 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
   double deadline = cddp__now() + m->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
-  for (p = 0; leads && p < m->capacity; p++)
-    if (m->members[p].life != 0 && p != m->me && !cddp__await_confirmation(m, p, deadline))
-      all = false;
+  if (leads)
+    for (p = 0; p < m->capacity; p++)
+      if (m->members[p].life != 0 && p != m->me && !cddp__await_confirmation(m, p, deadline))
+        all = false;
   /* A member's only link is that of the leader: it confirms. The leader sends its result to all. */
   for (p = 0; r == CDDP_OK && p < m->capacity; p++) {
     if (m->links[p] == NULL) continue; /* this rank; on a member: all but the leader */
