@@ -14531,10 +14531,10 @@ static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
-  if (request->stage_size < bytes || request->stage == NULL) { /* too small, or none */
-    size_t size = 4096; /* so far the granule */
+  if (request->stage_size < bytes || request->stage == NULL) { /* its memory is too small */
+    size_t size = 4096; /* first the granule, of which the memory then is a multiple */
     while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
-    size = cddp__round_up(cddp__max(bytes, 1), size);
+    size = cddp__round_up(bytes, size); /* bytes > 0: an empty message is inside its request */
     cddp__arena_free(g->host, request->stage);
     request->stage_size = 0; /* until the allocation has succeeded */
     request->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_BUFFER); /* peers only read it */
@@ -15183,9 +15183,9 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
    a whole share. So MPI steps from one rank's share to the next. send: the call's, or a copy. */
 static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const char *send,
                                   size_t begin, size_t n) {
-  const char *from = send + begin * call->esize;
+  const char *from = send + begin * call->esize; /* first share's elements */
   char *to = (char *)call->recv + begin * call->esize;
-  int root = call->root, code;
+  int root = call->root, code; /* code: MPI's result of the start */
   MPI_Comm comm = g->mpi->comm;
   MPI_Request q = MPI_REQUEST_NULL;
   MPI_Datatype elements, type; /* n elements; the same, with the extent of a share */
@@ -15311,14 +15311,14 @@ static void cddp__mpi_abandon(cddp_group *g) {
   cddp__connection *link;
   size_t unsent = 1; /* bytes; 1: not known yet */
   cddp__wait w;
-  if (cddp__is_broken(g)) return; /* no peer waits in it */
+  if (cddp__is_broken(g)) return; /* no peer waits in a broken group */
   if (g->hosts != NULL) {
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
-                       CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST, /* breaks nothing */
+                       CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST, /* early: does not break g */
                        cddp__textf("%s " CDDP__EXITED, cddp__name_rank(g, g->rank).s).s);
     cddp__wait_begin(&w, 1 /* s, for peers that do not read */);
     do {
-      if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue; /* another thread has it: retries */
+      if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue; /* held by another thread: retries */
       unsent = cddp__hosts_send_queued(g);
       for (link = g->hosts->links; unsent == 0 && link != NULL; link = link->next)
         shutdown(link->fd, SHUT_WR); /* shows the peers the end of this rank */
@@ -15528,7 +15528,7 @@ static void cddp__engine_run(cddp__engine *engine) {
   cddp__add32(engine->works, (uint32_t)-1); /* `work` may be freed from here on */
   cddp__store32(&engine->awaited, 0); /* the waiting thread can continue: it is not stuck */
   if (cddp__load32(&engine->waiters) != 0) pthread_cond_broadcast(&engine->changed);
-  if (engine->first != NULL) pthread_cond_signal(&engine->work); /* it can be due */
+  if (engine->first != NULL) pthread_cond_signal(&engine->work); /* the next one can be due */
 }
 
 /* If the engine's own work is held, runs it on this thread, without a lock. Returns whether it
@@ -15645,7 +15645,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
       continue;
     }
     if (!in_time) break; /* the look at `done` above was the last */
-    if (forever) cddp__store32(&engine->awaited, 1); /* for cddp__publish_wait */
+    if (forever) cddp__store32(&engine->awaited, 1); /* the engine now publishes its waits */
     until = deadline;
     if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS) /* its end may not signal this thread */
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
@@ -15723,11 +15723,11 @@ static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
 static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp_result r;
-  cddp__detect_second_thread(g->host);
+  cddp__detect_second_thread(g->host); /* marks the rank if several threads use cddp */
   r = (g->backend->wait)(work, limit);
   if (r == CDDP__CONTINUES) return CDDP_TIMEOUT;
-  if (work->run == NULL) /* a message: of others `run` has recorded the end */
-    cddp__record_finish(g, work->record, r);
+  if (work->run == NULL) /* a message; of a collective `run` has recorded the end */
+    cddp__record_finish(g, work->record, r); /* on a stream work->record is 0: does nothing */
   cddp__work_free(work);
   /* To a caller with a limit, CDDP_TIMEOUT would mean that the operation continues. */
   return r == CDDP_TIMEOUT && limit >= 0 ? CDDP_ABORTED : r;
@@ -16944,7 +16944,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   /* [n] the new group's members, as ranks of g; from g->size on [n] their indices on this host,
      later their ranks in the job */
   int *members = (int *)cddp__calloc(allocator, 2 * (size_t)g->size, sizeof *members);
-  int n, i, rank = 0; /* number of members; this rank's number in the new group */
+  int i, n, rank = 0; /* n: of members; rank: this rank's number in the new group */
   int32_t mine[2]; /* color, key */
   uint64_t record, hashed[3]; /* flight record; what the new group's id is a hash of */
   cddp__ref ref;
@@ -17216,7 +17216,7 @@ typedef struct cddp__row_order {
 
 /* Rows of a matrix, with their numbers. Owner: cddp__sparse. */
 typedef struct cddp__rows {
-  size_t n, capacity; /* rows in use; rows for which the arrays have memory */
+  size_t n, capacity; /* number of rows; number of rows for which both arrays have memory */
   int64_t *number; /* [capacity] the row's index in the parameter */
   char *values; /* [capacity] rows, cddp__sparse.row_bytes each */
 } cddp__rows;
@@ -17237,16 +17237,17 @@ static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: parame
 
 /* One shard's list of one parameter, in a packet, during a merge. */
 typedef struct cddp__row_list {
-  const int64_t *number;
-  const char *values;
-  size_t n, next; /* rows; index of the first one not yet merged */
+  const int64_t *number; /* [n] of the rows in the parameter, ascending */
+  const char *values; /* [n] rows */
+  size_t n, next; /* number of rows; index of the first row not yet merged */
   char *packet; /* the list's cddp__row_head; cddp__row_list_open moves this behind the list, to the
                    head of the next sparse parameter's */
 } cddp__row_list;
 
 /* The start of a list in a packet. Numbers and values follow, each from a cache line on. */
 typedef struct cddp__row_head {
-  uint64_t n, bound; /* rows; rows that have memory: as many as were added, repeated ones too */
+  uint64_t n, bound; /* number of rows; number for which the list has memory: n, and the added rows
+                        that were summed into others */
   unsigned char pad[CDDP__CACHE_LINE - 16]; /* numbers begin at a cache line */
 } cddp__row_head;
 
@@ -17261,7 +17262,7 @@ static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
 static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *rows, size_t n,
                                       size_t row_bytes) {
   size_t capacity[2] = {rows->capacity, rows->capacity}; /* of each array */
-  void *grown;
+  void *grown; /* an array, maybe moved */
   if (n <= rows->capacity) return CDDP_OK;
   grown = cddp__grow_array(allocator, rows->number, &capacity[0], n, sizeof *rows->number);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
@@ -17281,7 +17282,7 @@ static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__sparse 
   size_t row_bytes = sparse->row_bytes;
   cddp_result r;
   void *order; /* sparse->order, maybe moved */
-  if (n == 0) return CDDP_OK; /* numbers and values can be NULL */
+  if (n == 0) return CDDP_OK; /* numbers and values can be NULL then */
   if ((r = cddp__rows_reserve(allocator, rows, rows->n + n, row_bytes)) != CDDP_OK) return r;
   order = cddp__grow_array(
       allocator, sparse->order, &sparse->order_capacity, rows->n + n, sizeof *sparse->order);
@@ -17381,7 +17382,7 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
                                     cddp__row_list *lists, int n, const void **sources,
                                     cddp_dtype dtype) {
   cddp__row_list *list;
-  size_t total = 0; /* rows of all lists */
+  size_t total = 0; /* number of rows in all lists */
   cddp_result r;
   int k;
   for (list = lists; list < lists + n; list++) {
@@ -17440,7 +17441,8 @@ typedef struct cddp__algorithm {
   const char *name;
   const char *states[CDDP__STATES]; /* the states' names in files; NULL: it has fewer states */
   bool counts; /* a step depends on its number (optim.steps), so checkpoints include that */
-  bool strict; /* supports only f32 and f64 with dense gradients */
+  bool strict; /* supports only dense gradients, and only f32 and f64 (with master_weights also
+                  half-precision weights) */
   /* Computes the scalars of parameter i's next step, and sets u->loop if a fused loop fits. */
   void (*begin)(const cddp_optim *o, int i, cddp__update *u);
   /* Steps a block of n elements. All arrays have the compute type: f64, else f32 (half-precision
@@ -17461,7 +17463,7 @@ enum { CDDP__NO_WAIT, CDDP__WAIT }; /* values of `bool waits`, of the backend's 
 
 /* An optimizer's functions for its parameters' memory: cddp__cpu_optim or cddp__device_optim. */
 typedef struct cddp__optim_backend {
-  bool on_device; /* states and weights are device memory */
+  bool on_device; /* states, weights and gradients are device memory */
   cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after cddp__optim_prepare */
   cddp_result (*copy)(const cddp_optim *o); /* writes all desc.copies from the weights */
   /* Zeroes p. waits: all streams see the zeros on return; else only the optimizer's stream does. */
@@ -17486,8 +17488,8 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
                         yet, or the weights have changed without it */
   unsigned char *dtypes; /* [count] cddp_dtype of params at creation: cddp__check_sizes */
   cddp_partition *parts; /* [count] the elements with states on this rank: param, first, count */
-  bool partitioned; /* parts are 1/world_size of all elements (sharded_states, with several ranks);
-                       false: parts are whole parameters */
+  bool partitioned; /* parts are 1/world_size of all elements (sharded_states, on several hosts or
+                       GPUs); false: parts are whole parameters */
 
   /* States that the ranks of a host share: >>ddp-states. */
   cddp_ddp *shared_by; /* the model: each of its ranks steps a part; NULL: the states are this
@@ -17503,10 +17505,11 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
                                   NULL: no model (desc.ddp), so use all */
   cddp__sparse *const *sparse; /* [count] an element is NULL: the parameter is dense; the array is
                                   NULL: no model, or no sparse_rows */
-  uint32_t paired;             /* id of the cddp_ddp that has last checked optim; 0: none */
+  uint32_t paired;             /* id of the cddp_ddp that has last checked optim; 0: no model yet */
   uint32_t number; /* of the pairing with that model; its ranks compare it. last_optim of a
                       cddp__tensor is the number of the optimizer that stepped last */
-  cddp_optim **model_link;     /* the elastic model's pointer to this optimizer; NULL: none */
+  cddp_optim **model_link;     /* the paired elastic model's pointer to this optimizer; NULL: no
+                                  such model yet, or it is destroyed, or has another optimizer */
 
   /* cddp_kernels.cuh's. */
   int device; /* the GPU's number */
@@ -17517,12 +17520,15 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
 /* One step of one parameter. */
 struct cddp__update {
   const cddp__algorithm *algorithm;
-  const cddp__loops *loops; /* the table, by dtype */
+  const cddp__loops *loops; /* [dtype] the loops of this processor's instruction set */
   cddp_dtype stored; /* type of the weights and gradients */
-  cddp_dtype dtype; /* of the states and of each result: stored, or f32 if there are masters */
+  cddp_dtype dtype; /* of the states and of each result: as `stored`; with master_weights f32 if
+                       that is half precision */
   cddp__scalars scalars;
-  char *states[CDDP__STATES]; /* where the parameter's elements begin in each; NULL: not in use */
-  char *master; /* address of its first element; NULL: no master */
+  char *states[CDDP__STATES]; /* where the parameter's elements begin in each state; NULL: the
+                                 algorithm, with these settings, has no such state */
+  char *master; /* address of its first element; NULL: no master_weights, or the weights are f32 or
+                   f64 */
   bool init_master; /* copy the weights to the master first: cddp_optim.init_master */
   /* For cddp__fuse: a data-parallel step of an f32 parameter. NULL: this step needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
@@ -18115,7 +18121,7 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
   if (optim->shared_by != NULL) optim->unshare(optim); /* leaves d->sharing; frees own_shared */
   if (optim->model_link != NULL) *optim->model_link = NULL; /* the model has no optimizer now */
   (optim->backend->leave)(optim); /* frees the states */
-  cddp__free(NULL, optim);
+  cddp__free(NULL /* allocator: malloc's */, optim);
 }
 
 /* Refuses x unless 0 <= x < below. below: 1, or INFINITY: x must be finite. */
