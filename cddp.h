@@ -10310,7 +10310,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL /* one host has all ranks */;
   bool of_model = call->kind >= CDDP__KIND_DDP_CREATE; /* models compute in every step */
-  bool computes = /* with floats, so all ranks must use one floating-point mode; only `all` compare */
+  bool computes = /* with floats, so all ranks must use one mode, which rounds of `all` compare */
       all && (of_model || (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
   uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
   cddp_result r;
@@ -10712,7 +10712,7 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connection *c) {
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   const char *text;
-  char saved[CDDP__ERROR_MAX];
+  char saved[CDDP__ERROR_MAX]; /* this thread's error text */
   uint32_t code, result; /* result: the code without its flags */
   cddp_group *g;
   while (cddp__buffer_size(&c->in) < CDDP__NOTICE_BYTES)
@@ -10723,20 +10723,21 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
   cddp__notice_proof(n, c, body, proof);
   code = cddp__get32(body);
   if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof))
-    code = 0; /* CDDP_OK: no failure, so the loop below does nothing */
+    code = 0; /* CDDP_OK: no failure, so the notice has no effect */
   body[CDDP__NOTICE_PROOF_AT - 1] = 0; /* ends the text in any case */
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_ARRIVED);
   pthread_mutex_lock(&h->lock);
-  for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
-    if (g->hosts == NULL || g->hosts->net != n || g->id != c->hello.group)
-      continue; /* not the group of the notice */
-    if (code & CDDP__NOTICE_ARRIVED)
-      cddp__record_arrivals(g, text);
-    else if (code & CDDP__NOTICE_EARLY)
-      cddp__set_cause(&g->block->cause, (cddp_result)result, text);
-    else /* HOSTS_KNOW: the sender notifies all hosts */
-      (void)cddp__break_here(g, cddp__fail((cddp_result)result, "%s", text), CDDP__HOSTS_KNOW);
-  }
+  if (result > CDDP_OK && result < CDDP__RESULT_COUNT) /* else damaged, or without a valid proof */
+    for (g = h->groups; g != NULL; g = g->next) {
+      if (g->hosts == NULL || g->hosts->net != n || g->id != c->hello.group)
+        continue; /* not the group of the notice */
+      if (code & CDDP__NOTICE_ARRIVED)
+        cddp__record_arrivals(g, text);
+      else if (code & CDDP__NOTICE_EARLY)
+        cddp__set_cause(&g->block->cause, (cddp_result)result, text);
+      else /* HOSTS_KNOW: the sender notifies all hosts */
+        (void)cddp__break_here(g, cddp__fail((cddp_result)result, "%s", text), CDDP__HOSTS_KNOW);
+    }
   pthread_mutex_unlock(&h->lock);
   memcpy(cddp__error_text, saved, sizeof saved);
   cddp__connection_end(c, 0 /* errno */); /* cddp__net_serve frees it */
@@ -10940,7 +10941,7 @@ typedef struct cddp__join_table {
   struct sockaddr_in6 address; /* of the answering rank's host, without a port */
   int host; /* number of that host in cddp__meeting.net */
   int local_size; /* ranks of the first group on that host */
-  int shards; /* of the model */
+  int shards; /* cddp_ddp_desc.shards of the model */
   int size; /* ranks of the first group */
   int record_number; /* in the name of the joining process's flight record: cddp__record_open */
   int several_hosts; /* 1: the job began on several, and a rank of each listens at MASTER_PORT */
@@ -11225,8 +11226,8 @@ static cddp__atomic_u32 cddp__node_hash_count; /* of all that were stored so far
    connection that this makes, and fails too: cddp__find_second_claim. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   cddp__job_info *job = rdv->job;
-  int rank = rdv->config->rank, tries, status, k;
-  const char *name = rdv->host->name;
+  int rank = rdv->config->rank, tries, k, status; /* status: not used */
+  const char *name = rdv->host->name; /* of this host */
   cddp__address a = cddp__rank_socket(job, "" /* purpose */, rank);
   char answer; /* of the holder, "!": cddp__find_second_claim */
   for (tries = 0; tries < 100; tries++) { /* 1 ms apart: a dead holder's name is soon free */
@@ -11280,8 +11281,9 @@ static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
   uint32_t peer[3] /* pid, uid, gid */, second = 0;
   char byte = 0;
   int tries;
+  if (job->rank_claim_fd < 0) return 0; /* this rank's socket is not bound */
   for (tries = 0; /* at most 64, as callers can connect without a pause */
-       tries < 64 && second == 0 && job->rank_claim_fd >= 0; tries++) {
+       tries < 64 && second == 0; tries++) {
     int fd = cddp__accept(job->rank_claim_fd);
     struct pollfd claim = {fd, POLLIN, 0};
     if (fd < 0 && errno != ECONNABORTED) break; /* no more connections now */
@@ -11524,7 +11526,8 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
   bool local = listener == rdv->node_socket;
   size_t most = (size_t)cddp__unproven_most(rdv->config->world_size);
   int tries;
-  for (tries = 0; tries < 64 && listener >= 0; tries++) { /* more than 64: at the next poll */
+  if (listener < 0) return CDDP_OK; /* none */
+  for (tries = 0; tries < 64; tries++) { /* more than 64: at the next poll */
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
     bool none = error == EMFILE || error == ENFILE; /* no descriptor is left */
     bool few = none || (error == 0 && !cddp__has_spare_fd(fd));
@@ -11993,12 +11996,12 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
   cddp__store_options o = cddp__store_options_of(rdv);
-  cddp__address *a = root->addresses, here;
+  cddp__address *a = root->addresses, here; /* here: this end of the store's connection */
   cddp__request q;
   cddp__root_key value;
   socklen_t size = sizeof a[1].sa;
   size_t value_size = 0; /* bytes of the key's value; 0: no value */
-  bool found = false;
+  bool found = false; /* the store has the root's key */
   cddp_result r = CDDP_OK;
   if (root->store == NULL) {
     r = cddp__store_open_client(&root->store, &o);
@@ -12125,7 +12128,7 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   cddp__connection *c = &rdv->parent.connection; /* opened by cddp__try_root */
   /* The other rank 0 sends FAIL CDDP__PROBLEM_S after this one has registered. */
   double deadline = cddp__earlier_deadline(3 * CDDP__PROBLEM_S, rdv->deadline);
-  char own_text[CDDP__ERROR_MAX];
+  char own_text[CDDP__ERROR_MAX]; /* the text of failure r, which the calls below can replace */
   cddp_result answer = CDDP_OK;
   snprintf(own_text, sizeof own_text, "%s", cddp_error());
   root->try_s = 1; /* s: there is only one try */
@@ -12366,7 +12369,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   cddp__connection *links[MOST_PORTS];
   cddp__address a;
   cddp__text listener;
-  socklen_t size = sizeof(int);
+  socklen_t size = sizeof(int); /* of `error` */
   int n = 0 /* of links */, i, p, error;
   cddp_result r = CDDP_OK;
   /* Connects to all at the same time, and sends nothing, so NOTICE has no effect. */
@@ -12403,6 +12406,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
    the missing ranks; others say why they do not reach the root, or how many ranks are here. */
 static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
+  /* The launcher's name for the text; NULL: a script, or not known. */
   const char *launcher = config->launcher != CDDP__LAUNCHER_SCRIPT
                              ? cddp__launchers[config->launcher].name
                          : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
@@ -12603,7 +12607,8 @@ static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char
    with unread bytes would reset the connection, and FAIL could be lost. */
 static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
   char unread[4096];
-  while (channel->fail_sent && cddp__now() < deadline &&
+  if (!channel->fail_sent) return; /* no FAIL was sent, or a Unix socket delivers it anyway */
+  while (cddp__now() < deadline &&
          cddp__wait_fd(channel->connection.fd, POLLIN, deadline) == CDDP_OK &&
          recv(channel->connection.fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {}
 }
@@ -12666,7 +12671,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
 
 /* Ends the rendezvous with result r, which it returns. Reports a failure, and closes all
    connections and sockets. Two stay in job_info: the rank's claim and, if r is CDDP_OK, rank 0's
-   port. */
+   port. g: the group that this rank has built, or NULL. */
 static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   const cddp_allocator *allocator = &rdv->host->allocator;
   cddp_store *store = rdv->root.store;
@@ -12901,9 +12906,9 @@ static bool cddp__check_join_table(cddp__join_table *table) {
      CDDP_UNAUTHORIZED   a process with a rank's socket name on this host has another secret */
 static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, int *fd,
                                       cddp__join_table *table) {
-  cddp__address here;
+  cddp__address here; /* this end's address */
   cddp__message *m = cddp__receive_message(c, sizeof *table);
-  bool valid;
+  bool valid; /* m is TABLE, with numbers in range */
   if (m == NULL && c->state == CDDP__CONNECTION_ENDED &&
       c->challenge.state > CDDP__CHALLENGE_PROVEN) { /* failed: another job or a stranger */
     if (c->peer >= 0)
@@ -13085,19 +13090,19 @@ static bool cddp__watch_fd(const cddp__hosts *hosts, int fd, uint32_t events) {
 
 /* If a link has ended: connects again, or records the loss of the peer. */
 static void cddp__handle_link_end(cddp_group *g, cddp__connection *link) {
-  cddp__peer *p = &g->hosts->peers[link->rank];
-  const cddp__connection *other = p->link[p->link[0] == link]; /* the peer's other link, or NULL */
-  if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&p->lost) != 0 /* known */) return;
+  cddp__peer *peer = &g->hosts->peers[link->rank];
+  const cddp__connection *other = peer->link[peer->link[0] == link]; /* its other link, or NULL */
+  if (link->state != CDDP__CONNECTION_ENDED || cddp__load32(&peer->lost) != 0 /* known */) return;
   if (!cddp__is_broken(g) && cddp__link_reconnect(g->hosts->net, link)) {
     (void)cddp__watch_fd(g->hosts, link->fd, EPOLLIN | EPOLLOUT); /* fd can have a new socket */
     return;
   }
   if (link->error <= 0 /* closed, or BYE */ && other != NULL && other->state == CDDP__CONNECTION_UP)
     return; /* the other link can still have bytes that the peer sent before */
-  p->lost_at = cddp__now();
-  p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT /* BYE, on the other link */
-                                                         : link->error;
-  cddp__store32(&p->lost, 1); /* last: readers of `lost` then read the two fields above */
+  peer->lost_at = cddp__now();
+  peer->error = /* BYE can have arrived on the other link: then the peer has left */
+      other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error;
+  cddp__store32(&peer->lost, 1); /* last: readers of `lost` then read the two fields above */
 }
 
 /* Adds a link to its peer. Frees it if the peer is no rank of g on another host, or has two links
@@ -13139,11 +13144,11 @@ static void cddp__claim_links(cddp_group *g) {
 /* Connects to a rank, unless a link exists. CDDP_OK: a link exists, perhaps not connected yet or
    already ended. */
 static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
-  cddp__peer *p = &g->hosts->peers[rank];
+  cddp__peer *peer = &g->hosts->peers[rank];
   cddp_result r;
   cddp__connection *link;
-  if (p->link[0] == NULL) cddp__claim_links(g); /* the rank can have connected to this one */
-  if (p->link[0] != NULL) return CDDP_OK;
+  if (peer->link[0] == NULL) cddp__claim_links(g); /* the rank can have connected to this one */
+  if (peer->link[0] != NULL) return CDDP_OK;
   r = cddp__link_connect(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id, &link);
   if (r == CDDP_OK) cddp__add_link(g, link);
   return r;
@@ -13523,16 +13528,16 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
   hosts->pass++; /* in the new pass no peer is stuck yet */
   for (i = 0; i < hosts->posted_count; i++) {
     cddp__posted_frame frame = hosts->posted[i];
-    cddp__peer *p = &hosts->peers[frame.rank];
+    cddp__peer *peer = &hosts->peers[frame.rank];
     bool done = false;
     int links = frame.out ? 1 : 2; /* this rank sends on the first, and receives on both */
-    if (p->link[0] == NULL && *r == CDDP_OK) { /* after an error no more links in this pass */
+    if (peer->link[0] == NULL && *r == CDDP_OK) { /* after an error no more links in this pass */
       if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__ensure_link(g, frame.rank);
       else cddp__claim_links(g); /* the lower rank connects: one link, not two */
     }
     /* stuck_pass: an earlier frame to, or from, this rank is incomplete; this one must follow it */
-    for (k = 0; !done && p->stuck_pass[frame.out] != hosts->pass && k < links; k++) {
-      cddp__connection *link = p->link[k];
+    for (k = 0; !done && peer->stuck_pass[frame.out] != hosts->pass && k < links; k++) {
+      cddp__connection *link = peer->link[k];
       size_t before = link == NULL ? 0 : frame.out ? link->sent : link->got; /* of its next frame */
       if (link == NULL) break; /* the peer has fewer links */
       done = frame.out ? cddp__send_frame(g, &frame, link) : cddp__receive_frame(g, &frame, link);
@@ -13541,7 +13546,7 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
     }
     *moved = *moved || done; /* a whole frame can leave `sent` and `got` at 0, as before */
     if (done) continue; /* the frame is no longer posted */
-    p->stuck_pass[frame.out] = hosts->pass; /* the rank's later frames wait for this one */
+    peer->stuck_pass[frame.out] = hosts->pass; /* the rank's later frames wait for this one */
     hosts->posted[kept++] = frame;
     if ((!frame.out || frame.step < due_step) && /* the caller must wait for it */
         (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0)) /* a lost rank stays `late` */
@@ -13834,7 +13839,8 @@ typedef struct cddp__flow {
   /* The chunk. */
   size_t begin, n; /* elements of each share */
   size_t piece_max; /* elements of a piece of a part; the last one can have fewer */
-  long pieces, ahead; /* of each part; see enum cddp__move */
+  long pieces; /* of each part: the most of any rank */
+  long ahead; /* steps from sending a contribution to its sum: enum cddp__move */
   bool hosts_sum_whole; /* short all_reduce: each host adds up the array, so no results move */
   /* Sums in transit, in hosts.stage. */
   char *out; /* contributions to others' parts: CDDP__SUM_AREAS areas, used in turn */
@@ -13888,16 +13894,16 @@ static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
 /* Number of elements in piece k of a rank's part; 0: there is none. *begin: offset in the chunk. */
 static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t *begin) {
   const cddp__hosts *hosts = f->g->hosts;
-  const cddp__peer *p = &hosts->peers[rank];
+  const cddp__peer *peer = &hosts->peers[rank];
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize; /* elements */
   int host_count = f->hosts_sum_whole ? 1 : hosts->count; /* hosts that share the slices */
   bool one_buffer = cddp__in_one_buffer(f->c); /* else each rank owns its share: [0, n) */
   *begin = 0;
-  if (one_buffer && p->local_rank >= hosts->min_locals)
+  if (one_buffer && peer->local_rank >= hosts->min_locals)
     return 0; /* no owner: each host has min_locals of them */
   if (one_buffer) /* the hosts' owners with one local rank have neighbouring slices */
     cddp__slice(f->n, granule, hosts->min_locals * host_count,
-                p->local_rank * host_count + (f->hosts_sum_whole ? 0 : p->host), begin, &end);
+                peer->local_rank * host_count + (f->hosts_sum_whole ? 0 : peer->host), begin, &end);
   *begin = cddp__min(*begin + (size_t)k * f->piece_max, end);
   return cddp__min(f->piece_max, end - *begin);
 }
