@@ -1765,7 +1765,7 @@ static const char *cddp__dtype_name(unsigned d) {
 static bool cddp__dtype_half(unsigned d) { /* f16 or bf16 */
   return cddp__dtype_ok(d) && cddp__dtypes[d].cls == CDDP__CLASS_HALF;
 }
-/* Whether a parameter can have dtype d. FLOAT and HALF are the first classes. */
+/* Whether a parameter can have dtype d: FLOAT and HALF, which are the first classes. */
 static bool cddp__dtype_trains(unsigned d) {
   return cddp__dtype_ok(d) && cddp__dtypes[d].cls <= CDDP__CLASS_HALF;
 }
@@ -1813,11 +1813,12 @@ typedef struct cddp__op_header {
 typedef struct cddp__send_request {
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SEND_*, or CDDP__POSTED_TO(receiver) */
   cddp__atomic_u32 tag; /* atomic, as is number: receivers read both before they take the request */
-  uint32_t dtype; /* dtype and count must be the receive's: else REFUSED */
+  uint32_t dtype; /* of the elements. A receive with another dtype or count sets REFUSED */
   uint64_t count; /* elements */
   cddp__atomic_u64 number; /* of the send at its sender, ascending: receivers take the lowest */
   union {
-    unsigned char bytes[sizeof(cddp__ref)]; /* a message that fits: receivers read this line only */
+    unsigned char bytes[sizeof(cddp__ref)]; /* a message that fits is in this cache line itself: its
+                                               receiver reads no other */
     cddp__ref ref; /* a longer message: where it is, the program's buffer or `stage` */
   } u;
   void *stage CDDP__OWN_LINE; /* the sender's memory for copies of messages, kept for reuse. From
@@ -1877,8 +1878,8 @@ typedef struct cddp__slot {
   cddp__atomic_u32 send_top; /* 1 + the highest index of a send request that was ever used:
                                 receivers scan only requests with a lower index */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
-  cddp__atomic_u32 works; /* operations queued or running in the rank's engine. Peers read it: with
-                             one, the rank can still continue, so it is not in a deadlock */
+  cddp__atomic_u32 works; /* operations queued or running in the rank's engine. Peers read it: while
+                             it is not 0, the rank can continue, so it is in no deadlock */
   cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | its wait status, as
                              waitpid has it; 0: not known. Writer: the rank before this one on the
                              host, which has a pidfd of the process */
@@ -1893,8 +1894,8 @@ typedef struct cddp__slot {
   cddp__atomic_u64 wait; /* a thread waits for a round: low half of the group's id << 32 | number of
                             the round; UINT64_MAX: for a message; 0: no thread waits for long */
   cddp__atomic_u32 wait_failed; /* 1: the last wait shown in `wait` has failed, at `where` */
-  cddp__atomic_u32 multithreaded; /* 1: several threads of the rank use cddp, so others can run on
-                                     while one waits */
+  cddp__atomic_u32 multithreaded; /* 1: several threads of the rank use cddp. While one waits,
+                                     another can end that wait: peers assume no deadlock */
   char where[CDDP__WHERE_MAX]; /* operation and call site of the last wait shown in `wait` */
   /* Memory of this rank, and its calls on device memory. */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* [i]: block i of requests, i > 0; block 0 is `sends` */
@@ -1925,7 +1926,8 @@ typedef struct cddp__control_block {
                                                reset */
   cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached, set
                                               by the last to arrive */
-  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads asleep on a header, arrivals or release */
+  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads asleep on a header, arrivals or release: with
+                                               none, ranks need no system call to wake them */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0: not broken; else a cddp_result | the index of the
                                              slot with the text << 8 */
   cddp__atomic_u32 left; /* number of the host's ranks that have left the group, or whose processes
@@ -1934,14 +1936,16 @@ typedef struct cddp__control_block {
                                   was freed */
   cddp__atomic_u32 size; /* the group's ranks on the host: when `left` is this number, the block is
                             freed; 0: the block is being made, or is the first group's */
-  cddp__atomic_u32 staging; /* bytes of a staging buffer, as chosen by the first rank of the host */
+  cddp__atomic_u32 staging; /* bytes of a staging buffer: the choice of the host's first rank, since
+                               ranks can find different caches */
   cddp__atomic_u32 cores; /* number that all ranks of the host together can use; until that is
                              known, the first rank's number */
   cddp__atomic_u32 joins; /* job's first group: number of processes that have joined so far */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones, a bitmap; job's first group */
   cddp__cause cause; /* text of the early notice that this host has received, or sent: a rank is
                         lost, or another group has failed. The group may still complete rounds */
-  cddp__atomic_u32 arrivals_sent; /* last round for which this host sent others its arrivals */
+  cddp__atomic_u32 arrivals_sent; /* last round of which this host has told the other hosts that its
+                                     ranks arrived. One of its ranks tells them, once */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
@@ -1980,7 +1984,8 @@ typedef struct cddp__process {
   int pidfd; /* to learn how the process ended (slot.ended). Only of the next rank on the host, and
                 of processes that joined; -1: none */
   bool member; /* the process is a member of this rank's elastic model */
-  bool use_locked; /* this rank locks the process's use byte (>>arena), so it can map its memory */
+  bool use_locked; /* this rank holds a lock on the process's use byte (>>arena): no process frees
+                      that memory, so this rank can map it */
   uint64_t lost_in_step; /* 1 + the step in which the model lost it; 1 too if it never was a member;
                             0: not lost, or its memory is freed */
   struct cddp__process *next; /* in host.others */
@@ -2042,13 +2047,13 @@ typedef struct cddp__host {
 /* A collective or message, with checked arguments. */
 typedef struct cddp__call {
   uint8_t kind; /* CDDP__KIND_*. BARRIER: `count` is the hash of the calls in call_log, or 0 */
-  uint8_t dtype, op; /* cddp_dtype, cddp_op */
+  uint8_t dtype, op; /* cddp_dtype; cddp_op, which only reductions use */
   int root; /* -1: the call has no root; messages: the peer, or CDDP_ANY */
   const void *send; /* NULL: this rank sends nothing */
   void *recv; /* NULL: this rank receives nothing */
   size_t count; /* elements of a rank's share (>>shape), or of the message */
   size_t esize; /* bytes of an element */
-  int tag; /* messages */
+  int tag; /* of a message: a receive gets sends with the same tag only */
   struct cddp__counted_share *shares; /* [size] in a call with counts; NULL: all have `count` */
 } cddp__call;
 #define CDDP__COUNTED SIZE_MAX /* `count` in a call with counts, until ranks know the largest one */
@@ -2169,7 +2174,7 @@ struct cddp_work {
   /* Messages. p2p.lock */
   int send; /* send: index of the request with the address of the caller's buffer; -1: a copy */
   int from; /* receive: the message's sender; with CDDP_ANY the rank checked last, until done */
-  bool filling; /* receive: a link is reading the message into the buffer */
+  bool filling; /* receive: a link is reading the message into the buffer: no other message fits */
   double next_look; /* when cddp_test next checks if the peer has ended; no lock */
 
   /* Device memory. */
@@ -2245,7 +2250,7 @@ typedef struct cddp__p2p {
    otherwise. */
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
   /* Ranks. */
-  cddp__host *host;
+  cddp__host *host; /* this rank's */
   uint64_t id; /* the same on all ranks of the group; odd: of a split; 0: the world */
   bool elastic; /* of an elastic model: its ranks continue without one that fails. Set at or, by
                    cddp__elastic_create, after creation */
@@ -2338,7 +2343,8 @@ typedef struct cddp__tensor {
   size_t dense_offset; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready; /* cddp_ddp_ready was called in this step; lock */
   bool noted; /* cddp_ddp_ready was called under no_sync since the last step; lock */
-  bool used; /* some rank has a gradient for it in the step that is being reduced */
+  bool used; /* some rank has a gradient for it in the step that is being reduced; false: it is not
+                stepped */
   bool shared; /* its weights are in shared memory on all ranks */
   float restored_steps; /* in a rank that joined: the parameter's step count, from the snapshot */
   const void *data; /* elastic: param.data, for cddp__elastic_set_optim in any thread */
@@ -2361,10 +2367,10 @@ typedef struct cddp__optim_desc {
   double lr; /* not hashed, since it can change */
   double shared; /* not hashed; 1: the states are in shared memory. Set only while ranks compare */
   double algorithm; /* CDDP__ALGORITHM_SGD or another */
-  double momentum, dampening;
-  double beta1, beta2, eps;
-  double nesterov, maximize, amsgrad;
-  double master_weights, sharded_states;
+  double momentum, dampening; /* of SGD */
+  double beta1, beta2, eps; /* of AdamW */
+  double nesterov, maximize, amsgrad; /* flags: of SGD; of both; of AdamW */
+  double master_weights, sharded_states; /* flags */
   const double *lr_scales, *weight_decays; /* [count] each; adjacent, in a cddp_optim's own array */
   double weight_decay; /* of all parameters if weight_decays is NULL; unused in a cddp_optim */
   cddp_ddp *ddp;
@@ -2408,8 +2414,8 @@ typedef struct cddp__member {
 
 /* Ranks exchange it to create a model; joining ones get the leader's. */
 typedef struct cddp__leader_info {
-  cddp__member self;
-  unsigned char token[16]; /* of the model: that of the first rank */
+  cddp__member self; /* the rank that sends it */
+  unsigned char token[16]; /* random number of the model: the first rank's is used */
   cddp__model_info model;
 } cddp__leader_info;
 
@@ -2487,7 +2493,7 @@ typedef struct cddp__shards {
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [count] nodes of all ranks, ascending; node_count are in use */
-  int *widths; /* [count] number of shards of each node */
+  int *widths; /* [count] nodes[].width as an array, for sums */
   int node_count;
 } cddp__shards;
 
@@ -2529,7 +2535,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp_group *hook_group; /* passed to communication hooks, on the engine's thread; with NCCL the
                              caller's group; NULL: no hook */
   cddp_param *params; /* [count] the caller's array */
-  int count; /* of parameters */
+  int count; /* number of parameters */
   cddp_ddp_desc desc; /* a copy of the caller's */
   const cddp__ddp_memory *memory; /* functions for gradients in host memory, or on a device */
   bool always_meets; /* each step has a round on the host. false (NCCL): only until plan.rebuilt;
@@ -2568,14 +2574,14 @@ typedef struct cddp__message cddp__message; /* >>connections: a received frame *
 
 #define CDDP__LEFT_GROUPS 8 /* number of groups that net.left remembers */
 
-typedef struct cddp__rank_entry { /* a rank of the job */
+typedef struct cddp__rank_entry { /* a rank of the job, in the format of the rank table's message */
   int host; /* index of its host in net.hosts */
   int index; /* its number among the ranks of that host, from 0 */
   uint32_t pid;
   int port; /* of its listener for links; the address is that of its host */
 } cddp__rank_entry;
 
-typedef struct cddp__host_entry {
+typedef struct cddp__host_entry { /* a host of the job, in the same message */
   struct sockaddr_in6 address; /* without a port; or a sockaddr_in: cddp__internet_address */
   char name[68]; /* of the machine */
   int size; /* number of its ranks */
@@ -2656,10 +2662,12 @@ typedef struct cddp__hosts {
   bool local_only; /* only this host's ranks take part in the current round */
   char *stage; /* pieces in transit to and from other hosts */
   size_t stage_size; /* bytes of `stage` */
-  char **scratch; /* [local_size] shared: chunks of private buffers; NULL: none yet */
+  char **scratch; /* [local_size] slot.scratch of each rank of this host, as mapped here; NULL: not
+                     used so far */
   cddp__connection *links; /* to other hosts, by next. p2p.lock guards it and all fields up to
                               `polling` */
-  cddp__message *stored, **stored_end; /* messages without a receive, oldest first */
+  cddp__message *stored, **stored_end; /* messages without a receive, oldest first; the pointer that
+                                          the next one is linked to */
   size_t stored_bytes; /* of the messages in `stored` */
   uint64_t pass; /* number of the current pass through `posted` */
   bool polling; /* a thread of this rank polls for all threads that wait */
@@ -2999,7 +3007,7 @@ static void *cddp__grow_array(const cddp_allocator *allocator, void *p, size_t *
                               size_t needed, size_t size) {
   size_t enlarged = cddp__max(needed, *capacity * 2 + 8); /* at least 8; doubled: O(n) in all */
   void *copy;
-  if (needed <= *capacity) return p;
+  if (needed <= *capacity) return p; /* large enough, and *capacity is unchanged */
   if ((copy = cddp__malloc(allocator, enlarged * size)) == NULL) return NULL;
   if (p != NULL) memcpy(copy, p, *capacity * size);
   cddp__free(allocator, p);
@@ -3550,7 +3558,7 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   record->dtype = dtype;
   record->op = op;
   record->root = root;
-  record->result = record->engine = record->tag = 0;
+  record->result = record->engine = record->tag = 0; /* set later, if they apply */
   __atomic_store_n(&record->number, number, __ATOMIC_RELEASE);
   return number;
 }
@@ -3669,7 +3677,7 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   const unsigned char *p = (const unsigned char *)data;
   unsigned char block[64];
   uint32_t h[8];
-  size_t total = n + (key_size > 0 ? 64 : 0), at = 0; /* bytes to hash; number hashed so far */
+  size_t total = n + (key_size > 0 ? 64 : 0), at = 0; /* to hash (a key counts 64); hashed so far */
   size_t take, i; /* take: bytes copied to the next block */
   CDDP_ASSERT(key_size <= 32);
   memcpy(h, cddp__blake2s_start, sizeof h);
@@ -3872,7 +3880,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
    return 0 or an errno do not, as their callers try the next address. */
 
 typedef struct cddp__address {
-  __extension__ union { /* sa.ss_family tells which: AF_INET, AF_INET6 or AF_UNIX */
+  __extension__ union { /* as sa.ss_family tells: v4, v6 or un. C99 has no unions without a name */
     struct sockaddr any; /* for system calls */
     struct sockaddr_storage sa;
     struct sockaddr_in v4;
@@ -3979,7 +3987,7 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
 /* Parses "host:port" or "[::1]:port". host: receives the name or address, without brackets. */
 static cddp_result cddp__host_port(const char *text, char host[256], int *port) {
   char digits[6]; /* of the port, with the NUL */
-  int end = 0; /* of the matched text: nothing may follow */
+  int end = 0; /* length of the matched text, set by %n: it must be all of it */
   int found = sscanf(text, text[0] == '[' ? "[%255[^]]]:%5[0-9]%n" : "%255[^:]:%5[0-9]%n", host,
                      digits, &end);
   *port = found == 2 ? atoi(digits) : 0;
@@ -4002,12 +4010,13 @@ static cddp__text cddp__describe_address(const cddp__address *address) {
   return cddp__textf(address->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
 }
 
-/* Does nothing to a Unix socket's. v4 for IPv6 too: sin_port and sin6_port have the same offset. */
+/* Does nothing to a Unix socket's address. Sets v4.sin_port for IPv6 too: sin6_port has the same
+   offset. */
 static void cddp__address_set_port(cddp__address *address, int port) {
   if (address->sa.ss_family != AF_UNIX) address->v4.sin_port = htons((uint16_t)port);
 }
 
-static int cddp__address_port(const cddp__address *address) { /* 0: a Unix socket's */
+static int cddp__address_port(const cddp__address *address) { /* 0: a Unix socket, or none set */
   return address->sa.ss_family != AF_UNIX ? ntohs(address->v4.sin_port) : 0;
 }
 
@@ -4038,8 +4047,8 @@ static void cddp__set_scope(struct sockaddr_in6 *in, const cddp__address *here) 
     in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
-/* The address that a peer has sent as `in`, which can be a sockaddr_in. A family other than IPv6
-   becomes IPv4, as a peer can send any number. */
+/* The address that a peer has sent as `in`, which can be a sockaddr_in. The peer can have sent any
+   number as the family: all except IPv6's become IPv4. */
 static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   cddp__address a;
   memset(&a, 0, sizeof a);
@@ -4094,7 +4103,7 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
   hints.ai_socktype = SOCK_STREAM; /* else each address is listed for each type of socket */
   e = getaddrinfo(host, NULL /* no service */, &hints, &list);
   for (info = e == 0 ? list : NULL; info != NULL; info = info->ai_next) {
-    if (n == CDDP__ADDRESSES_MAX) break; /* enough: callers try them in turn */
+    if (n == CDDP__ADDRESSES_MAX) break; /* `out` is full: the others are not tried */
     if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, info->ai_addr, info->ai_addrlen);
@@ -4188,7 +4197,8 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
 static int cddp__stream_ready(int fd) {
   cddp__address a;
   uint32_t peer[3]; /* pid, uid, gid */
-  (void)cddp__local_address(fd, &a); /* for the family; after a failure set_tcp_options fails too */
+  /* Only the family is used. After a failure it is not AF_UNIX, and set_tcp_options fails too. */
+  (void)cddp__local_address(fd, &a);
   if (a.sa.ss_family != AF_UNIX /* TCP */) return cddp__set_tcp_options(fd) ? 0 : errno;
   if (!cddp__peer_process(fd, peer)) return errno;
   return peer[1] /* uid */ == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
@@ -4238,7 +4248,8 @@ static int cddp__connect_address(const cddp__address *address, double deadline, 
     else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error /* connect's result */, &size) != 0)
       error = errno;
   }
-  if (error == 0 && cddp__connected_to_itself(fd)) error = ECONNREFUSED; /* no process listens */
+  if (error == 0 && cddp__connected_to_itself(fd))
+    error = ECONNREFUSED; /* as no process listens at the port */
   if (error == 0) error = cddp__stream_ready(fd);
   if (error != 0) cddp__close_fd(out);
   return error;
@@ -4327,14 +4338,14 @@ static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fd
   tries = first > 0 ? 3 * ports : 32 /* each with another port that the system chooses */;
   do {
     if (error != 0 && addresses[0].sa.ss_family == AF_UNIX && count == 1)
-      cddp__sleep(0.005); /* a former coordinator can still have a socket of this name */
+      cddp__sleep(0.005); /* s: a former coordinator can still have a socket of this name */
     if (error != 0 && first > 0 && tries % ports == 0) /* all ports were tried once more */
-      cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
+      cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096)); /* 1 to 5 ms: see the head */
     port = first > 0 ? first + turn++ % ports : 0 /* the system chooses */;
     error = cddp__listen_port(addresses, count, port, fds, fd_count, &failed);
     if (*fd_count > 0) return CDDP_OK;
   } while (error == EADDRINUSE && --tries > 0); /* another error would repeat */
-  if (error == EADDRINUSE && asked == 0 && first > 0)
+  if (error == EADDRINUSE && asked == 0 && first > 0) /* first > 0: CDDP_PORTS is set */
     return cddp__fail(CDDP_NETWORK,
                       "all ports of CDDP_PORTS=%d-%d are in use (the last one tried is %s): give "
                       "it more ports. On each host every rank needs a port, an elastic rank two, "
@@ -4403,7 +4414,7 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
 static bool cddp__file_has_name(int fd, const char *path) {
   struct stat opened, named;
   if (fstat(fd, &opened) != 0 || lstat(path, &named) != 0) return false;
-  errno = ENOENT; /* in case the result is false: the path names another file */
+  errno = ENOENT; /* for a result of false below: the path names another file */
   return opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
 }
 
@@ -4431,11 +4442,12 @@ typedef struct cddp__span { /* bytes in memory that the span does not own */
 
 typedef struct cddp__buffer { /* a growing queue of bytes */
   const cddp_allocator *allocator; /* of data */
-  size_t *total; /* NULL, or the sum of the capacities of several buffers, this one's too */
+  size_t *total; /* the sum of the capacities of several buffers, with this one's, which limits them
+                    together; NULL: none is kept */
   unsigned char *data; /* [capacity], NULL if that is 0 */
   size_t start, end; /* the bytes in use are data[start .. end); those before start are consumed */
   size_t capacity;
-  bool failed; /* an addition failed because memory was exhausted */
+  bool failed; /* an addition failed because memory was exhausted, so the bytes are incomplete */
 } cddp__buffer;
 
 #define CDDP__BUFFER_KEEP 4096u /* most bytes that an empty buffer keeps */
@@ -4535,7 +4547,8 @@ struct cddp__message { /* a received frame; its bytes follow the struct */
 
 typedef struct cddp__hello { /* a link's first message: >>links */
   uint32_t purpose; /* CDDP__LINK_FRAMES or _NOTICE */
-  uint32_t secret; /* 1: the caller has a secret; 0: it has none. The called rank must agree */
+  uint32_t secret; /* 1: the caller has a secret; 0: it has none. If the called rank differs, it
+                      ends the link */
   uint32_t from, to; /* ranks of the job: the caller's, the called one's */
   uint64_t group; /* the group's id; in a meeting: the called member's life */
   unsigned char token[16]; /* net.token: a hello of another job is refused */
@@ -4553,11 +4566,11 @@ struct cddp__connection {
   int fd; /* -1: closed */
   int state; /* cddp__connection_state */
   int error; /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
-  bool caller; /* this end has connected; false: it has accepted */
+  bool caller; /* CDDP__END_*: this end has connected; false: it has accepted */
   bool local; /* a Unix socket: descriptors can travel with the bytes */
   bool ready; /* the last cddp__connections_poll found an event: bytes, space to send, or the end */
   bool ended_early; /* it ended before it was UP: the caller of a link connects again */
-  double deadline; /* the owner's: when the next awaited bytes are overdue */
+  double deadline; /* the owner's, a time of cddp__now: when the bytes that it awaits are overdue */
   cddp__challenge challenge; /* the proof of the secret. Valid later too: tells why it failed */
   cddp__buffer out, in; /* to be sent; received and not parsed */
   size_t sent; /* bytes sent of a hello, proof or frame (with head) that is not in `out`; 0: none
@@ -4576,7 +4589,7 @@ struct cddp__connection {
   bool over; /* this rank has left its elastic model: its BYE says so */
   bool peer_failed; /* the peer's BYE says that the group is broken */
   bool peer_over; /* the peer's BYE says that the peer has left the elastic model */
-  double retry_at; /* when cddp__link_reconnect next connects again */
+  double retry_at; /* time, of cddp__now: cddp__link_reconnect does not connect again before it */
   cddp__hello hello; /* sent if this end is the caller, else received */
   /* of processes that join only: */
   double first_message_at; /* time, of cddp__now, of the first message of the proof */
@@ -4606,8 +4619,8 @@ static enum cddp__end cddp__end_from_error(int error) {
    time. When there are more, the oldest is closed; if a rank made it, the rank connects again. */
 static int cddp__unproven_most(int ranks) { return 128 + 4 * ranks; }
 
-/* Initializes the struct. The connection owns fd. It is UP, unless the owner sets another state or
-   begins a proof. */
+/* Initializes the struct. The connection owns fd, and is UP: the owner can set another state, or
+   begin a proof. caller: CDDP__END_*. */
 static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *allocator, int fd,
                                    bool caller) {
   memset(c, 0, sizeof *c);
@@ -4684,7 +4697,7 @@ static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
 /* One sendmsg, with the descriptors of send_fds that are not -1. None travels with bytes of the
    proof: the peer can still be a stranger. */
 static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, size_t count) {
-  size_t fd_count = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0; /* 1 or 0 */
+  size_t fd_count = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0; /* descriptors to send */
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
@@ -4902,7 +4915,7 @@ static void cddp__connection_say_bye(cddp__connection *c, uint32_t flags) {
 /* Receives more of the next frame's head, unless the body of the frame before it is still awaited.
    Returns whether the next frame's head is complete in in_head. */
 static bool cddp__connection_peek(cddp__connection *c) {
-  if (c->message != NULL) return false; /* the bytes that arrive next are its body's */
+  if (c->message != NULL) return false; /* the next bytes are the body of that message */
   return c->got >= sizeof c->in_head ||
          cddp__connection_read(c, &c->in_head, NULL /* body */, 0 /* its size */, &c->got,
                                SIZE_MAX /* most */) > 0;
@@ -4940,7 +4953,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
       return NULL;
     }
     c->message->next = NULL; /* in no list yet */
-    c->message->from = c->rank;
+    c->message->from = c->rank; /* -1: not a group's link */
     c->message->head = *head;
   }
   m = c->message;
@@ -4954,7 +4967,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
 
 /* The poll(2) events with which the connection can continue. */
 static short cddp__connection_events(const cddp__connection *c) {
-  bool sends = c->state == CDDP__CONNECTION_NEW       ? c->caller /* until it is connected */
+  bool sends = c->state == CDDP__CONNECTION_NEW       ? c->caller /* POLLOUT: it is connected */
                : c->state == CDDP__CONNECTION_PROVING ? c->challenge.out_size > 0
                                                       : cddp__buffer_size(&c->out) > 0;
   return (short)(POLLIN | (sends ? POLLOUT : 0));
@@ -5002,10 +5015,10 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
     fds[i].revents = 0;
   }
   if (cddp__poll(fds, total, cddp__poll_ms(until, CDDP__POLL_MAX_MS)) < 0 && errno != EINTR)
-    r = cddp__fail_errno("poll"); /* revents are still 0: nothing is ready */
+    r = cddp__fail_errno("poll"); /* after a failure all revents are 0: nothing is ready */
   for (i = 0; i < n; i++)
     if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
-  for (; i < total; i++) /* i is n: the listeners */
+  for (; i < total; i++) /* from n on: the listeners */
     if (fds[i].revents == 0) listeners[i - n] = -1;
   if (fds != few) cddp__free(allocator, fds);
   return r;
