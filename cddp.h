@@ -5166,7 +5166,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
 #define CDDP__MAP_CHAINS 8192u /* the largest jobs have a few entries per chain */
 
 typedef struct cddp__entry { /* the key's bytes follow the struct */
-  struct cddp__entry *next;  /* in its hash chain */
+  struct cddp__entry *next;  /* in its hash chain; NULL: the last */
   size_t key_size;
   cddp__buffer value; /* adds its capacity to server->stored */
 } cddp__entry;
@@ -5174,7 +5174,7 @@ typedef struct cddp__entry { /* the key's bytes follow the struct */
 typedef struct cddp__server { /* Owner: its thread, between start and join */
   pthread_t thread;
   cddp_allocator allocator;
-  const char *secret; /* NULL = none */
+  const char *secret; /* the store's; NULL: clients need none */
   int epoll; /* watches fds and the clients' connections */
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
@@ -5182,7 +5182,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   cddp__atomic_u32 stop; /* 1: the thread must return; set by cddp__store_close */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map: entries by hash */
   uint64_t seed; /* of the map's hash; random: no client can choose keys that share a chain */
-  size_t keys;   /* in the map */
+  size_t keys;   /* number of entries in the map */
   size_t stored; /* bytes of the map's entries, with their values; limit: CDDP__STORE_MEMORY */
   struct cddp__client *clients; /* newest first */
   int waiting; /* how many clients are blocked in a WAIT */
@@ -5647,7 +5647,7 @@ typedef struct cddp__store_options {
   cddp_store_desc desc; /* with timeout_s above 0: defaults are filled in */
   bool elect; /* file://: the first process that opens the file serves, not that with is_server */
   double deadline;      /* of opening the store; a time of cddp__now */
-  double closed_since;  /* for cddp_store's; cddp__store_open_client stores it for another attempt */
+  double closed_since;  /* first value of cddp_store's; cddp__store_open_client returns the last */
 } cddp__store_options;
 
 struct cddp_store {
@@ -6327,7 +6327,7 @@ static cddp_result cddp__store_open_client(cddp_store **out, cddp__store_options
 }
 
 /* Opens a store, and its server if this process must run it. *out is NULL on failure. */
-static cddp_result cddp__store_open(cddp_store **out, cddp__store_options *options) {
+static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
   cddp_result r = cddp__store_new(out, options);
   cddp_store *store = *out;
   if (r == CDDP_OK) r = cddp__store_find(store, options);
@@ -6367,8 +6367,8 @@ typedef struct cddp__launcher { /* names of environment variables; NULL: there i
 } cddp__launcher;
 
 typedef struct cddp__config {
-  int rank, world_size;
-  int local_world_size;   /* -1: unknown */
+  int rank, world_size;   /* 0 and 1 if neither desc nor the environment sets them */
+  int local_world_size;   /* number of ranks on this host, as the launcher tells; -1: unknown */
   int joins;              /* CDDP_JOIN; 1: joins a running job; rank can be >= world_size.
                              An int, not a bool, as cddp__env_int writes it */
   bool launched;          /* a launcher has set rank and world_size */
@@ -6985,14 +6985,15 @@ enum cddp__extent_use {
 };
 
 typedef struct cddp__extent {
-  struct cddp__segment *segment;
+  struct cddp__segment *segment; /* of which it is a part */
   enum cddp__extent_use use;
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
   uint32_t block_generation; /* that of freed_after when this was set: it changes when the block is
                                 freed */
   const cddp__control_block *freed_after; /* freed once all ranks have left this block, which can
                                              be this extent; NULL: freed by a call */
-  struct cddp__extent *next, *previous; /* in the ring arena.pending; free: next in lists[].free */
+  struct cddp__extent *next, *previous; /* freed_after set: in the ring arena.pending; use FREE:
+                                           next in arena.lists[].free, if not quarantined */
 } cddp__extent;
 
 /* A range of a rank's window, mapped in this process; private memory if ranks are threads. */
@@ -7183,6 +7184,7 @@ static int cddp__size_class(uint64_t size) {
    of `bytes`, the whole pages that are needed. Its extents are free. Returns their size class, or
    -1 with the error set. */
 static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes) {
+  /* offsets in the memfd: the end of this rank's window, the segment's begin */
   uint64_t window_end = (uint64_t)(host->arena.window + 2) << host->arena.window_bits, base;
   /* how many extents: point 3 of the room's head */
   size_t n = cddp__max(1, host->arena.lists[cddp__size_class(size)].count / 2);
@@ -7512,6 +7514,7 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
     return ref;
   pthread_mutex_lock(&host->lock);
   extent = cddp__extent_of(host, p);
+  /* an allocation of this rank that has `bytes` bytes from p on */
   if (extent != NULL && extent->use != CDDP__EXTENT_FREE &&
       bytes <=
           extent->segment->extent_size - (size_t)((const char *)p - cddp__extent_address(extent))) {
@@ -7710,7 +7713,7 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
     bool unmap = cddp__window_of(host, segment->base) == p->window;
     /* own extents that would be freed after a block in it; a full loop leaves `extent` NULL */
     while (unmap && (extent = cddp__next_extent(host, extent, &at)) != NULL)
-      if (cddp__segment_has(segment, extent->freed_after)) /* soon unreadable */
+      if (cddp__segment_has(segment, extent->freed_after)) /* its block will be unreadable */
         cddp__pending_remove(host, extent);
     for (g = host->groups; g != NULL && unmap; g = g->next)
       unmap = !cddp__segment_has(segment, g->block);
@@ -8489,9 +8492,9 @@ typedef struct cddp__fold {
   /* [nsrcs] kinds of sources. 1: a leaf, of type dtype; -1: a leaf, of the compute type; w > 1: a
      sum of w leaves, of the compute type. NULL: all are 1 */
   const int *widths;
-  int nsrcs;
+  int nsrcs; /* 2 or more */
   int ranks; /* AVG's divisor. 0: the result is partial: it stays in the compute type, undivided */
-  cddp_dtype dtype;
+  cddp_dtype dtype;    /* of the call; the compute type follows from it */
   cddp_op op;          /* SUM for AVG */
   int64_t flip;        /* for `pair`: bits that MIN inverts; floats: 0 MIN, -1 MAX */
   size_t esize, compute_size; /* bytes of an element: of dtype, of the compute type */
@@ -9460,7 +9463,8 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 /* --- whether and how a peer has ended --- */
 
 #define CDDP__REMOTE_CAUSE_S 0.1      /* seconds for another host's notice of a failure */
-#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* if other ranks there can have seen how it ended */
+#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* for a host with other ranks, which can know how it ended */
+/* How a rank with CDDP__SLOT_DEAD ended. */
 #define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
 #define CDDP__STATUS_S 0.5 /* time for the rank before a dead one to store slot.ended: >>round */
 #define CDDP__STOPPED_S 5.0 /* a peer that uses this rank's memory for longer counts as stopped */
