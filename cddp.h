@@ -18309,8 +18309,8 @@ struct cddp__ddp_memory {
      by it, as dtype. widths: see cddp__fold. */
   cddp_result (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
                      int count, int divisor, size_t n, void *stream);
-  /* The caller's stream (on a host: the caller) waits for all buckets of the step. part: it needs
-     only this rank's part of the mean. */
+  /* The caller's stream (on a host: the caller) waits for all buckets of the step. part: the
+     call needs only this rank's part of the mean. */
   cddp_result (*fence)(cddp_ddp *d, bool part);
   cddp_result (*await)(cddp_ddp *d); /* the host waits for the caller's stream; NULL: no stream */
   cddp_result (*broadcast)(cddp_ddp *d, int n); /* starts the first n d->scratch.calls together */
@@ -18361,7 +18361,7 @@ static cddp_result cddp__break_model(cddp_ddp *d, cddp_result r) {
     bool in_use = groups[i] != NULL && cddp__load32(&groups[i]->left) == 0;
     if (in_use) cddp__break(groups[i], r);
   }
-  cddp__drain_buckets(d); /* soon: with their groups broken, the queued ones fail */
+  cddp__drain_buckets(d); /* returns soon: in broken groups the queued ones fail */
   return cddp__check_cause(&d->failure); /* again: cddp__break has replaced the error text */
 }
 
@@ -18504,7 +18504,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
     r = cddp__map_ref(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at);
     *out++ = (char *)at;
   }
-  return r == CDDP_OK ? r : cddp__break(g, r);
+  return r == CDDP_OK ? r : cddp__break(g, r); /* the others can have mapped all */
 }
 
 /* The address here of a rank's gradient element at offset `at` of the model, of parameter i. Here
@@ -18523,7 +18523,7 @@ static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
 static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].storage != CDDP__STORAGE_IN_PLACE)
+    if (d->tensors[i].storage != CDDP__STORAGE_IN_PLACE) /* else cddp__map_params set it */
       d->addresses.gradients[(size_t)rank * (size_t)d->count + (size_t)i] =
           arena + d->tensors[i].arena_offset;
 }
@@ -18890,7 +18890,7 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
     esize = cddp__dtype_size((cddp_dtype)dtype);
     for (at = d->layout.starts[dtype]; r == CDDP_OK && at < end; at += n * ranks * esize) {
       n = ((end - at) / esize + ranks - 1) / ranks; /* of all that is left, rounded up */
-      n = cddp__round_up(cddp__min(n, chunk), CDDP__CACHE_LINE / esize); /* whole cache lines a rank */
+      n = cddp__round_up(cddp__min(n, chunk), CDDP__CACHE_LINE / esize); /* whole cache lines */
       r = cddp__gather_chunk(d, out + at, (cddp_dtype)dtype, at, n, most);
       CDDP__POINT("elastic piece");
     }
@@ -18993,7 +18993,7 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
    cddp__finish_step, ends the access to peers' memory. */
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
-  size_t longest = 0;
+  size_t longest = 0; /* bytes of the longest packet */
   char **packets = (char **)g->buffers; /* free here: only collectives on arrays use it */
   unsigned char size[8]; /* bytes of this rank's packet */
   cddp_result r = CDDP_OK;
@@ -19260,7 +19260,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) {
   bool hooked = d->desc.comm_hook != NULL;
   cddp_group *g = hooked ? d->hook_group : d->comm; /* the group that the bucket's calls use */
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK) r = d->memory->select_device(d); /* this is the engine's thread */
+  if (r == CDDP_OK) r = d->memory->select_device(d); /* each thread selects its device */
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   /* Ends the peers' hooks for this bucket: their calls could match this rank's later ones. */
@@ -19408,7 +19408,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   unsigned char payload[sizeof ref + 8]; /* the reference, and a hash of optim->steps */
   cddp__text here = cddp__describe_current_call(g); /* for the error text */
   cddp_result r;
-  int k = 0, i;
+  int owner = 0, k, i; /* owner: the first rank on this host, which allocates */
   memset(&ref, 0, sizeof ref); /* kind NONE */
   if (g->local_rank == 0) mine = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY);
   if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
@@ -19425,12 +19425,12 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
                      "than on rank 0, in %s: call cddp_load on all ranks, and create the "
                      "cddp_optim anew after a failure", i, here.s);
   if (r == CDDP_OK) {
-    while (g->host_index[k] < 0) k++; /* the first rank on this host: it allocated */
-    ref = cddp__op_header_of(g, k, g->round)->u.ref;
-    /* NONE: rank k's allocation failed. It alone fails here (cddp__arena_alloc has set the text);
+    while (g->host_index[owner] < 0) owner++; /* < 0: a rank on another host */
+    ref = cddp__op_header_of(g, owner, g->round)->u.ref;
+    /* NONE: the owner's allocation failed. It alone fails here (cddp__arena_alloc has set the text);
        cddp__agree tells the others. */
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
-    else if (k == g->rank) r = CDDP_OUT_OF_MEMORY;
+    else if (owner == g->rank) r = CDDP_OUT_OF_MEMORY;
     if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT) /* not POINTER: ranks that are threads */
       r = cddp__commit_shared(d, optim, (char *)states);
     r = cddp__agree(g, r);
@@ -19575,7 +19575,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
   size_t begin, end, block, n;
   double sum = 0, factor;
   int i, p;
-  for (i = d->count - 1; i >= 0; i--) {
+  for (i = d->count - 1; i >= 0; i--) { /* in the order of the model */
     const cddp__sparse *sparse = cddp__sparse_of(d, i);
     if (!d->step.used[i]) continue; /* no rank has a gradient */
     if (sparse != NULL) { /* not by parts: every rank has all rows of the mean */
@@ -19738,7 +19738,7 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
   size_t esize = cddp__dtype_size(u->stored);
   size_t first = (at - tensor->offset) / esize; /* element of the parameter */
   char *weights = (char *)d->params[i].data + (at - tensor->offset);
-  /* Partitioned states begin at the part's first element. */
+  /* Partitioned states begin at the part's first element; without them parts[i].first is 0. */
   cddp__update_run(u, first - pass->optim->parts[i].first, weights,
                    cddp__block_gradient(pass, i, at, n, mean), n);
   if (!pass->alone)
@@ -19838,7 +19838,8 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
     any_fetched = any_fetched || fetched;
     for (p = 0; p < d->group->local_size; p++) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
-      if (p == d->me || !cddp__part_slice(d, i, d->group->local_size, p, &begin, &end)) continue;
+      if (p == d->me) continue; /* this rank has written its own part */
+      if (!cddp__part_slice(d, i, d->group->local_size, p, &begin, &end)) continue;
       at = begin - tensor->offset;
       if (fetched)
         memcpy((char *)d->params[i].data + at, cddp__gradient_at(d, p, i, begin), end - begin);
@@ -21435,7 +21436,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
    m->ended if that proves its end, m->unreachable if its host does not answer. */
 static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connection *link) {
   const cddp__host *host = m->group->host;
-  bool threads = host->one_process && host->slots != NULL; /* as ranks: see their slots */
+  bool threads = host->one_process && host->slots != NULL; /* ranks are threads: have slots */
   uint32_t state = threads ? cddp__load32(&host->slots[m->members[member].index].state) : 0;
   if (state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT)
     return true; /* the rank's thread has ended; its process can keep the socket open */
@@ -21798,7 +21799,7 @@ static int cddp__find_cut_off(const cddp__meeting *m) {
     cddp__address address = cddp__internet_address(&m->members[lost].address);
     for (k = 0; k < m->capacity; k++)
       if (lives[k] != 0 && (m->reports[k] != NULL || m->ended[k] != 0) &&
-          memcmp(&m->members[k].address, &address.any, address.size) == 0)
+          memcmp(&m->members[k].address, &address.any, address.size) == 0) /* the same */
         break;
     if (lives[lost] != 0 /* a member of the last table */ && k == m->capacity) return lost;
   }
