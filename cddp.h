@@ -14715,7 +14715,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     work->result = CDDP_OK;
     work->done = true;
     /* No compare-and-swap: a sender never withdraws a message inside its request. No full fence: a
-       sender that misses the notice looks again within 20 ms. */
+       sender waits for it only if many are in flight, and then looks again within 20 ms. */
     cddp__store32(&request->state, CDDP__SEND_DONE);
     cddp__notify(g, work->from);
     return;
@@ -14790,7 +14790,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
   for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
     int senders = any ? g->size : 1; /* number of ranks to check */
-    for (i = 0; !work->done && !work->filling /* by a link */ && i < senders; i++) {
+    for (i = 0; !work->done && !work->filling /* a link does */ && i < senders; i++) {
       work->from = any ? (g->p2p.next_any + i) % g->size : work->call.root;
       cddp__serve_recv(g, work);
       if (any && work->done) g->p2p.next_any = work->from + 1; /* g->size: rank 0 is next */
@@ -14806,7 +14806,7 @@ static bool cddp__spin_recv(cddp_work *work) {
   cddp_group *g = work->group;
   cddp__send_request *request;
   int i, spin = cddp__spin_of(g->host); /* polls; 0 (ranks share cores): the caller posts it */
-  bool alone; /* no receive is pending, so none must get the message before this one */
+  bool alone; /* no posted receive is pending, which would have to get the message first */
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false; /* only served in the list */
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
@@ -14836,7 +14836,7 @@ static bool cddp__serve_all_recvs(cddp_group *g) {
   bool served = false;
   cddp_group *s;
   if (g != NULL && g->hosts != NULL) cddp__poll_all_groups(g);
-  if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL || /* no group, or: */
+  if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL || /* no group to serve, or: */
       pthread_mutex_trylock(&cddp__served_lock) != 0) return false; /* another thread serves them */
   memcpy(kept, cddp__error_text, sizeof kept);
   for (s = cddp__served; s != NULL; s = s->p2p.next_served) {
@@ -14894,7 +14894,7 @@ static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
   bool any = work->call.root == CDDP_ANY;
   cddp__text peer = any ? cddp__textf("%s", "" /* no name */) : cddp__name_rank(g, work->call.root);
-  cddp__text what = cddp__describe_message(work, peer.s);
+  cddp__text what = cddp__describe_message(work, peer.s); /* "recv from ..." or "send to ..." */
   if (limit >= 0)
     return cddp__fail(
         CDDP__CONTINUES, "cddp_wait_for: %s, on rank %d has not finished after %g s; it continues",
@@ -15079,7 +15079,7 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   pthread_mutex_lock(&g->p2p.lock);
   while (*at != work) at = &(*at)->next; /* work is in the list until here */
   *at = work->next;
-  if (work->filling) cddp__hosts_detach_receive(g, work); /* the wait failed meanwhile */
+  if (work->filling) cddp__hosts_detach_receive(g, work); /* the wait failed amid the message */
   pthread_mutex_unlock(&g->p2p.lock);
   return cddp__end_recv(work, r);
 }
@@ -15151,7 +15151,8 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     sched_yield(); /* no sleep: MPI may progress only in MPI_Test */
     if (cddp__now() < w.next_check) continue; /* the rest: every 20 ms */
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
-    for (p = 0; r == CDDP_OK && p < g->size; p++) /* cddp__check_peers skips other hosts' ranks */
+    /* MPI can wait for ranks of other hosts too, which cddp__check_peers leaves out. */
+    for (p = 0; r == CDDP_OK && p < g->size; p++)
       if (g->host_index[p] < 0 && cddp__rank_gone(g, p))
         r = cddp__break_lost(g, p, NULL /* doing: this round */);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* awaited: no frame of a rank */);
@@ -15237,7 +15238,7 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
 static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
                                           size_t begin, size_t n) {
   /* Bytes for each rank: an entry in 4 arrays, which are one allocation. */
-  size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
+  size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size; /* ranks */
   MPI_Datatype *out = (MPI_Datatype *)cddp__calloc(&g->host->allocator, size, each);
   MPI_Datatype *in = out + size, type = cddp__mpi_type(call->dtype);
   int *ones = (int *)(void *)(in + size) /* counts */, *zeros = ones + size; /* offsets */
@@ -15763,7 +15764,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cd
   cddp_work on_stack, *w = &on_stack; /* w: on the stack if this call waits, else on the heap */
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
-  if (waits) cddp__work_init(w, g);
+  if (waits) cddp__work_init(w, g); /* on the stack: cddp__work_free is not called for it */
   else if ((w = cddp__work_new(g, 0 /* more bytes */)) == NULL) return CDDP_OUT_OF_MEMORY;
   w->call = *call;
   w->record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype,
@@ -15791,7 +15792,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cd
 CDDPDEF cddp_result cddp_cancel(cddp_work *work) {
   const char *why;
   CDDP__CHECK(work != NULL, "the work is NULL");
-  if (cddp__work_outlived(work)) /* first: the locks that the others take no longer exist */
+  if (cddp__work_outlived(work)) /* first: cddp__abort_recv would take a lock that is destroyed */
     why = "it has ended with its group";
   else if (work->on_stream) why = "it uses device memory";
   else if (work->call.kind != CDDP__KIND_RECV)
@@ -15956,7 +15957,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) 
   uint64_t at = g->block_ref.base + g->block_ref.offset + (uint64_t)(mine - block);
   size_t have = g->staging_ready, k; /* have: bytes of each buffer whose pages exist */
   bytes = cddp__round_up(bytes, cddp__page_size());
-  for (k = 0; k < 2; k++) /* of even and of odd rounds */
+  for (k = 0; k < 2; k++) /* the buffers of even and of odd rounds */
     if (!cddp__arena_commit(g->host, at + k * g->staging_size + have, bytes - have))
       return cddp__break(g, cddp__fail_commit("a group's staging buffers", 2 * bytes));
   g->staging_ready = bytes;
@@ -16078,7 +16079,7 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   cddp_result r;
   int p;
   for (p = 0; p < g->size; p++) g->buffers[p] = space + (size_t)p * apart;
-  /* cddp__write_shares does not stage a rank's own slice. */
+  /* This rank's own array is in its send buffer: cddp__write_shares has not staged its slice. */
   g->buffers[g->rank] = (char *)(uintptr_t)call->send + chunk->begin * call->esize;
   cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
   r = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0 /* no payload */);
@@ -16238,7 +16239,7 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   memset(&ref, 0, sizeof ref); /* CDDP__REF_NONE */
   cddp__call_bytes(g, call, &sent, &received);
   if (!cddp__in_one_buffer(call) /* else each rank reads or writes it */ &&
-      (sent == 0 || !cddp__is_read(call, g->rank)))
+      (sent == 0 /* no data */ || !cddp__is_read(call, g->rank) /* by another rank */))
     ref.kind = CDDP__REF_UNUSED;
   if (ref.kind == CDDP__REF_UNUSED || cddp__is_in_place_all_to_all(call) /* ref is NONE: zeros */)
     return ref;
@@ -16256,7 +16257,8 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   bool written = true; /* all ranks that send have staged their first chunk */
   cddp_result r = CDDP_OK;
   int p;
-  if (ref.kind <= CDDP__REF_UNUSED /* or NONE */) /* no rank reads this rank's buffer directly */
+  /* UNUSED or NONE: no rank reads this rank's buffer directly, but some may read it staged. */
+  if (ref.kind <= CDDP__REF_UNUSED)
     r = cddp__write_shares(g, call, &first);
   if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
@@ -16552,7 +16554,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
                 started->stage == NULL);
     started->group = g;
     started->done = false;
-    if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE);
+    if (g->elastic) cddp__group_hold(g, CDDP__ADD_USE); /* g stays until the work is freed */
   } else {
     started = cddp__work_new(g, call->shares != NULL ? cddp__counts_bytes(g) : 0 /* more bytes */);
     if (started == NULL) return CDDP_OUT_OF_MEMORY;
@@ -16731,7 +16733,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
                                      const int *members, char *block, double timeout_s) {
   /* Bytes of 4 arrays behind the group: buffers, slices; host_index, slot_index. */
   size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *));
-  size_t bytes, l2; /* of a staging buffer; of the cache */
+  size_t bytes, l2; /* bytes of a staging buffer; of the cache */
   cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
   int i, slot_count = 0; /* slots given to ranks of this host so far */
@@ -16757,7 +16759,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->local_rank = g->slot_index[rank]; /* slots of this host's ranks are numbered like these */
   g->slots = (cddp__slot *)(void *)(block + cddp__slots_at(size));
   g->staging = block + cddp__head_bytes(size, g->local_size);
-  l2 = CDDP__L2; /* bytes of the second-level cache; 0: unknown */
+  /* Bytes of the second-level cache; 0: unknown. In a small one large buffers are slower. */
+  l2 = CDDP__L2;
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   /* The first rank's choice stays: caches can differ. */
   (void)cddp__compare_swap32(&g->block->staging, 0, (uint32_t)bytes);
@@ -16801,7 +16804,7 @@ static void cddp__host_release(cddp__host *host) {
   pthread_mutex_lock(&lead->lock);
   left = --lead->refs;
   pthread_mutex_unlock(&lead->lock);
-  if (left > 0) return;
+  if (left > 0) return; /* other groups of this rank, or of a thread of its host, use the memory */
   while (lead != NULL) { /* frees the lead, then each sibling */
     host = lead;
     lead = host->sibling; /* the next one */
@@ -16902,7 +16905,7 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
    continues. The block stays if one ends later, when all others have left. */
 static void cddp__leave_for_ended(cddp_group *g) {
   int k;
-  if (g->host->arena.fd < 0) return; /* no other process shares the block */
+  if (g->host->arena.fd < 0) return; /* ranks are threads, or one alone: no process to leave for */
   for (k = 0; k < g->size; k++) {
     cddp__slot *slot = cddp__slot_of(g, k);
     if (k != g->rank && g->host_index[k] >= 0 /* on this host */ &&
@@ -17079,10 +17082,10 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   for (i = 0; i < table->size; i++)
     if (table->ranks[i].host == table->host)
       host->ranks[table->ranks[i].index].pid = table->ranks[i].pid;
-  host->size = table->hosts[table->host].size; /* until now that of the world */
+  host->size = table->hosts[table->host].size; /* this host's ranks; so far all ranks of the job */
   host->index = table->ranks[table->rank].index;
   cddp__set_window(host, host->index, host->arena.window_bits);
-  if (table->host_count > 1) host->net = table;
+  if (table->host_count > 1) host->net = table; /* the host owns it now; else rdv still does */
 }
 
 /* Starts a job of several ranks: they find each other, share their host's memory, and create the
@@ -17375,7 +17378,7 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
   size_t i;
   list.packet = packet;
   cddp__row_list_open(sparse, &list, n);
-  number = (int64_t *)(void *)(packet + sizeof *head);
+  number = (int64_t *)(void *)(packet + sizeof *head); /* list.number, but not const */
   head->bound = n;
   head->n = 0; /* counts the rows written so far */
   for (i = 0; i < n; i++) {
@@ -17663,7 +17666,7 @@ static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *upda
   const cddp__optim_desc *d = &optim->desc;
   uint32_t t = (uint32_t)optim->steps[i] + 1; /* this step's number, from 1 */
   cddp_adamw_step *s = &update->scalars.adamw;
-  double lr = d->lr * d->lr_scales[i];
+  double lr = d->lr * d->lr_scales[i]; /* of this parameter */
   update->scalars.sign = d->maximize != 0 ? -1.0 : 1.0;
   s->step = -lr / (1.0 - cddp__power(d->beta1, t)); /* divided by the bias correction */
   s->decay = 1.0 - lr * d->weight_decays[i]; /* a factor of the weight: decoupled decay */
@@ -17741,7 +17744,7 @@ static void cddp__half_block(const cddp__update *update, void *master, void *wei
   if (master == NULL || update->init_master) half->widen(w, weights, n); /* else w has values */
   half->widen(wide[1], gradient, n);
   for (k = 0; k < CDDP__STATES; k++) {
-    bool in_place = states[k] == NULL || master != NULL; /* with a master states are f32 */
+    bool in_place = states[k] == NULL /* no such state */ || master != NULL /* they are f32 */;
     s[k] = in_place ? states[k] : wide[2 + k];
     if (!in_place) half->widen(wide[2 + k], states[k], n);
   }
@@ -17797,7 +17800,7 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
             ? "must be f32, f64, f16 or bf16"
         : !cddp__dtype_ok(p->dtype)   ? "has a dtype that is no cddp_dtype"
         : p->count > SIZE_MAX / 64    ? "has too many elements" /* so multiples of its bytes fit */
-        : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0 /* else not read */
+        : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0 /* else empty */
             ? "has data NULL"
         : p->count > 0 && cddp__misaligned(p->data, cddp__dtype_size(p->dtype))
             ? "has data that is not aligned to its elements"
@@ -18208,7 +18211,7 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
 static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm,
                                    int state_count, cddp_param *params, int count,
                                    const cddp__optim_desc *d) {
-  cddp_result r = cddp__check_params(params, count, CDDP__RULE_TRAINED);
+  cddp_result r = cddp__check_params(params, count, CDDP__RULE_TRAINED /* data can be set later */);
   size_t n = (size_t)count;
   size_t states = (size_t)state_count + (d->master_weights != 0); /* arrays per parameter */
   size_t pointers = n * (states + (d->copies != NULL)); /* in optim->state, and in desc.copies */
