@@ -22114,12 +22114,12 @@ enum {
   CDDP__PUBLISHED_COUNT
 };
 typedef struct cddp__published {
-  cddp__ref refs[CDDP__PUBLISHED_COUNT];
+  cddp__ref refs[CDDP__PUBLISHED_COUNT]; /* by CDDP__PUBLISHED_* */
 } cddp__published;
 
 /* The control block of a group that lost a rank. */
 typedef struct cddp__lost_block {
-  const cddp__control_block *block;
+  const cddp__control_block *block; /* where this process had mapped it */
   uint32_t generation; /* of the block; a later group in its memory has another */
   uint64_t step;       /* elastic.updates when this rank left the group */
 } cddp__lost_block;
@@ -22238,7 +22238,8 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   if (i < d->shards.own_node_count) { /* else that sum has merged into a slot, or was dropped */
     r = cddp__grow_slots(d, slot + 1);
     if (r == CDDP_OK) /* copies the one node to the slot */
-      r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1, false /* clear: done below */);
+      r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1 /* node */,
+                            false /* clear: done below */);
     if (r == CDDP_OK) nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
@@ -22499,7 +22500,7 @@ static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_c
                                         int member) {
   const cddp__elastic_call *mine = &d->elastic->last_update;
   cddp__text name = cddp__member_name(&d->elastic->meeting, member);
-  int rank = d->group->rank;
+  int rank = d->group->rank; /* in the job, for the texts */
   if (other->kind != mine->kind)
     cddp__fail(CDDP_MISMATCH, "rank %d called %s, %s called %s", rank,
                cddp__shapes[mine->kind].name, name.s, cddp__shapes[other->kind].name);
@@ -22637,7 +22638,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
   size_t longest = 0;
   cddp_result r = CDDP_OK;
-  int k, unused; /* unused: most slots of a rank; each shard's end has grown this rank's */
+  int k, most_slots; /* of a rank; not used, as cddp__finish_shard has allocated them */
   CDDP_ASSERT(elastic->reductions == elastic->updates); /* this step has no mean yet */
   /* The sum stayed in the gradients before a process of another host joined. Now slots are sent. */
   if (!elastic->one_host && elastic->holds_shard)
@@ -22657,7 +22658,7 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   cddp__free_lost(d);
   d->shards.node_count = cddp__plan_nodes(d->shards.owner, d->shards.count, true /* apart */,
-                                          d->shards.nodes, d->shards.widths, &unused);
+                                          d->shards.nodes, d->shards.widths, &most_slots);
   r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
   if (r != CDDP_OK) return r;
   elastic->reductions += !elastic->repeat_counted; /* else this rank has counted it already */
@@ -22766,7 +22767,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
         int member = d->elastic->member_of_rank[link->rank];
         unsigned char *ended = &d->elastic->meeting.ended[member], unused;
-        ssize_t got = 1; /* > 0: open, with bytes */
+        ssize_t got = 1; /* recv's result. > 0: open, with bytes; also if the link is not UP */
         if (link->state == CDDP__CONNECTION_UP) /* it can have ended since the last poll */
           got = recv(link->fd, &unused, 1 /* byte */, MSG_PEEK | MSG_DONTWAIT);
         if (got == 0) /* closed */
@@ -22804,7 +22805,8 @@ static void cddp__elastic_leave_both(cddp_ddp *d) {
     if (g->size > 1 /* else no rank was lost, and none waits */ &&
         cddp__publish_failure(g, cddp__fail(CDDP_PEER_LOST, "%s", text)))
       cddp__announce_failure(g, CDDP__NOTIFY_HOSTS); /* wakes its ranks, sends them the text */
-    if (i == 0 /* control */ || d->elastic->broken_comm != NULL) {
+    /* control, which the program does not have; or comm, but not the step's first */
+    if (i == 0 || d->elastic->broken_comm != NULL) {
       cddp__elastic_leave_group(d, g);
       continue;
     }
@@ -22853,7 +22855,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   cddp_result r = cddp__check_memfd(host);
   for (k = 0; k < d->step.active_count && r == CDDP_OK; k++) {
     const cddp__member *member = &cddp__report_at(m, table, k)->self; /* rank k of the group */
-    indices[k] = member->host == m->members[m->me].host ? member->index : -1;
+    indices[k] = member->host == m->members[m->me].host ? member->index : -1 /* other host */;
     if (indices[k] >= 0) r = cddp__register_process(host, indices[k], member->pid);
     if (indices[k] >= 0 && local_size++ == 0 /* the first on this host */) lowest_local = k;
     if (elastic->member_of_rank[k] == m->me) rank = k;
@@ -22999,7 +23001,7 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
   bool takes_part =
       elastic->meeting.self_joining || elastic->member_of_rank[source] == elastic->meeting.me;
   bool host_data = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
-  size_t most = CDDP__NODES_CHUNK * sizeof(double) /* in a chunk */, at, n;
+  size_t most = CDDP__NODES_CHUNK * sizeof(double) /* bytes of a chunk */, at, n;
   void *passed = NULL, *host_chunk = host_data ? cddp__malloc(allocator, most) : NULL;
   cddp_result r = !host_data           ? d->memory->scratch(d, most, &passed)
                   : host_chunk != NULL ? CDDP_OK
@@ -23021,7 +23023,8 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
    joining rank stores the states in elastic->states, until its program creates the optimizer. */
 static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int source) {
   cddp__elastic *elastic = d->elastic;
-  size_t bytes = (size_t)from->snapshot.state_count * d->layout.state_stride;
+  size_t bytes = /* of all states; 0: the optimizer has not stepped, or has none */
+      (size_t)from->snapshot.state_count * d->layout.state_stride;
   bool receives = elastic->meeting.self_joining;
   bool sends = elastic->member_of_rank[source] == elastic->meeting.me;
   char *states = elastic->states; /* not NULL: this rank joined, and has no optimizer yet */
@@ -23142,7 +23145,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__answer_joins(m); /* with the new epoch and leader */
   cddp__log(&host->logger, CDDP__LOG_WARNING, "%d rank%s with step %" PRIu64, d->step.active_count,
             d->step.active_count == 1 ? " continues" : "s continue",
-            d->steps + elastic->reductions - elastic->updates);
+            d->steps + elastic->reductions - elastic->updates); /* the first without a mean */
   return CDDP_OK;
 }
 
@@ -23188,7 +23191,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
 static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t *begin,
                                   size_t *end) {
   cddp__pass pass = cddp__pass_of(d, optim, true /* averaged */);
-  pass.alone = true; /* it steps all weights */
+  pass.alone = true; /* each rank steps all weights, in its own memory only */
   pass.means = d->elastic->means[k];
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
   return pass;
@@ -23289,8 +23292,8 @@ static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapsho
 static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   cddp__snapshot *from = &d->snapshot, mine = cddp__optim_snapshot(optim, NULL /* counts */);
   cddp__elastic *elastic = d->elastic;
-  cddp_result r = cddp__check_sizes(optim);
-  bool is_second;
+  cddp_result r = cddp__check_sizes(optim); /* the states below have those of its creation */
+  bool is_second; /* the job's states are those of another optimizer of this rank */
   int i;
   if (r == CDDP_OK && from->has_optim) r = cddp__compare_settings(d, &mine);
   if (r != CDDP_OK) return r;
@@ -23507,7 +23510,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__await_model(d); /* on GPUs: for the broadcast of rank 0's weights */
   memset(&mine, 0, sizeof mine);
   if (r == CDDP_OK) r = cddp__open_own_member(&d->elastic->meeting, &mine.self);
-  if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
+  if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token); /* rank 0's will be used */
   all = (cddp__leader_info *)cddp__malloc(&g->host->allocator, n * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY); /* the others wait in the next call */
   r = cddp__consensus(g, r, &mine, sizeof mine, all); /* fails on all ranks if one has failed */
@@ -23683,7 +23686,7 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *sampler, const cddp_sampler_
   memset(sampler, 0, sizeof *sampler);
   CDDP__CHECK(desc != NULL, "desc is NULL");
   d = *desc;
-  if (d.world_size == 0) d.world_size = 1;
+  if (d.world_size == 0) d.world_size = 1; /* the default */
   CDDP__CHECK(d.world_size > 0, "world_size %d is negative", d.world_size);
   CDDP__CHECK(d.rank >= 0 && d.rank < d.world_size, "rank %d is not in 0 .. world_size - 1 = %d",
               d.rank, d.world_size - 1);
@@ -24982,6 +24985,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     item->file_tensor = tensor;
   }
   for (i = 0; r == CDDP_OK && !partial && i < ckpt->file->count; i++)
+    /* without an optimizer the caller need not load the file's optimizer states */
     if (!matched[i] &&
         (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
       r = CDDP__REFUSE(
@@ -25193,7 +25197,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
                                 const cddp_checkpoint_desc *desc) {
   cddp__ckpt ckpt;
   cddp_result r;
-  char *text;
+  char *text; /* where the next metadata value is copied to, in desc->text */
   int i;
   cddp__enter_call(__func__);
   r = cddp__ckpt_begin(&ckpt, CDDP__CKPT_LOADS, g, path, params, count, desc);
@@ -25341,10 +25345,10 @@ static void cddp__notify_supervisor(const cddp__host *host) {
   if (text == NULL /* no supervisor */ || host->one_process /* threads: none can join */) return;
   cddp__unix_name(&address, cddp__textf("%.*s", (int)(text - name), name).s);
   fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-  while (fd >= 0 && sent < 0) {
-    sent = sendto(fd, text + 1, strlen(text + 1), MSG_NOSIGNAL, &address.any, address.size);
-    if (sent < 0 && errno != EINTR) break;
+  if (fd >= 0) {
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    do sent = sendto(fd, text + 1, strlen(text + 1), MSG_NOSIGNAL, &address.any, address.size);
+    while (sent < 0 && errno == EINTR);
   }
   if (sent < 0)
     cddp__log(&host->logger, CDDP__LOG_WARNING,
@@ -25844,7 +25848,8 @@ CDDPDEF int cddp_launcher_rank(void) {
 /* Fails unless device and backend are known, fit together, and are in this build. */
 static cddp_result cddp__check_device(const cddp_group_desc *desc) {
   const char *device = desc->device != NULL ? desc->device : "cpu";
-  const char *backend = cddp__backend_name(desc) != NULL ? cddp__backend_name(desc) : "cpu";
+  const char *backend = /* the desc's, or CDDP_BACKEND's */
+      cddp__backend_name(desc) != NULL ? cddp__backend_name(desc) : "cpu";
   bool cuda = strncmp(device, "cuda", 4) == 0;
   bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
   const char *number = cuda && device[4] == ':' ? device + 5 : "0";
@@ -26296,7 +26301,7 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values) {
   const cddp__sparse *sparse =
       d != NULL && param >= 0 && param < d->count ? cddp__sparse_of(d, param) : NULL;
-  if (rows != NULL) *rows = sparse != NULL ? sparse->mean.number : NULL;
+  if (rows != NULL) *rows = sparse != NULL ? sparse->mean.number /* of each row */ : NULL;
   if (values != NULL) *values = sparse != NULL ? sparse->mean.values : NULL;
   return sparse != NULL ? sparse->mean.n : 0;
 }
@@ -26422,8 +26427,9 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
   int n, i;
   if (d == NULL || bucket < 0 || bucket >= d->plan.count) return -1;
   n = d->plan.offsets[bucket + 1] - d->plan.offsets[bucket];
-  for (i = 0; params != NULL && i < n && i < capacity; i++)
-    params[i] = d->plan.params[d->plan.offsets[bucket] + i];
+  if (params != NULL) /* else the caller wants only the number */
+    for (i = 0; i < n && i < capacity; i++)
+      params[i] = d->plan.params[d->plan.offsets[bucket] + i];
   return n;
 }
 
@@ -26567,7 +26573,7 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
 CDDPDEF void cddp_store_destroy(cddp_store *store) { cddp__store_close(store); }
 
 CDDPDEF int cddp_store_port(const cddp_store *store) {
-  return store == NULL ? 0 : cddp__address_port(&store->addresses[0]);
+  return store == NULL ? 0 : cddp__address_port(&store->addresses[0] /* all have one port */);
 }
 
 CDDPDEF cddp_result cddp_store_set(cddp_store *store, const char *key, const void *value,
