@@ -5055,7 +5055,8 @@ static bool cddp__has_spare_fd(int fd) {
 #define CDDP__COMMAND_MAX (64u << 20) /* most bytes of a command or reply */
 /* Limit of a client's input, and of its answer. */
 #define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX)
-#define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* most bytes of all clients' buffers */
+/* Limit of all clients' buffers together. A client that exceeds it is closed. */
+#define CDDP__SERVER_MEMORY ((size_t)1 << 30)
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
 #endif
@@ -5743,7 +5744,7 @@ static cddp_result cddp__store_greet(cddp_store *store, const char *address, dou
       (void)cddp__connection_exchange(c, 9, cddp__earlier_deadline(1 /* s */, deadline));
     (void)cddp__connection_fill(c, 80); /* bytes for the error text: what the program sends */
     in = cddp__buffer_span(&c->in);
-    challenge->state = CDDP__CHALLENGE_NOT_CDDP;
+    challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* unless it is a refusal: */
     if (in.size >= 9 && memcmp(in.data, CDDP__AUTH_REFUSAL, 8) == 0) {
       challenge->state = CDDP__CHALLENGE_REFUSED;
       challenge->why = (char)in.data[8];
@@ -5988,7 +5989,7 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
   }
   *fd_count = 1;
   fds[0] = cddp__disconnect_in_forks(fcntl(listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
-  if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
+  if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK /* else accept blocks */) != 0 ||
       !cddp__local_address(fds[0], &address[0]))
     return cddp__fail_errno("the launcher's listening socket");
   return CDDP_OK;
@@ -6110,7 +6111,9 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
     return cddp__fail(CDDP_IO,
                       "the file exists and is not a store of this version of cddp; it was not "
                       "changed. Choose another path, or remove it");
-  if (st.st_size != (off_t)sizeof *record || record->count > CDDP__ADDRESSES_MAX) record->count = 0;
+  if (st.st_size != (off_t)sizeof *record /* incomplete */ ||
+      record->count > CDDP__ADDRESSES_MAX /* damaged */)
+    record->count = 0;
   return CDDP_OK;
 }
 
@@ -6898,7 +6901,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   const char *method = desc->init_method ? desc->init_method : "env://", *name;
   const char *backend = cddp__backend_name(desc);
   bool given = desc->world_size > 0; /* rank and size are the caller's, else the environment's */
-  bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0;
+  bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0; /* a GPU */
   uint64_t key; /* cddp__job_key */
   int first, last; /* ports of CDDP_PORTS; not used here */
   cddp_result r;
@@ -7595,7 +7598,7 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   uint64_t mine[CDDP__PROCESSORS / 64], bits, old; /* old: 64 bits of `all` */
   int allowed = host->container_cores, n = 0, i; /* n: processors in `all` */
   memset(mine, 0, sizeof mine);
-  (void)syscall(SYS_sched_getaffinity, 0, sizeof mine, mine);
+  (void)syscall(SYS_sched_getaffinity, 0 /* this thread */, sizeof mine, mine); /* else zeros */
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
     for (bits = mine[i]; bits != 0; bits &= bits - 1) /* keeps the first `allowed` processors */
       if (--allowed < 0) mine[i] &= ~(bits & -bits); /* clears the lowest of `bits` */
@@ -7704,7 +7707,7 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
    used. */
 static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   struct cddp__segments *peers = &host->arena.peers;
-  cddp__extent *extent = NULL;
+  cddp__extent *extent = NULL; /* an own one, for cddp__next_extent */
   const cddp_group *g;
   size_t at = 0 /* for cddp__next_extent */, kept = 0 /* segments that stay in the table */, i;
   pthread_mutex_lock(&host->lock);
@@ -8579,7 +8582,7 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
                                    size_t n) {
   const void *s[8];
   int i;
-  if (fold->widths != NULL && fold->widths[first] != 1) /* in the compute type already */
+  if (fold->widths != NULL && fold->widths[first] != 1) /* has the compute type already */
     return (const char *)fold->srcs[first] + at * fold->compute_size;
   for (i = 0; i < k; i++) s[i] = (const char *)fold->srcs[first + i] + at * fold->esize;
   if (k == 1 && fold->loops == fold->compute_loops) return s[0];
@@ -9372,7 +9375,7 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   net = g->hosts != NULL ? g->hosts->net /* can be an elastic model's */ : g->host->net;
   pthread_mutex_lock(&g->fail_lock); /* one thread of this rank does the following, once */
   if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
-    cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* for cddp__early_notice */
+    cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* other groups' early notices */
   if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g); /* so that other hosts notice */
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
@@ -9421,7 +9424,7 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
    their result is CDDP_PEER_LOST. Then this returns r. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   bool own_reason = r == CDDP_OUT_OF_MEMORY || r == CDDP_SYSTEM || r == CDDP_CUDA; /* no peer's */
-  char text[CDDP__ERROR_MAX];
+  char text[CDDP__ERROR_MAX]; /* this rank's own error */
   /* In an elastic model the text below names the rank. */
   if (!g->elastic && r == CDDP_OUT_OF_MEMORY && !cddp__is_broken(g) &&
       strncmp(cddp__error_text, "rank ", 5) != 0 /* names no rank yet */)
@@ -9542,7 +9545,7 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
   if (state == CDDP__SLOT_LEFT) return CDDP__HAS_LEFT;
   gone = state == CDDP__SLOT_DEAD;
   if (!gone && g->host->one_process) /* ranks are threads: the first group's slot shows their end */
-    gone = g->host->slots != NULL &&
+    gone = g->host->slots != NULL /* not freed yet */ &&
            cddp__load32(&g->host->slots[g->host_index[rank]].state) == CDDP__SLOT_DEAD;
   else if (!gone)
     gone = rank != g->rank /* a process's own lock looks free to it */ &&
@@ -9996,7 +9999,7 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
   if (n > named)
     cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "",
                  cddp__list_ranks(late, g->size, 160 /* bytes */).s);
-  for (; p < g->size; p++) /* the ranks of the list */
+  for (; p < g->size; p++) /* behind the named ranks: those of the list */
     remote = remote || (late[p] && g->host_index[p] < 0);
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not reach %s%s%s", g->timeout_s, names,
              cddp__describe_current_call(g).s, remote ? ", or their hosts cannot be reached" : "",
