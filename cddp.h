@@ -1780,11 +1780,11 @@ enum cddp__phase {
   CDDP__PHASE_STAGED,    /* the ranks' shares are in headers or staging buffers */
   CDDP__PHASE_REFS,      /* the headers have the addresses of the ranks' buffers */
   CDDP__PHASE_CHUNK,     /* the ranks of a host have written, or read, a chunk */
-  CDDP__PHASE_DONE,      /* this rank has read the others' buffers */
+  CDDP__PHASE_DONE,      /* this rank has read the others' buffers: they can change them */
   CDDP__PHASE_BLOCK,     /* the headers have the address of a new group's control block */
   CDDP__PHASE_CONNECTED, /* connections or a communicator are established */
   CDDP__PHASE_ROWS,      /* the headers have the sizes of the ranks' sparse rows */
-  CDDP__PHASE_ROWS_DONE, /* this rank has read the others' rows */
+  CDDP__PHASE_ROWS_DONE, /* this rank has read the others' rows: they can reuse that memory */
   CDDP__PHASE_GRADIENTS, /* this rank's gradients are complete: peers can read them */
   CDDP__PHASE_WEIGHTS,   /* this rank has copied others' weights: they can zero their gradients */
   CDDP__PHASE_NORM,      /* the sums of squares of this rank's part are complete */
@@ -1795,7 +1795,7 @@ enum cddp__phase {
    even and odd rounds. */
 typedef struct cddp__op_header {
   cddp__atomic_u32 seq; /* number of the round. Readers poll it, or sleep until it changes */
-  uint32_t call; /* kind, dtype, op and phase: cddp__call_code */
+  uint32_t call; /* kind, dtype, op and phase, as packed by cddp__call_code */
   uint64_t count; /* elements, or another number on which the ranks must agree */
   int32_t root; /* rank; -1: the call has no root */
   uint32_t fp_mode; /* cddp__fp_mode() of the calling thread, so that results are the same on all
@@ -1866,17 +1866,18 @@ typedef struct cddp__slot {
                                             writes TAKEN in the first group, for all of them */
   cddp__atomic_u32 inside; /* 1: the rank can be accessing peers' memory: cddp__begin_access */
   cddp__atomic_u64 awaits CDDP__OWN_LINE; /* low half: 1 + the rank of another host for which this
-                                             rank waits: texts name that one as late, not this
-                                             one; 0: none. High half: when it was written, in ms
-                                             of cddp__monotonic */
+                                             rank waits, so texts name that rank as late instead of
+                                             this one; 0: none. High half: when it was written, in
+                                             ms of cddp__monotonic */
   /* Messages, and counters. */
   cddp__atomic_u32 events; /* futex word for waits for messages. A peer, or a thread of this rank,
                               increments it after it has changed a send from or for this rank, or
                               received a message. One host: only if event_sleepers is not 0.
-                              Several hosts: always, as that does not count threads in epoll_wait */
+                              Several hosts: always, since event_sleepers does not count threads in
+                              epoll_wait */
   cddp__atomic_u32 event_sleepers; /* threads of this rank that sleep on `events` */
-  cddp__atomic_u32 send_top; /* 1 + the highest index of a send request that was ever used:
-                                receivers scan only requests with a lower index */
+  cddp__atomic_u32 send_top; /* 1 + the highest index of a send request that was ever used: only
+                                requests below it are scanned */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
   cddp__atomic_u32 works; /* operations queued or running in the rank's engine. Peers read it: while
                              it is not 0, the rank can continue, so it is in no deadlock */
@@ -1932,8 +1933,8 @@ typedef struct cddp__control_block {
                                              slot with the text << 8 */
   cddp__atomic_u32 left; /* number of the host's ranks that have left the group, or whose processes
                             have ended (cddp__leave_for_ended) */
-  cddp__atomic_u32 generation; /* number of the block in its memory: a change means that the block
-                                  was freed */
+  cddp__atomic_u32 generation; /* number of the block that has this memory now. If it changes, the
+                                  earlier block was freed */
   cddp__atomic_u32 size; /* the group's ranks on the host: when `left` is this number, the block is
                             freed; 0: the block is being made, or is the first group's */
   cddp__atomic_u32 staging; /* bytes of a staging buffer: the choice of the host's first rank, since
@@ -1941,7 +1942,8 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 cores; /* number that all ranks of the host together can use; until that is
                              known, the first rank's number */
   cddp__atomic_u32 joins; /* job's first group: number of processes that have joined so far */
-  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* usable ones, a bitmap; job's first group */
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* job's first group: a bitmap of those that
+                                                         any rank of the host can use */
   cddp__cause cause; /* text of the early notice that this host has received, or sent: a rank is
                         lost, or another group has failed. The group may still complete rounds */
   cddp__atomic_u32 arrivals_sent; /* last round of which this host has told the other hosts that its
@@ -1974,7 +1976,8 @@ typedef struct cddp__arena {
   struct cddp__segments own; /* this rank's, sorted by address */
   struct cddp__segments peers; /* other ranks', mapped here; sorted by offset in the memfd */
   struct cddp__extents lists[CDDP__SIZE_CLASSES]; /* indexed by cddp__size_class */
-  struct cddp__extent *pending; /* a ring: own control blocks, and extents to free with a block */
+  struct cddp__extent *pending; /* a ring of own control blocks, and of extents to be freed with a
+                                   block; NULL: none */
 } cddp__arena;
 
 /* A process of the host. Owner: the thread that trains. Others read it through cddp__process_at. */
@@ -2051,7 +2054,7 @@ typedef struct cddp__call {
   int root; /* -1: the call has no root; messages: the peer, or CDDP_ANY */
   const void *send; /* NULL: this rank sends nothing */
   void *recv; /* NULL: this rank receives nothing */
-  size_t count; /* elements of a rank's share (>>shape), or of the message */
+  size_t count; /* elements of a rank's share (>>shape), or of the message. BARRIER: see `kind` */
   size_t esize; /* bytes of an element */
   int tag; /* of a message: a receive gets sends with the same tag only */
   struct cddp__counted_share *shares; /* [size] in a call with counts; NULL: all have `count` */
@@ -2215,7 +2218,7 @@ typedef struct cddp__engine {
 /* The state of an engine's own work. The thread that calls collectives takes it; the thread that
    has waited for it frees it. */
 enum {
-  CDDP__OWN_FREE, /* the next collective takes it */
+  CDDP__OWN_FREE, /* not in use: the next collective takes it */
   CDDP__OWN_HELD, /* the only operation in flight; not queued, so waiting for it needs no lock */
   CDDP__OWN_RUNS, /* outside the queue, run by the thread that waits for it */
   CDDP__OWN_LENT  /* in the queue, or done */
@@ -2234,8 +2237,8 @@ typedef struct cddp__p2p {
   pthread_mutex_t lock; /* guards all other fields, except next_served */
   cddp_work *recvs; /* receives not done yet, by next, oldest first: the oldest that fits a message
                        gets it */
-  int next_any; /* the rank that the next receive from CDDP_ANY checks first: the one behind the
-                   last sender, so that each rank gets its turn */
+  int next_any; /* the rank that the next receive from CDDP_ANY checks first: the last sender + 1
+                   (`size` stands for 0), so that each rank gets its turn */
   uint64_t send_number; /* of the last posted send: send_request.number */
   uint64_t sends_open; /* sends in flight to one rank, as cddp__scan_sends counted them last, plus
                           all sends since, to any rank. A send that would block counts anew first */
@@ -2333,7 +2336,7 @@ enum cddp__storage {
    those that are not in the arena. Fields are the same on every rank, except begin, end, ready,
    noted, restored_steps and data. */
 typedef struct cddp__tensor {
-  enum cddp__storage storage;
+  enum cddp__storage storage; /* of the gradient */
   size_t offset, bytes; /* of the gradient */
   size_t arena_offset; /* in the arena; equals `offset` if no gradient is in place */
   size_t padded_bytes; /* `bytes` rounded up to cache lines; the padding in the arena stays zero */
@@ -2563,7 +2566,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint32_t pairings; /* pairings with an optimizer so far: each gives that optimizer a new number */
   uint32_t last_optim; /* number of the optimizer that made the last step; 0: none */
   cddp_optim *optim; /* elastic: steps the model; NULL: none yet */
-  cddp__snapshot snapshot; /* for the `optim` of a rank that joined */
+  cddp__snapshot snapshot; /* in a rank that joined: the settings of the members' optimizer, with
+                              which its first cddp_optim is compared */
   cddp__cause failure; /* why the model is broken: all later calls return it; written under lock */
 };
 
@@ -3212,7 +3216,7 @@ enum {
 #if defined(__x86_64__)
 enum { /* their bits in MXCSR */
   CDDP__MXCSR_DAZ = 1 << 6,
-  CDDP__MXCSR_ROUNDING = 13, /* the first of two bits, which count as CDDP__FP_ROUNDING */
+  CDDP__MXCSR_ROUNDING = 13, /* the lower of two bits, with the values of CDDP__FP_ROUNDING */
   CDDP__MXCSR_FTZ = 1 << 15,
   /* all bits of the mode: */
   CDDP__MXCSR_MODE = CDDP__MXCSR_DAZ | 3 << CDDP__MXCSR_ROUNDING | CDDP__MXCSR_FTZ
@@ -3220,7 +3224,7 @@ enum { /* their bits in MXCSR */
 #elif defined(__aarch64__)
 enum { /* their bits in FPCR */
   CDDP__FPCR_DAZ = 1 << 0,  /* FIZ, Armv8.7 */
-  CDDP__FPCR_ROUNDING = 22, /* the first of two bits */
+  CDDP__FPCR_ROUNDING = 22, /* the lower of two bits: cddp__fpcr_rounding converts */
   CDDP__FPCR_FTZ = 1 << 24, /* FZ: results and operands */
   /* all bits of the mode: */
   CDDP__FPCR_MODE = CDDP__FPCR_DAZ | 3 << CDDP__FPCR_ROUNDING | CDDP__FPCR_FTZ
