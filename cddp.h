@@ -10214,7 +10214,8 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
   const cddp__op_header *header = cddp__op_header_of(g, rank, g->round);
   cddp__slot *slot = cddp__slot_of(g, rank);
   bool site_known = cddp__load32(&slot->site_round) == g->round;
-  cddp__text call = cddp__describe_call(header->call, header->count, header->root), expected;
+  cddp__text expected; /* the reference's call */
+  cddp__text call = cddp__describe_call(header->call, header->count, header->root);
   cddp__text t = cddp__textf(
       "rank %d called %s%.*s" /* 0 bytes of an unknown site */, rank, call.s,
       site_known ? CDDP__SITE_MAX - 1 : 0, slot->site);
@@ -10647,7 +10648,7 @@ static void cddp__links_flush_until(const cddp__net *n, cddp__connection *const 
    it is only a checksum. */
 static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
                                const unsigned char *body, unsigned char proof[CDDP__PROOF_SIZE]) {
-  unsigned char proven[sizeof c->hello + CDDP__NOTICE_PROOF_AT];
+  unsigned char proven[sizeof c->hello + CDDP__NOTICE_PROOF_AT]; /* hello; result and text */
   memcpy(proven, &c->hello, sizeof c->hello);
   memcpy(proven + sizeof c->hello, body, CDDP__NOTICE_PROOF_AT);
   cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", proven, sizeof proven, proof);
@@ -10794,7 +10795,7 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
     if (*spare == NULL) *spare = cddp__link_alloc(a);
     if (*spare == NULL) errno = ENOMEM; /* an allocator need not set it */
     fd = *spare != NULL ? cddp__accept(listener) : -1;
-    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue; /* only this one failed */
+    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue; /* others can succeed */
     none = fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM);
     if (starved != NULL) cddp__store32(starved, none ? (uint32_t)errno : 0);
     few = few || none || (fd >= 0 && !cddp__has_spare_fd(fd));
@@ -10827,7 +10828,7 @@ static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
 /* Accepts connections, continues their proofs, and receives notices. Does nothing if another thread
    does this now. */
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
-  cddp__connection **at, *c;
+  cddp__connection **at, *c; /* *at is c: where the list points to it */
   int silent = 0, proving = 0; /* links without a hello, without a proof */
   int most = cddp__unproven_most(n->size); /* limit of each: the newest, first in the list, stay */
   bool few; /* few descriptors are left */
@@ -10843,7 +10844,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
     if (!up && ((few && cddp__now() > c->deadline) ||
                 (c->state == CDDP__CONNECTION_NEW ? ++silent : ++proving) > most))
       cddp__connection_end(c, ETIMEDOUT);
-    group_left = up && cddp__has_left(h, n, c->hello.group);
+    group_left = up && cddp__has_left(h, n, c->hello.group); /* then no group will claim c */
     if (c->state != CDDP__CONNECTION_ENDED && !group_left) {
       at = &c->next; /* c is not UP yet, or waits for its group */
       continue;
@@ -11014,8 +11015,8 @@ typedef struct cddp__root_search { /* how a coordinator finds the root */
   char key[160]; /* in the launcher's store: RUN/meeting */
   cddp_store *store; /* the launcher's; or the file of file://, which rank 0 locks; NULL: the job
                         has neither, or it is not open */
-  /* From the store, the file or rank 0's PORT; 0 for an address and a port. The proof of the secret
-     covers it: it shows that a coordinator has read the store or the file. */
+  /* From the store, the file or rank 0's PORT; zeros if the endpoint is an address and a port. The
+     proof of the secret covers the salt, so it shows that a coordinator has read store or file. */
   unsigned char proof_salt[32];
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* where the root can listen */
   int address_count, next; /* next: index of the address to try next; all were tried if it is
@@ -11068,8 +11069,8 @@ typedef struct cddp__rendezvous {
    without that, the kernel's boot id. */
 static uint64_t cddp__host_identity(void) {
   const char *id = cddp__env("CDDP_HOST_ID");
-  char boot[128] = "";
-  struct stat st;
+  char boot[128] = ""; /* the kernel's boot id, else the host's name */
+  struct stat st; /* st_ino: number of the network namespace; 0: not known */
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re" /* e: O_CLOEXEC */);
   if (file == NULL || fgets(boot, 37 /* a UUID and NUL */, file) == NULL)
     (void)gethostname(boot, sizeof boot - 1); /* an empty text would match all machines */
@@ -11104,7 +11105,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
                                    bool *endpoint_here) {
   static const char hex[] = "0123456789abcdef";
   const char *id = cddp__env("CDDP_HOST_ID");
-  cddp__address a[CDDP__ADDRESSES_MAX];
+  cddp__address a[CDDP__ADDRESSES_MAX]; /* of MASTER_ADDR */
   char endpoint[1200], text[1600]; /* text: what tells nodes and jobs apart; the name is its MAC */
   cddp__text spelled; /* an address of the endpoint, as text */
   unsigned char mac[32];
@@ -11114,7 +11115,7 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   bool will_listen = config->rank == 0 && !config->client_only && config->listen_fd < 0;
   double resolve_end =
       cddp__earlier_deadline(will_listen ? 0 : CDDP__RESOLVE_S, cddp__now() + config->timeout_s);
-  int n = 0, i;
+  int n = 0 /* number of addresses in `a` */, i;
   cddp_result r = CDDP_OK;
   if (config->port != 0) /* else the endpoint is a path or a name, used as it is */
     while ((r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
@@ -11620,7 +11621,7 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
     return cddp__fail_descriptors(rdv, EMFILE, "recvmsg of rank 0's listening socket");
   memcpy(root->proof_salt, m + 1, sizeof root->proof_salt);
   root->fds[root->fd_count++] = cddp__disconnect_in_forks(c->fds[0]);
-  c->fds[0] = -1;
+  c->fds[0] = -1; /* the connection no longer closes it */
   return CDDP_OK;
 }
 
@@ -11639,7 +11640,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
                                       const cddp__message *m, bool *admitted) {
   cddp__connection *c = &child->connection;
   cddp__rank_info info;
-  int node; /* that rank's */
+  int node; /* number of that rank's node */
   cddp_result r = CDDP_OK;
   memcpy(&info, m + 1, sizeof info);
   info.host.name[sizeof info.host.name - 1] = 0;
@@ -11679,7 +11680,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
     uint32_t kind = m->head.number;
     bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than any job has */
     bool failed = kind >= CDDP__FAILED; /* FAIL */
-    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* so it is not valid */
+    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* makes it invalid */
     /* end_is_loss: the child fits. A misfit can send only RANK and, if it is rank 0, PORT. */
     valid = kind == CDDP__RENDEZVOUS_PORT ? child->rank_received : child->end_is_loss;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
@@ -11812,7 +11813,7 @@ static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool p
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
   double now = cddp__now();
-  uint64_t jitter = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024; /* a random number */
+  uint64_t jitter = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024; /* pseudo-random */
   if (r == CDDP_MISMATCH && config->port != 0) /* another program listens at the port */
     cddp__append(cddp__error_text, sizeof cddp__error_text,
                  "; choose a free port, the same for all ranks");
@@ -11940,7 +11941,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   size_t i, n = rdv->child_count, listener_count = 2;
   cddp__connection **list =
       (cddp__connection **)cddp__calloc(allocator, n + 1, sizeof *list);
-  uint32_t pid;
+  uint32_t pid; /* of another process that claims this rank's number */
   cddp_result r;
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
@@ -11952,7 +11953,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   r = cddp__connections_poll(allocator, list, n + 1, listeners, listener_count,
                              cddp__earlier_deadline(0.05 /* s */, until));
   cddp__free(allocator, list);
-  for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: removing a child moves the last one */
+  for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: a removal moves the last child to i */
     cddp__channel *child = &rdv->children[i];
     const cddp__connection *c = &child->connection;
     if (cddp__has_news(c)) r = cddp__receive_from_child(rdv, child);
@@ -11992,7 +11993,7 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   const char *key = root->key;
   cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
   cddp__root_key value;
-  int port;
+  int port; /* of the root's new socket */
   cddp_result r = cddp__random(root->proof_salt, sizeof root->proof_salt);
   if (r == CDDP_OK) r = cddp__own_address(root->store->connection.fd, &rdv->address);
   if (r == CDDP_OK)
@@ -12221,7 +12222,7 @@ static cddp_result cddp__listen_endpoint(cddp__rendezvous *rdv) {
    have the same endpoint. If the root has copies of the sockets, shutdown(2) ends these too. */
 static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
   cddp__root_search *root = &rdv->root;
-  bool is_rank_0 = rdv->config->rank == 0, has_address;
+  bool is_rank_0 = rdv->config->rank == 0, has_address; /* has_address: `a` is the socket's */
   cddp__address a;
   while (root->fd_count > 0) {
     int *fd = &root->fds[--root->fd_count];
@@ -12303,7 +12304,7 @@ static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->forwarded < rdv->registered_count) {
     cddp__registration *entry = &rdv->registered[rdv->forwarded++];
-    cddp__text failure;
+    cddp__text failure; /* the error text of r */
     int k;
     /* A coordinator opens the listeners of its node: by now it knows its address. */
     if (!c->local && entry->fits) r = cddp__listen_for_links(rdv, entry);
@@ -12657,7 +12658,7 @@ static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__cha
 static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX], remote[CDDP__ERROR_MAX]; /* for ranks of this host; for others */
   cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem); /* sets its text */
-  double deadline;
+  double deadline; /* until then TCP connections wait until FAIL is read */
   int passes = 0; /* limited, as processes can connect again and again */
   size_t k, draining; /* draining: number of children that have to read FAIL */
   snprintf(text, sizeof text, "%s", cddp_error()); /* a copy: sends can fail too */
@@ -12809,7 +12810,7 @@ static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
    Returns the number of waiting calls. */
 static int cddp__join_continue(cddp__host *host, double begin, cddp__connection **waiting,
                                int most, bool few) {
-  cddp__connection **at = &host->joins.calls, *c;
+  cddp__connection **at = &host->joins.calls, *c; /* *at is c: where the list points to it */
   int limit = few ? CDDP__FEW_UNPROVEN : cddp__unproven_most(host->size);
   int silent = 0, proving = 0 /* `limit` is that of each */, n = 0;
   while ((c = *at) != NULL) {
@@ -12836,7 +12837,7 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
    of its time: it pauses ten times as long as it computed, or waited. */
 static void cddp__join_serve(cddp__host *host, bool waits) {
   struct cddp__join_listeners *joins = &host->joins;
-  cddp__connection *waiting[32];
+  cddp__connection *waiting[32]; /* calls with a proof that has just begun */
   double begin = cddp__now(), cpu_begin = cddp__thread_seconds(), now;
   bool few; /* few descriptors are left */
   int n; /* calls in `waiting` */
@@ -12897,7 +12898,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     if (i < search->count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0))
       continue; /* already called, or another job's address */
     error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 1 /* s */ : 0 /* local */), &fd);
-    if (rank < 0 && error > 0)
+    if (rank < 0 && error > 0 /* an errno */) /* for the error text of the search */
       search->blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
     if (error != 0) continue; /* no rank listens there, or not now */
     search->count++;
@@ -12975,12 +12976,13 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
   bool has_model = job->table.lead.model.params != 0;
   double now = cddp__now(), gone_s = cddp__job_gone_s(job, search);
   int rank, fd;
-  for (rank = 0; rank < (int)own->world_size && !alive && !has_model; rank++) {
-    cddp__address a = cddp__rank_socket(job, own->world_size > 1 ? "" : "alone-", rank);
-    if (rank == (int)own->rank) continue; /* can be this process's own socket */
-    alive = cddp__listen_address(&a, &fd) == EADDRINUSE; /* a process holds the name */
-    cddp__close_fd(&fd);
-  }
+  if (!has_model) /* else a process that only holds a name cannot help this one */
+    for (rank = 0; rank < (int)own->world_size && !alive; rank++) {
+      cddp__address a = cddp__rank_socket(job, own->world_size > 1 ? "" : "alone-", rank);
+      if (rank == (int)own->rank) continue; /* can be this process's own socket */
+      alive = cddp__listen_address(&a, &fd) == EADDRINUSE; /* a process holds the name */
+      cddp__close_fd(&fd);
+    }
   if (alive) search->seen = now;
   if (!alive && (now >= deadline || now - search->seen > gone_s))
     return cddp__fail(
@@ -13008,10 +13010,10 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
    host's ranks; -1: the rank that answered is on another host. */
 static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
                                   cddp__join_table *table) {
-  cddp__connection *polled[CDDP__JOIN_CALLS];
+  cddp__connection *polled[CDDP__JOIN_CALLS]; /* &search.calls[i], for cddp__connections_poll */
   cddp__join_search search;
   int i;
-  bool answered = false;
+  bool answered = false; /* *table is set */
   cddp_result r = CDDP_OK;
   memset(&search, 0, sizeof search);
   search.calls =
@@ -13152,7 +13154,7 @@ static void cddp__add_link(cddp_group *g, cddp__connection *link) {
    net.incoming. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *net = g->hosts->net;
-  cddp__connection **at, *link;
+  cddp__connection **at, *link; /* *at is link: where the list points to it */
   pthread_mutex_lock(&net->lock);
   for (at = &net->incoming; (link = *at) != NULL;) {
     if (!cddp__link_is_for(link, g->id)) {
@@ -13434,7 +13436,7 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   if (link->state != CDDP__CONNECTION_ENDED) /* else the rest does not arrive */
     m = (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)link->in_head.size);
   if (m != NULL) {
-    *m = *link->message;
+    *m = *link->message; /* the sender and the head */
     memcpy(m + 1, work->call.recv, link->got - sizeof link->in_head); /* bytes so far */
   } else {
     cddp__connection_end(link, ENOMEM); /* no effect if it has ended */
@@ -13449,7 +13451,7 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
    The caller frees it. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__hosts *hosts = g->hosts;
-  cddp__message **at = &hosts->stored, *m;
+  cddp__message **at = &hosts->stored, *m; /* *at is m: where the list points to it */
   while ((m = *at) != NULL &&
          (m->head.type != type || m->from != from || (tag >= 0 && m->head.number != (uint32_t)tag)))
     at = &m->next;
@@ -13632,7 +13634,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
     if (cddp__wait_yields_spent(&w))
       r = cddp__await_frames(g, &w, late, events);
     else if (!polls || w.yields % CDDP__POLLS_PER_YIELD == 0)
-      sched_yield();
+      sched_yield(); /* other attempts follow without a pause */
   } while (late >= 0 && r == CDDP_OK);
   cddp__store64(&slot->awaits, 0); /* this rank awaits no other host's rank */
   if (r != CDDP_OK) g->hosts->posted_count = 0; /* the caller is free to reuse the frames' memory */
@@ -14265,7 +14267,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   if (view_bytes == 0 /* no view */ || (g->local_size == 1 && !cddp__is_in_place_all_to_all(c)))
     ref.kind = CDDP__REF_UNUSED;
   else if (!cddp__is_in_place_all_to_all(c))
-    ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, view_bytes);
+    ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, view_bytes); /* or NONE */
   f.in_scratch = ref.kind == CDDP__REF_NONE;
   if (f.in_scratch && *scratch == NULL) { /* the first time */
     *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH_HALF, CDDP__EXTENT_OPEN);
@@ -14290,9 +14292,9 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void 
   cddp__hosts *hosts = g->hosts;
   cddp__flow f = cddp__flow_of(g, c);
   cddp_result r;
-  int k;
+  int t;
   f.n = c->count;
-  for (k = 0; k < g->local_size; k++) g->buffers[k] = arrays[k]; /* the views */
+  for (t = 0; t < g->local_size; t++) g->buffers[t] = arrays[t]; /* the views */
   cddp__set_leaves(g, hosts, CDDP__LEAVES_PRESENT);
   r = cddp__move_chunk(&f);
   cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL); /* for other calls */
@@ -14343,7 +14345,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
 /* The struct and its arrays, in one zeroed block; NULL: no memory. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__POSTED_MAX * n;
-  size_t shares = cddp__piggyback_bytes(g->size);
+  size_t shares = cddp__piggyback_bytes(g->size); /* bytes for all ranks' shares, in `headers` */
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_host) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) /* pointers, sums, scratch */ + CDDP__HEADER_BYTES +
                 3 * sizeof(int) /* ranks, widths, leaves */;
