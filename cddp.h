@@ -19439,8 +19439,8 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   if (r == CDDP_OK) {
     while (g->host_index[owner] < 0) owner++; /* < 0: a rank on another host */
     ref = cddp__op_header_of(g, owner, g->round)->u.ref;
-    /* NONE: the owner's allocation failed. It alone fails here (cddp__arena_alloc has set the text);
-       cddp__agree tells the others. */
+    /* NONE: the owner's allocation failed. The owner alone fails here, with the text of
+       cddp__arena_alloc; cddp__agree tells the others. */
     if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
     else if (owner == g->rank) r = CDDP_OUT_OF_MEMORY;
     if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT) /* not POINTER: ranks that are threads */
@@ -20332,19 +20332,19 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   size_t n = (size_t)d->count, i, p;
   unsigned char *own = d->scratch.flags + n * (size_t)d->group->size; /* behind all ranks' flags */
   cddp_result r;
-  for (i = 0; i < n; i++) /* with find_unused_parameters an accumulated gradient is used as it is */
+  for (i = 0; i < n; i++) /* noted: has a gradient of no_sync, used with find_unused_parameters */
     own[i] = d->uneven.absent != 0   ? CDDP__FLAG_ABSENT
               : d->tensors[i].ready    ? CDDP__FLAG_READY
               : !d->tensors[i].noted   ? 0
               : d->desc.find_unused_parameters ? CDDP__FLAG_READY : CDDP__FLAG_NOTED;
   r = cddp__all_gather(d->control, own, d->scratch.flags, n);
   if (r != CDDP_OK) return r;
-  if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
+  if (!d->desc.find_unused_parameters) return cddp__name_missing(d); /* fails on all ranks */
   pthread_mutex_lock(&d->lock);
   for (i = 0; i < n && r == CDDP_OK; i++) {
     cddp__tensor *tensor = &d->tensors[i];
     if (tensor->ready) continue; /* this rank has used it */
-    tensor->used = false; /* unless a rank marked it */
+    tensor->used = false; /* unless a rank's flag says READY: */
     for (p = 0; p < (size_t)d->group->size; p++)
       if (d->scratch.flags[p * n + i] == CDDP__FLAG_READY) tensor->used = true;
     if (own[i] != 0 || !tensor->used) { /* absent, accumulated under no_sync, or used by no rank */
@@ -21114,7 +21114,7 @@ static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_g
   cddp_result r;
   if (!g->backend->enqueues || d->desc.elastic) {
     r = cddp__split_group(g, 0 /* color: all ranks */, g->rank /* key */, check, out);
-    if (*out != NULL) (*out)->of_model = true; /* the model leaves it */
+    if (*out != NULL) (*out)->of_model = true; /* only the model can leave it */
     return r;
   }
   *out = g;
@@ -21132,7 +21132,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   if (r == CDDP_OK && !joins) /* not cddp__split_group: control needs no device context */
     r = cddp__split(g, 0 /* color: all ranks */, g->rank /* key */,
                     CDDP__KIND_DDP_CREATE /* check: see cddp__private_group */, &d->control);
-  if (d->control != NULL) d->control->of_model = true; /* the model leaves it */
+  if (d->control != NULL) d->control->of_model = true; /* only the model can leave it */
   if (r != CDDP_OK) return r;
   r = cddp__check_shards(d);
   if (!joins) {
@@ -21210,7 +21210,7 @@ typedef struct cddp__link_cuts {
 typedef struct cddp__meeting {
   cddp_group *group; /* the caller's, of cddp_init: for the host and the time-out */
   uint64_t steps; /* cddp_ddp_steps when the meeting began: error texts and log lines name it */
-  cddp__model_info model; /* a joining process compares its own */
+  cddp__model_info model; /* a joining process compares its own with it: cddp__answer_joins */
   int capacity; /* the most members: the model's shards */
   size_t report_bytes; /* of a report, with `ended`; a multiple of 8 */
   size_t ended_at; /* offset in a report of `ended`: [capacity] as in the field below */
@@ -21224,7 +21224,7 @@ typedef struct cddp__meeting {
   cddp__connection **links; /* [capacity + JOIN_REQUESTS] by number: to the leader, or (leader) to
                                the members; from [capacity] on to joining processes */
   cddp__message **reports; /* [capacity + JOIN_REQUESTS] the reports from these links */
-  int requests; /* number of joining processes that wait for a meeting */
+  int requests; /* joining processes: entries of links and reports from [capacity] on */
   int unreachable; /* a member lost without proof that it ended; -1: none. While it is set, a table
                       needs a majority */
   bool lost_leader_called; /* a member that this rank counted as lost has called as leader. So it
@@ -21232,7 +21232,7 @@ typedef struct cddp__meeting {
   uint64_t *lives; /* [table_count][capacity] the members' lives in the last table that all
                       confirmed, and in each later one that arrived here */
   size_t table_count, lives_capacity; /* tables in `lives`; its allocated elements */
-  int member_count; /* in the last table */
+  int member_count; /* number of members in the last table */
   unsigned char *ended; /* [capacity] 1: this rank, or one that reported to it, saw the member's
                            process end since the last table */
   cddp__link_cuts *cuts; /* [capacity] of members' connections, in this meeting */
@@ -21401,7 +21401,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   const cddp__join_table *table = host->joined ? &host->job_info->table : NULL; /* of the job */
   cddp__address address; /* at which the members connect to this rank */
   int datagrams = -1; /* a datagram socket, or -1 */
-  int listener_count;
+  int listener_count; /* 1: not needed */
   cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
   if (host->net != NULL) { /* several hosts */
@@ -21410,7 +21410,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   } else if (host->joined && host->arena.fd >= 0) { /* shares memory with ranks of the job */
     address = cddp__internet_address(&table->address); /* theirs */
     self->host = table->host;
-  } else { /* one host, or no shared memory */
+  } else { /* one host, number 0; or a joining process without shared memory */
     if (host->joined) { /* the route to the leader tells the own address; connect sends nothing */
       address = cddp__internet_address(&table->lead.self.address);
       cddp__address_set_port(&address, table->lead.self.port);
@@ -21517,7 +21517,7 @@ static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank
    rank counted it as lost, it is a member again. */
 static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   size_t n = (size_t)m->capacity;
-  if (p >= m->capacity /* it joins */ || m->table_count == 0 /* this rank does */ || life == 0 ||
+  if (p >= m->capacity /* it joins */ || m->table_count == 0 /* this rank joins */ || life == 0 ||
       m->lives[(m->table_count - 1) * n + (size_t)p] != life)
     return false;
   if (m->members[p].life == 0) {
@@ -21531,7 +21531,7 @@ static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
    when it ends; false: the caller is not in the last table. */
 static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
                               const cddp__member *caller) {
-  int p = link->peer;
+  int p = link->peer; /* the caller's number; capacity: it has none */
   bool lost = p < m->capacity && m->members[p].life == 0; /* this rank counted it as lost */
   if (!cddp__revive_member(m, p, caller->life)) return false;
   m->lost_leader_called = m->lost_leader_called || lost;
@@ -21626,7 +21626,7 @@ static void cddp__answer_joins(cddp__meeting *m) {
   const cddp__net *net = m->net;
   cddp__host *host = m->group->host;
   cddp__join_table *table;
-  cddp__address here;
+  cddp__address here; /* this host's */
   if (host->job_info == NULL /* no process can join */ || cddp__has_no_number(m)) return;
   here = cddp__internet_address(&net->hosts[net->host].address);
   table = &host->job_info->table;
@@ -21653,7 +21653,7 @@ static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const voi
   cddp_result r =
       cddp__link_connect(m->net, member, CDDP__LINK_FRAMES, m->members[member].life, link);
   if (r != CDDP_OK) return r;
-  return cddp__connection_post(*link, CDDP_OK, data, size);
+  return cddp__connection_post(*link, CDDP_OK /* number: no failure */, data, size);
 }
 
 /* Fails with a member's answer to a call, if it has arrived: a member answers only if it continues
@@ -22061,7 +22061,8 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
   /* A member's only link is that of the leader: it confirms. The leader sends its result to all. */
   for (p = 0; r == CDDP_OK && p < m->capacity; p++) {
     if (m->links[p] == NULL) continue; /* this rank; on a member: all but the leader */
-    r = cddp__connection_post(m->links[p], (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
+    r = cddp__connection_post( /* the result is the message's number; it has no bytes */
+        m->links[p], (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
     CDDP__POINT("elastic go");
     (void)cddp__link_progress(m->net, m->links[p]);
   }
