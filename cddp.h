@@ -22592,7 +22592,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   char **packets = (char **)d->scratch.buffers; /* not in use: elastic models reduce no buckets */
   cddp__pass pass = cddp__pass_of(d, NULL /* optim */, false /* averaged */);
-  size_t begin, end;
+  size_t begin, end; /* bytes of this rank's part */
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < d->step.active_count; i++) r = cddp__map_sums(d, i, packets);
@@ -22910,7 +22910,8 @@ static cddp_result cddp__commit_mean(cddp_ddp *d) {
 static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp_group *g = d->control;
-  size_t bytes = cddp__published_bytes(d), begin, end;
+  size_t bytes = cddp__published_bytes(d);
+  size_t begin, end; /* bytes of this rank's part of the mean */
   cddp__ref ref;
   cddp_result r;
   int k;
@@ -23213,8 +23214,8 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   /* NULL if optim was created without desc.ddp; cddp__optim_prepare needs the model's. */
   cddp__sparse *const *own_sparse = optim->sparse;
   cddp__elastic *elastic = d->elastic;
-  double clip = 1;
-  size_t begin, end;
+  double clip = 1; /* the factor of all gradients */
+  size_t begin, end; /* bytes of a part of the mean */
   cddp__pass pass;
   cddp_result r;
   int k;
@@ -23249,7 +23250,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic_call *call = &d->elastic->last_update;
   bool on_device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
-  size_t begin, end;
+  size_t begin, end; /* bytes of a part of the mean */
   int k;
   CDDP__POINT("elastic update");
   call->kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
@@ -23492,7 +23493,7 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
   if (elastic == NULL) return CDDP_OUT_OF_MEMORY;
   host->elastic = true;
   d->elastic = elastic;
-  elastic->means = (char **)(void *)(elastic + 1);
+  elastic->means = (char **)(void *)(elastic + 1); /* the arrays follow the struct */
   elastic->squares = (double **)(void *)(elastic->means + n);
   elastic->published = (cddp__published **)(void *)(elastic->squares + n);
   elastic->member_of_rank = (int *)(void *)(elastic->published + n);
@@ -23512,7 +23513,7 @@ static cddp_result cddp__elastic_new(cddp_ddp *d) {
 static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = (size_t)g->size;
-  cddp__leader_info mine, *all;
+  cddp__leader_info mine, *all; /* all: [n] by rank */
   cddp__meeting *m;
   cddp_result r = cddp__elastic_new(d);
   int k;
@@ -23629,7 +23630,7 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
     for (i = 0; i < n; i++) a[i] = i;
     for (i = 0; i + 1 < n; i++) { /* swaps element i with one of i .. n - 1 */
       uint64_t old = a[i];
-      k = i + cddp__mt_next(&mt) % (n - i);
+      k = i + cddp__mt_next(&mt) % (n - i); /* biased as PyTorch's, to get the same order */
       a[i] = a[k];
       a[k] = old;
     }
@@ -23738,7 +23739,7 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
   sampler->result =
       cddp__named(__func__, cddp__sampler_indices(sampler, next, 1 /* index */, &next));
   if (sampler->result != CDDP_OK) return false;
-  if (index != NULL) *index = next;
+  if (index != NULL /* NULL: skips the sample */) *index = next;
   sampler->position++;
   return true;
 }
@@ -23899,7 +23900,7 @@ static char *cddp__json_escape(cddp__json *json, char *to) {
   static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0}; /* marks the first of 1 + i bytes */
   const char *letter = /* json->at[0] is the backslash */
       (const char *)memchr(letters, json->at[1], sizeof letters - 1);
-  uint32_t c, low;
+  uint32_t c, low; /* the character; the second half of a surrogate pair */
   int more; /* UTF-8 bytes after the first */
   json->at += 2; /* behind the letter */
   if (letter != NULL) {
@@ -23922,7 +23923,7 @@ static char *cddp__json_escape(cddp__json *json, char *to) {
 }
 
 static const char *cddp__json_string(cddp__json *json) { /* "" after a failure */
-  char *to, *string;
+  char *to, *string; /* end and begin of what is decoded */
   if (!cddp__json_next(json, '"')) cddp__json_fail(json, "a string is expected");
   to = string = json->at;
   while (json->at < json->end && *json->at != '"') {
@@ -23949,7 +23950,7 @@ static const char *cddp__json_key(cddp__json *json) {
 /* Reads [n, n, ...], at most max numbers. Returns how many. */
 static size_t cddp__json_numbers(cddp__json *json, uint64_t *v, size_t max) {
   size_t n;
-  char *after;
+  char *after; /* the end of a number */
   for (n = 0; cddp__json_item(json, "[]", n, "a list of numbers"); n++) {
     uint64_t number;
     cddp__json_space(json);
@@ -23987,7 +23988,7 @@ static int cddp__st_dtype(const cddp__st_type *type) {
    or if the size is not whole bytes. */
 static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *elements,
                           uint64_t *bytes) {
-  uint64_t n = 1;
+  uint64_t n = 1; /* elements; 1 without dimensions: a scalar */
   int i;
   for (i = 0; i < dims; i++) {
     if (shape[i] != 0 && n > UINT64_MAX / shape[i]) return false;
@@ -24078,7 +24079,7 @@ static int cddp__st_by_position(const void *a, const void *b) {
 /* Sorts the tensors by position. Checks that each byte of the data belongs to exactly one. An empty
    tensor must come before another that begins at the same byte. */
 static cddp_result cddp__st_check_offsets(cddp_safetensors *file) {
-  uint64_t at = 0;
+  uint64_t at = 0; /* end of the tensors so far */
   size_t i;
   if (file->count > 1)
     qsort(file->tensors, file->count, sizeof *file->tensors, cddp__st_by_position);
@@ -24131,8 +24132,8 @@ static cddp_result cddp__st_reserve(cddp_safetensors *file) {
 
 static cddp_result cddp__st_parse(cddp_safetensors *file) {
   const unsigned char *p = (const unsigned char *)file->text;
-  const char *twice;
-  size_t at, n, i;
+  const char *twice; /* a name that occurs twice; NULL: none */
+  size_t at, i, n; /* n: bytes of a character; then items read */
   cddp__json json;
   cddp_result r;
   for (at = 0; at < file->text_size; at += n)
@@ -24243,7 +24244,7 @@ static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
 static uint64_t cddp__st_write_header(const cddp_allocator *allocator, cddp__buffer *buffer,
                                cddp__st_item *items, size_t count, const cddp_metadata *metadata,
                                size_t metadata_count) {
-  uint64_t at = 0;
+  uint64_t at = 0; /* offset of the next item's data; at last their size */
   size_t i;
   if (count > 1) qsort(items, count, sizeof *items, cddp__st_by_type);
   buffer->allocator = allocator;
@@ -24353,9 +24354,9 @@ static cddp_result cddp__fail_file(const char *call, const char *name) {
    descriptor, and calls cddp__st_parse. */
 static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *allocator,
                                  const char *path) {
-  unsigned char first[8] = {0};
+  unsigned char first[8] = {0}; /* N */
   struct stat st;
-  size_t size = 0;
+  size_t size = 0; /* of the JSON: N as a number */
   cddp_result r = CDDP_OK;
   int fd;
   *out = NULL;
@@ -24532,7 +24533,7 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   const cddp_optim *optim = desc->optim;
   const cddp_group *owners = NULL; /* the ranks that have the optimizer's states together */
-  uint64_t elements, bytes;
+  uint64_t elements, bytes; /* of a shape that the caller passed */
   cddp_result r;
   int i;
   if (ckpt->path == NULL || ckpt->path[0] == 0) return CDDP__REFUSE("the path is NULL or empty");
@@ -24690,7 +24691,7 @@ static cddp_result cddp__ckpt_begin(
 /* Collective: allocates `whole`, as large as the largest state; memory of the group, as states are
    gathered and broadcast there. */
 static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
-  size_t i, most = 0;
+  size_t i, most = 0; /* most: bytes of the largest state */
   cddp_result r = CDDP_OK;
   for (i = 0; i < ckpt->item_count; i++)
     if (ckpt->items[i].state_pointer != NULL) most = cddp__max(most, (size_t)ckpt->items[i].bytes);
@@ -24828,7 +24829,7 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
    to reject duplicate names and invalid UTF-8. */
 static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
-  char digits[CDDP__META_COUNT][24];
+  char digits[CDDP__META_COUNT][24]; /* `numbers` as text: metadata values are strings */
   uint64_t numbers[CDDP__META_COUNT], data_bytes;
   unsigned own_keys = cddp__collect_numbers(desc, numbers); /* set of those to write */
   cddp_metadata *all, *m; /* m: the next element of `all` to write */
@@ -25048,7 +25049,7 @@ static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, siz
 static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   uint64_t sizes[2] = {0, 0}; /* of the text and the data in rank 0's file */
-  size_t needed = 0;
+  size_t needed = 0; /* bytes of desc->text for all values, with their NULs */
   int i;
   if (r == CDDP_OK && ckpt->root) r = cddp__st_open(&ckpt->file, ckpt->allocator, ckpt->path);
   if ((r = cddp__compare_calls(ckpt, r)) != CDDP_OK) return r;
@@ -25105,7 +25106,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
   const cddp_ddp *d = optim->desc.ddp;
   cddp_group *g = ckpt->g;
   cddp_result r = cddp__alloc_whole(ckpt);
-  char *whole = ckpt->whole;
+  char *whole = ckpt->whole; /* not used if NULL: no states, or r is a failure */
   size_t i;
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item item = ckpt->items[i];
@@ -25370,7 +25371,7 @@ static void cddp__notify_supervisor(const cddp__host *host) {
 /* Opens the socket for cddp__notify_supervisor, with a random name, and a token that only the
    children know. */
 static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
-  uint64_t bytes[2];
+  uint64_t bytes[2]; /* random: in the name; the token */
   cddp__address address;
   int fd;
   CDDP__TRY(cddp__random(bytes, sizeof bytes));
@@ -25531,7 +25532,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   cddp__wait_begin(&wait, 0.1 /* s */); /* for all children together */
   for (i = 0; i < job->n; i++) {
     cddp__child *child = &job->children[i];
-    pid_t pid = child->pid, got;
+    pid_t pid = child->pid, got; /* waitpid's result */
     if (pid <= 0) continue; /* not running */
     got = waitpid(pid, &status, WNOHANG);
     if (got == 0) continue; /* the child lives */
@@ -25599,7 +25600,7 @@ static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
 /* Waits until all children have ended, and returns the first failure. After one it ends the others.
    Forks a lost child of an elastic job again, if others live that it can join. */
 static cddp_result cddp__wait_children(cddp__spawn_job *job) {
-  int i, ms;
+  int i, ms; /* ms: limit of poll */
   while (job->alive > 0) {
     if (job->next_signal != 0 && cddp__now() >= job->deadline) {
       for (i = 0; i < job->n; i++)
@@ -25637,7 +25638,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
    (job->again). */
 static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   char bytes[CDDP__MAX_RANKS] = {0}; /* one for each child, which begins when it has read it */
-  uint64_t secret[2];
+  uint64_t secret[2]; /* 128 random bits */
   cddp_result r;
   int i;
   job->start[0] = job->start[1] = -1;
@@ -25760,7 +25761,7 @@ static void *cddp__thread_rank_main(void *p) {
 }
 
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
-  cddp__thread_rank *ranks, *failed;
+  cddp__thread_rank *ranks, *failed; /* [n]; the one that failed first */
   char *block; /* control block of the group of all ranks */
   cddp__atomic_u32 first = {0}; /* cddp__thread_rank.first */
   uint64_t job = cddp__record_job(); /* number in the names of flight records */
@@ -26529,12 +26530,13 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
    must not omit; of a call without one: any, not NULL. */
 static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
                                        const void *required) {
-  const char *null = store == NULL ? "the store is NULL"
-                     : request->keys == NULL && request->count > 0 ? "keys is NULL"
-                     : required == NULL ? "a pointer for the answer is NULL"
-                     : request->out == NULL && request->capacity > 0 ? "value is NULL" : NULL;
+  const char *problem = /* NULL: none */
+      store == NULL ? "the store is NULL"
+      : request->keys == NULL && request->count > 0 ? "keys is NULL"
+      : required == NULL ? "a pointer for the answer is NULL"
+      : request->out == NULL && request->capacity > 0 ? "value is NULL" : NULL;
   int i;
-  if (null != NULL) return CDDP__REFUSE("%s", null);
+  if (problem != NULL) return CDDP__REFUSE("%s", problem);
   if (request->count < 0 || (unsigned)request->count > CDDP__KEYS_MAX)
     return CDDP__REFUSE("count is %d; it must be from 0 to %u", request->count, CDDP__KEYS_MAX);
   for (i = 0; i < request->count; i++) {
