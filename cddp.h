@@ -5102,7 +5102,7 @@ static const struct cddp__command {
 #undef CDDP__X
 
 /* Bytes of a command before its items: the code and, in a counted command, the count. */
-static size_t cddp__command_head(const struct cddp__command *c) { return c->counted ? 9 : 1; }
+static size_t cddp__command_head_size(const struct cddp__command *c) { return c->counted ? 9 : 1; }
 
 /* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. The
    CHECK's key ends two lines, so that a web server answers instead of waiting for more. */
@@ -5144,11 +5144,11 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
   if (parser->code >= CDDP__STORE_CODES) return CDDP__PARSE_INVALID;
   c = &cddp__commands[parser->code];
   if (parser->end == 0) { /* a new command */
-    if (n < cddp__command_head(c)) return CDDP__PARSE_PARTIAL;
+    if (n < cddp__command_head_size(c)) return CDDP__PARSE_PARTIAL;
     if (c->counted) items = cddp__get64(p + 1);
     if (items > CDDP__KEYS_MAX) return CDDP__PARSE_INVALID;
     parser->strings = items * c->strings;
-    parser->end = cddp__command_head(c);
+    parser->end = cddp__command_head_size(c);
   }
   for (; parser->strings > 0; parser->strings--) {
     /* If only whole items are left, the next string is the first of an item: its key. */
@@ -5172,7 +5172,7 @@ static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_
 
 typedef struct cddp__entry { /* the key's bytes follow the struct */
   struct cddp__entry *next;  /* in its hash chain; NULL: the last */
-  size_t key_size;
+  size_t key_size; /* bytes */
   cddp__buffer value; /* adds its capacity to server->stored */
 } cddp__entry;
 
@@ -5293,7 +5293,7 @@ enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMM
 static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
-  const unsigned char *p = head + cddp__command_head(c); /* the next string */
+  const unsigned char *p = head + cddp__command_head_size(c); /* the next string */
   const unsigned char *end = head + parser->end - c->tail; /* the end of the last string */
   uint64_t number = 0; /* the answer, unless it is a string */
   cddp__span key, value, expected, desired;
@@ -5660,7 +5660,7 @@ struct cddp_store {
   cddp_allocator allocator;
   double timeout_s; /* of an operation for which the caller gives none */
   int scheme;       /* CDDP__URL_TCP ... */
-  char *name;       /* for error texts: "host:port" or the path */
+  char *name;       /* for error texts: "host:port", the name of unix://, or the path */
   char *secret; /* both ends prove that they know it; file://: the file's key, ' ' and the user's
                    secret (can be ""). NULL: tcp:// or unix:// without a secret */
   cddp__connection connection; /* to the server; fd -1: closed */
@@ -5670,7 +5670,7 @@ struct cddp_store {
   double closed_since;  /* since when a server closes connections without an answer; 0: none has */
   cddp__server *server; /* NULL = only a client */
   pid_t server_pid;     /* the server's process; a forked child has only a copy of the struct */
-  int file; /* this process serves file://: the file, locked until _close; -1 = it does not */
+  int file; /* of file://, locked until _close, if this process serves it; else -1 */
 };
 
 #define CDDP__CLOSED_S 4.0 /* seconds to retry if a server closes connections without an answer */
@@ -6902,7 +6902,8 @@ static cddp_result cddp__discover_address(cddp__config *config, const char *meth
 /* Fills `config` from desc, else from the environment. The strings of desc and of the environment
    that it points to (secret, origins) must outlive it. */
 static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
-  const char *method = desc->init_method ? desc->init_method : "env://", *name;
+  const char *method = desc->init_method ? desc->init_method : "env://";
+  const char *name; /* the part behind the scheme; not used here */
   const char *backend = cddp__backend_name(desc);
   bool given = desc->world_size > 0; /* rank and size are the caller's, else the environment's */
   bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0; /* a GPU */
@@ -7220,7 +7221,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
   else if (address == NULL)
     (void)cddp__fail_mapping("cddp_alloc", size);
   segment = address != NULL ? cddp__segment_add(host, base, n * size, address, n) : NULL;
-  if (segment == NULL) return -1; /* used_end is unchanged: the range stays unused */
+  if (segment == NULL) return -1; /* used_end is unchanged: a later segment can have the range */
   if (size >= CDDP__HUGE_PAGE) cddp__set_dumped(host, address, n * size, false); /* not in use */
   list = &host->arena.lists[cddp__size_class(size)];
   segment->extent_size = (size_t)size;
@@ -8789,8 +8790,8 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
   for (at = 0; at < n; at += m) { /* via f32, in buf if neither type is f32 */
     void *d = (char *)dst + at * to_size;
     const cddp__f64 *s64 = (const cddp__f64 *)src + at; /* used if src is f64 */
-    cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf; /* where f32 is written */
-    const cddp__f32 *s = from == CDDP_F32 ? (const cddp__f32 *)src + at : mid; /* ... and read */
+    cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf; /* receives f32 values */
+    const cddp__f32 *s = from == CDDP_F32 ? (const cddp__f32 *)src + at : mid; /* the f32 values */
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     if (from == CDDP_F64) /* round_odd: the half is then rounded as if directly from f64 */
       for (i = 0; i < m; i++) mid[i] = to == CDDP_F32 ? (float)s64[i] : cddp__round_odd(s64[i]);
@@ -9435,6 +9436,7 @@ static cddp_result cddp__break(cddp_group *g, cddp_result r) {
     (void)cddp__fail_in(r, "rank %d: ", g->rank);
   if (!g->elastic || !own_reason) return cddp__break_here(g, r, CDDP__NOTIFY_HOSTS);
   memcpy(text, cddp__error_text, sizeof text);
+  /* of the text 320 bytes: leaves space for rank and host */
   cddp__fail(CDDP_PEER_LOST, "rank %d of the group (pid %d on %s) has failed: %.320s", g->rank,
              (int)getpid(), g->host->name, text);
   (void)cddp__break_here(g, CDDP_PEER_LOST, CDDP__NOTIFY_HOSTS);
@@ -9504,16 +9506,16 @@ static uint64_t cddp__boot_ticks(void) {
   return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
 }
 
-/* Whether process number `at` of this host has ended. A living one holds a lock on its life byte
-   (>>arena). If the program has closed the descriptor, for example by closefrom, the lock is lost:
-   then the state of its pid decides. */
-static bool cddp__process_gone(cddp__host *host, int at) {
+/* Whether the process with this window (its index on this host) has ended. A living one holds a
+   lock on its life byte (>>arena). If the program has closed the descriptor, for example by
+   closefrom, the lock is lost: then the state of its pid decides. */
+static bool cddp__process_gone(cddp__host *host, int window) {
   uint32_t pid;
   uint64_t start;
   char state;
-  struct iovec byte = {&state, 1}; /* local and remote: any address, as only ESRCH matters */
-  if (cddp__life_byte_is_locked(host, at)) return false;
-  if ((pid = cddp__process_at(host, at).pid) == 0) return true; /* not known: the lock decides */
+  struct iovec byte = {&state, 1}; /* a byte from any address: only ESRCH matters */
+  if (cddp__life_byte_is_locked(host, window)) return false;
+  if ((pid = cddp__process_at(host, window).pid) == 0) return true; /* unknown: the lock decides */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
     return state == 'Z' /* zombie */ || state == 'X' /* dead */ ||
            start > host->started_before; /* the system has given the pid to a new process */
