@@ -18670,8 +18670,8 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
   int part = owners ? 0 : root, last = owners ? parts - 1 : root; /* without owners: just root */
   int i, n = 0; /* n: d->scratch.calls in use */
   cddp_result r = CDDP_OK;
-  cddp__packet packet;
-  cddp__call c;
+  cddp__packet packet; /* on a host: gathers arrays, and sends them together */
+  cddp__call c; /* on a device: the broadcast of one array */
   if (d->group->backend->on_device) cddp__drain_buckets(d); /* buckets use d->scratch.calls too */
   for (; r == CDDP_OK && part <= last; part++) {
     cddp__packet_begin( /* the root: the rank that has this part */
@@ -19810,7 +19810,7 @@ static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *optim, bool averaged) {
   pass.d = d;
   pass.optim = optim;
   pass.averaged = averaged;
-  pass.clip = 1;
+  pass.clip = 1; /* none */
   return pass;
 }
 
@@ -19862,7 +19862,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   }
   if (!any_fetched) return cddp__end_access(d->control, r);
   r = cddp__local_barrier(d, kind, CDDP__PHASE_WEIGHTS); /* until all have copied this rank's */
-  if (r != CDDP_OK) return r; /* as above */
+  if (r != CDDP_OK) return r; /* the caller ends the access */
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
     bool unchanged = optim != NULL && cddp__optim_skips(optim, i);
@@ -20700,7 +20700,7 @@ static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
          cddp__step_header_of(d, last).absent != CDDP__ABSENT_SINCE_NOW)
     last++;
   for (p = 0; p < d->group->size; p++)
-    if ((cddp__step_header_of(d, p).settings_hash == 0) != (optim == NULL))
+    if ((cddp__step_header_of(d, p).settings_hash == 0) != (optim == NULL)) /* hash 0: no optim */
       return cddp__fail(
           CDDP_MISMATCH, "one of the ranks %d and %d called ddp_join with a cddp_optim, the other "
           "without: pass that of the training loop on all ranks, or NULL on all", d->group->rank,
@@ -20986,9 +20986,9 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
    text set. */
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
-  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25; /* limits of buckets, in MiB */
+  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25; /* MiB; 25 as in PyTorch */
   double first = desc->first_bucket_mb > 0   ? desc->first_bucket_mb
-                 : desc->bucket_cap_mb > 0 ? cap : 1; /* PyTorch's defaults */
+                 : desc->bucket_cap_mb > 0 ? cap : 1; /* MiB; 1 as in PyTorch */
   cddp_ddp none, *d; /* none: only for counting the bytes of the arrays */
   bool any_sparse = false, joins = g->host->joined && desc->elastic;
   int i;
@@ -21150,7 +21150,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   if (r != CDDP_OK) return r;
   cddp__set_layout(d);
   if ((r = cddp__agree(d->control, (d->memory->alloc)(d) /* the arena */)) != CDDP_OK) return r;
-  cddp__set_rank_addresses(d, d->me, d->arena);
+  cddp__set_rank_addresses(d, d->me, d->arena); /* all that a device or a joining process maps */
   if (!joins && !g->backend->on_device) {
     r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->layout.arena_bytes,
                             arenas);
@@ -21687,7 +21687,7 @@ static cddp_result cddp__continue_report(cddp__meeting *m, int member, bool *wai
     *waits = m->reports[member] == NULL;
     return CDDP_OK;
   }
-  cut = cddp__link_is_cut(*link) && !(*link)->ended_early; /* it was UP */
+  cut = cddp__link_is_cut(*link) && !(*link)->ended_early; /* after it was UP */
   cddp__drop_link_and_report(m, member); /* a living member reports again */
   *waits = cut && cddp__retries_member(m, member); /* a dead process refuses the next link */
   if (!*waits) cddp__remove_member(m, member);
@@ -21757,7 +21757,7 @@ static void cddp__admit_joining(cddp__meeting *m) {
     if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
       joining->number = number;
       if (joining->host >= 2 * m->capacity) /* it shares no memory with the members */
-        joining->host = m->capacity + number;
+        joining->host = m->capacity + number; /* counts as a host with one rank */
       joining->since = m->epoch + 1;
       cddp__set_member(m, joining);
       cddp__drop_link_and_report(m, number); /* of a member that was lost in this meeting, if any */
@@ -21910,7 +21910,7 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
                    "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
                    "not received the reports of all ranks",
                    m->group->timeout_s, m->steps, cddp__member_name(m, leader).s);
-  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->ended_early; /* it was UP */
+  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->ended_early; /* after it was UP */
   cddp__drop_link_and_report(m, leader);
   return r;
 }
@@ -22074,7 +22074,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
   if (!all) return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
   memmove(m->lives, m->lives + (m->table_count - 1) * n, n * sizeof *m->lives);
   m->table_count = 1; /* the last: all have confirmed it, so older ones need no majority */
-  m->unreachable = -1;
+  m->unreachable = -1; /* the next loss decides anew */
   return CDDP_OK;
 }
 
