@@ -10678,7 +10678,7 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
   size_t count; /* of links in the batch */
   int p = 0; /* the next rank */
   memcpy(saved, cddp__error_text, sizeof saved);
-  memset(body, 0, sizeof body); /* also behind the text: the proof covers all bytes */
+  memset(body, 0, sizeof body); /* the proof also covers the bytes behind the text */
   cddp__put32(body, code);
   snprintf((char *)body + CDDP__NOTICE_TEXT_AT, CDDP__ERROR_MAX, "%s", text);
   while (p < size) {
@@ -10989,15 +10989,16 @@ typedef struct cddp__job_info {
   char endpoint[96]; /* where the ranks meet, for error texts: "port 29500" */
   int rank_claim_fd; /* this rank's socket on its host, held while the group lives; -1: not bound,
                         see cddp__claim_rank */
-  int port_fd; /* keeps rank 0's port while the group lives: cddp__close_port; -1: none */
+  int port_fd; /* on rank 0: keeps its port while the group lives, see cddp__close_port; -1: there
+                  is no port to keep */
   const char *secret; /* "": none: proofs only reject programs other than cddp */
 } cddp__job_info;
 
 typedef struct cddp__registration { /* a rank, or another process with a rank's number */
   cddp__rank_info info;
   int node; /* number of its node; 0: this rank's own */
-  int link_fd; /* its listening socket for links, opened by its coordinator, which closes it when
-                  the rank has its own copy; -1: none now */
+  int link_fd; /* the rank's listening socket for links, opened by its coordinator, which closes it
+                  when the rank has a copy; -1: not open, or closed since */
   bool fits; /* it matches this rank, and no other entry with its number fits; false: a misfit */
 } cddp__registration;
 
@@ -11006,8 +11007,8 @@ typedef struct cddp__channel { /* a connection to the parent or a child */
   bool rank_received; /* the child has sent its first RANK; false of the parent */
   bool ready; /* the child has sent READY, which is not answered yet; false of the parent */
   bool fail_sent; /* this rank has sent FAIL by TCP: the connection stays until FAIL has arrived */
-  bool end_is_loss; /* its end is the loss of a rank: from a child's matching RANK, or the parent's
-                   WAIT, until the parent's READY */
+  bool end_is_loss; /* the end of the connection is the loss of a rank: of a child, if its RANK
+                       fits, from then on; of the parent from its WAIT to its READY */
   size_t entry; /* the child's index in rendezvous.registered, once rank_received */
 } cddp__channel;
 
@@ -11015,8 +11016,8 @@ typedef struct cddp__root_search { /* how a coordinator finds the root */
   int fds[CDDP__ADDRESSES_MAX]; /* on rank 0 and the root: sockets that listen for coordinators */
   int fd_count; /* of fds */
   char key[160]; /* in the launcher's store: RUN/meeting */
-  cddp_store *store; /* the launcher's; or the file of file://, which rank 0 locks; NULL: the job
-                        has neither, or it is not open */
+  cddp_store *store; /* the launcher's, or the file of file://, which rank 0 locks; NULL: the job
+                        has neither, or the store is not open */
   /* From the store, the file or rank 0's PORT; zeros if the endpoint is an address and a port. The
      proof of the secret covers the salt, so it shows that a coordinator has read store or file. */
   unsigned char proof_salt[32];
@@ -11030,9 +11031,10 @@ typedef struct cddp__root_search { /* how a coordinator finds the root */
                    only between tries; doubles up to 8 s */
   double closed_since; /* since when connections end unanswered: cddp__fail_connect; 0: they do
                           not */
-  bool closed; /* a connection ended unanswered since addresses[0] was tried */
+  bool closed; /* of this pass through `addresses`, a connection ended unanswered */
   cddp__text blocked; /* why the last try has not reached the root; "": it has, or none was made */
-  bool port_blocked; /* `blocked` is about the root's own port: CDDP_NETWORK, not _TIMEOUT */
+  bool port_blocked; /* `blocked` is about the root's own port: at the deadline the result is
+                        CDDP_NETWORK. false: CDDP_TIMEOUT */
   int refused_count; /* number of connections to this rank that failed the proof of the secret */
 } cddp__root_search;
 
@@ -11063,7 +11065,7 @@ typedef struct cddp__rendezvous {
   double problem_at; /* when that misfit registered */
   bool common_failure; /* the failure's text names its rank, or is about several: it is sent to
                           others unchanged. false: this rank's number is put before it */
-  int memory_fd; /* a client's: the memfd, received with TABLE; -1: not received, or mapped since */
+  int memory_fd; /* on a client: the memfd, received with TABLE; -1: not received, or taken since */
   cddp__net *net; /* the table of ranks; NULL: it is not built, or TABLE has not arrived */
 } cddp__rendezvous;
 
@@ -11278,7 +11280,7 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1)) ended = false;
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
-      return CDDP_OK; /* another user's process; or this one, in another group */
+      return CDDP_OK; /* another user, or this process in another group, holds the name: no claim */
     if (!ended) {
       cddp_result r = cddp__fail_rank_taken(job, rank, pid, name, (uint32_t)getpid(), name);
       cddp__append(cddp__error_text, sizeof cddp__error_text,
@@ -11680,7 +11682,7 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
   bool valid = true;
   while (r == CDDP_OK && valid && (m = cddp__receive_message(c, CDDP__ERROR_MAX)) != NULL) {
     uint32_t kind = m->head.number;
-    bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than any job has */
+    bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than a job and its misfits */
     bool failed = kind >= CDDP__FAILED; /* FAIL */
     if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* makes it invalid */
     /* end_is_loss: the child fits. A misfit can send only RANK and, if it is rank 0, PORT. */
@@ -12200,7 +12202,7 @@ static cddp_result cddp__listen_endpoint(cddp__rendezvous *rdv) {
   cddp_result r = CDDP_OK;
   if (config->rank != 0 || config->client_only) return CDDP_OK;
   if (strncmp(config->init_method, "file:", 5) == 0) return cddp__serve_file(rdv);
-  if (config->listen_fd >= 0) /* processes that it forks must not use the descriptor too */
+  if (config->listen_fd >= 0) /* the processes that this one forks must not use it too */
     cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (config->listen_fd < 0) r = cddp__find_addresses(rdv);
   /* MASTER_ADDR can be this host's name and resolve to loopback, which others cannot reach. */
@@ -12854,7 +12856,7 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
       (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0 /* listeners */,
                                    begin + CDDP__JOIN_WAIT_S);
     }
-    if (now > begin + CDDP__JOIN_WAIT_S / 2) /* it has waited long: not again soon */
+    if (now > begin + CDDP__JOIN_WAIT_S / 2) /* a long wait: the next calls do not wait */
       joins->wait_end = now + 10 * (now - begin);
     joins->pause_end = now + 10 * (cddp__thread_seconds() - cpu_begin); /* 10 times its work */
   }
@@ -12973,7 +12975,7 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
   const cddp__rank_info *own = &job->table.info;
   const char *blocked = search->blocked.s;
   bool alive = search->count > 0; /* a rank listens, or below: a process holds a rank's name */
-  bool has_master = job->port != 0; /* it also asks at MASTER_ADDR; false: on this host only */
+  bool has_master = job->port != 0; /* the search includes MASTER_ADDR; false: only this host */
   /* The job has answered this process before: only ranks of its model count, and are in `calls`. */
   bool has_model = job->table.lead.model.params != 0;
   double now = cddp__now(), gone_s = cddp__job_gone_s(job, search);
@@ -13698,7 +13700,8 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   size_t out_bytes, in_limit; /* bytes of a frame to send; most bytes of the one to receive */
-  int known, distance, k, n, count = hosts->count; /* the first two: see above */
+  int known, distance, n, k; /* known, distance: as above; n: number of hosts in a frame */
+  int count = hosts->count;
   cddp_result r = CDDP_OK;
   /* In the first turn: this host's headers and shares. */
   out_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__GOES_OUT);
@@ -13706,8 +13709,8 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
     for (distance = known; distance < count && distance < known * CDDP__DIRECT_HOSTS;
          distance += known) {
       int to = (hosts->mine + count - distance) % count, from = (hosts->mine + distance) % count;
-      n = known < count - distance ? known : count - distance; /* hosts in this frame */
-      in_limit = 0; /* bytes of their headers and longest shares */
+      n = known < count - distance ? known : count - distance; /* the last frame can have fewer */
+      in_limit = 0; /* bytes of the n hosts' headers and longest shares */
       for (k = 0; k < n; k++)
         in_limit += (size_t)hosts->group_hosts[(from + k) % count].size *
                     (CDDP__HEADER_BYTES + g->staging_size);
