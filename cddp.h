@@ -14627,7 +14627,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   size_t bytes = call->count * call->esize;
   bool eager = bytes <= CDDP__EAGER_MAX, to_self = call->root == g->rank, lost = false;
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i = 0; /* the request's index. A short message uses request 0 without a scan, if it is free */
+  int i = 0; /* the request's index. A short message uses request 0 without a scan, if 0 is free */
   pthread_mutex_lock(&g->p2p.lock);
   if (!eager || !cddp__reclaim_send(cddp__send_at(g, 0 /* index */)))
     i = cddp__scan_sends(g, call->root, bytes);
@@ -14636,7 +14636,7 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
     request = cddp__send_at(g, i);
     if (!eager && !to_self) /* the receiver can read the caller's buffer, if it is shared */
       request->u.ref = cddp__ref_of(g->host, call->send, bytes);
-    request->staged = eager || to_self /* it must not wait for this rank's receive */ ||
+    request->staged = eager || to_self /* else this rank would wait for its own receive */ ||
                       request->u.ref.kind == CDDP__REF_NONE /* private memory */;
     r = CDDP_OK;
     if (bytes <= sizeof request->u.bytes) cddp__copy(request->u.bytes, call->send, bytes);
@@ -14941,7 +14941,7 @@ static bool cddp__peer_is_lost(cddp_work *work) {
   int p, peer = work->call.root;
   char text[CDDP__ERROR_MAX];
   cddp__connection *link;
-  if (cddp__now() < work->next_look) return false; /* a look costs system calls */
+  if (cddp__now() < work->next_look) return false; /* looks once in 1 ms: each costs system calls */
   work->next_look = cddp__now() + 1e-3;
   memcpy(text, cddp__error_text, sizeof text); /* cddp__ensure_link can overwrite it */
   if (g->hosts != NULL) {
@@ -14953,7 +14953,7 @@ static bool cddp__peer_is_lost(cddp_work *work) {
     pthread_mutex_unlock(&g->p2p.lock);
   }
   memcpy(cddp__error_text, text, sizeof text);
-  return cddp__lost_peer(work) >= 0 && !cddp__message_ready(work) /* it came before the end */;
+  return cddp__lost_peer(work) >= 0 && !cddp__message_ready(work) /* no message before the end */;
 }
 
 /* Waits until cddp__message_ready, at most `limit` seconds (0: one look); CDDP__NO_LIMIT: until the
@@ -15010,7 +15010,7 @@ static cddp_result cddp__start_send(cddp_work *work, bool waits) {
   bool here = g->host_index[work->call.root] >= 0, fits = false;
   bool eager = work->call.count * work->call.esize <= CDDP__EAGER_MAX;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && !(here && eager)) /* a short one: cddp__post_send checks, after the post */
+  if (r == CDDP_OK && !(here && eager)) /* short and here: cddp__post_send checks later */
     r = cddp__check_peer(work);
   if (r != CDDP_OK) return r;
   if (here) {
@@ -15308,7 +15308,7 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *c
       size_t at = (size_t)p * call->count + begin; /* rank p's share begins at p * count */
       r = cddp__mpi_reduce(g, call, send + at * call->esize,
                            (char *)call->recv + begin * call->esize, n,
-                           one_buffer ? call->root : p /* root: gets its share's sum */);
+                           one_buffer ? call->root : p /* only rank p gets this sum */);
     }
   }
   return r;
@@ -15354,7 +15354,7 @@ static void cddp__mpi_abandon(cddp_group *g) {
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
                        CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST, /* early: does not break g */
                        cddp__textf("%s " CDDP__EXITED, cddp__name_rank(g, g->rank).s).s);
-    cddp__wait_begin(&w, 1 /* s, for peers that do not read */);
+    cddp__wait_begin(&w, 1 /* s: peers that do not read must not block the exit */);
     do {
       if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue; /* held by another thread: retries */
       unsent = cddp__hosts_send_queued(g);
@@ -15364,7 +15364,7 @@ static void cddp__mpi_abandon(cddp_group *g) {
     } while (unsent > 0 && cddp__wait_pause(&w));
   }
   cddp__compare_swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN, CDDP__SLOT_DEAD);
-  cddp__wake_all(g); /* ranks that wait for this one see its state */
+  cddp__wake_all(g); /* ranks that wait for this rank see DEAD, and fail */
 }
 
 /* MPI_Finalize calls this, as it deletes MPI_COMM_SELF's attribute before it waits for ranks. */
@@ -15418,7 +15418,7 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
    stays. */
 static void cddp__mpi_leave(cddp_group *g) {
   struct cddp__mpi **at;
-  int finalized = 1; /* then MPI must not be called anymore */
+  int finalized = 1; /* 1: MPI is finalized, or cannot tell: it must not be called */
   pthread_mutex_lock(&cddp__mpi_lock);
   for (at = &cddp__mpi_groups; *at != g->mpi; at = &(*at)->next) {}
   *at = g->mpi->next;
@@ -15574,7 +15574,7 @@ static void cddp__engine_run(cddp__engine *engine) {
 static bool cddp__engine_run_held(cddp__engine *engine) {
   if (!cddp__compare_swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
-  /* Ended. A thread that counts itself in `waiters` just now may get no signal: it polls. */
+  /* Ended. A thread that counts itself in `waiters` just now may get no signal: so it polls. */
   cddp__store32(&engine->own_state, CDDP__OWN_LENT);
   if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
     return true; /* no thread waits, and no operation is queued behind it */
@@ -15945,7 +15945,7 @@ static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
    replaces the time of the last period. */
 static void cddp__end_chunk_timing(cddp__copy_timing *timing, size_t bytes) {
   uint32_t n = timing->chunks % CDDP__TIMING_RUNS; /* timed chunks before, with this kind of copy */
-  double *least = &timing->seconds[cddp__uses_nontemporal(timing)]; /* that kind's */
+  double *least = &timing->seconds[cddp__uses_nontemporal(timing)]; /* of the same kind of copy */
   double took = timing->clock / (double)bytes; /* seconds per byte, if the chunk was timed */
   if (cddp__is_timed(timing) && (n == 2 || (n > 2 && took < *least))) *least = took;
   timing->chunks++;
@@ -16004,7 +16004,7 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
              cddp__out_bytes(call, (int)p, chunk->begin, chunk->n));
     return CDDP_OK;
   }
-  if (cddp__is_sliced(g, call, chunk)) { /* leaves out this rank's own slice: only it reads that */
+  if (cddp__is_sliced(g, call, chunk)) { /* leaves out this rank's slice: no peer reads that */
     cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
     begin *= call->esize, end *= call->esize; /* of the slice, now in bytes */
     cddp__copy_by(space, from, begin, nontemporal);
@@ -16192,7 +16192,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
     return CDDP_OK;
   }
   for (p = 0; p < g->size; p++, space += apart)
-    srcs[p] = p == g->rank ? call->send /* faster: its header can be in a peer's cache */ : space;
+    srcs[p] = p == g->rank ? call->send /* faster: `space` can be in a peer's cache */ : space;
   cddp__reduce(call->recv, srcs, g->size, call->count, (cddp_dtype)call->dtype, (cddp_op)call->op);
   if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
@@ -16267,8 +16267,8 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
   const cddp__ref *theirs;
   cddp__chunk first = cddp__chunk_at(g, call, 0);
-  bool direct = true; /* all buffers that are read are shared */
-  bool written = true; /* all ranks that send have staged their first chunk */
+  bool direct = true; /* all buffers that other ranks read are shared, so far */
+  bool written = true; /* all ranks that send have staged their first chunk, so far */
   cddp_result r = CDDP_OK;
   int p;
   /* UNUSED or NONE: no rank reads this rank's buffer directly, but some may read it staged. */
@@ -16277,14 +16277,14 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     theirs = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
-    g->buffers[p] = NULL; /* unless this rank can use it */
+    g->buffers[p] = NULL; /* until its address here is known */
     if (theirs->kind == CDDP__REF_NONE) { /* p's buffer is private: do others need it? */
       direct = direct && !cddp__is_read(call, p);
     } else if (theirs->kind != CDDP__REF_UNUSED) {
       written = written && !cddp__is_read(call, p); /* p has an address, so it has staged nothing */
       if (p == g->rank) /* needs no mapping */
         g->buffers[p] = (void *)(uintptr_t)call->send;
-      else if (direct) { /* so far; else mapping it would be useless */
+      else if (direct) { /* else the call runs staged, and needs no mapping */
         r = cddp__map_ref(g->host, theirs, &g->buffers[p]);
         if (r != CDDP_OK) r = cddp__break(g, r);
       }
@@ -16885,7 +16885,7 @@ static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n
       cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here);
     } else {
       cddp__arena_free(g->host, p);
-      memset(ref, 0, sizeof *ref); /* CDDP__REF_NONE tells the others */
+      memset(ref, 0, sizeof *ref); /* CDDP__REF_NONE tells the other ranks of the failure */
     }
   }
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0 /* count */, ref, sizeof *ref);
@@ -16959,7 +16959,7 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__add32(&g->block->left, 1); /* the block can be freed from here on */
   if (g->block_ref.kind == CDDP__REF_NONE) { /* the job's first group: its block is no extent */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
-    if (host->record != NULL) host->record->left = 1; /* this process ends in good order */
+    if (host->record != NULL) host->record->left = 1; /* for cddptrace: the rank has not crashed */
     host->slots = NULL; /* waits in other groups no longer publish here */
     if (!host->one_process || g->size == 1) /* else all threads use this mapping */
       munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
@@ -17028,7 +17028,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   }
   (void)cddp__end_access(g, CDDP_OK);
   r = cddp__agree(g, built); /* all ranks get the failure of one */
-  if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* its leaders connect */
+  if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts' leaders connect */
     r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0 /* no payload */);
   if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank /* key: the same order */);
   if (*out != NULL && r != CDDP_OK) { /* built, but this or another rank failed later */
@@ -17153,7 +17153,7 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
   int fd = -1; /* the memfd of the job's ranks on this host; -1: there are none */
   int world_size = host->size; /* max(WORLD_SIZE, RANK + 1): cddp__init */
   cddp_result r;
-  host->joined = true; /* cddp__world_group reads it */
+  host->joined = true; /* so cddp__world_group makes a group without other ranks */
   r = cddp__join_find(host, &fd); /* fills the table */
   if (r == CDDP_OK && fd >= 0) r = cddp__join_memory(host, fd, table->local_size);
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
@@ -17168,7 +17168,7 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
   if (table->job != 0) /* 0: the job has no flight recorder */
     r = cddp__record_open(&host->record, table->job, config->rank, world_size,
                           table->record_number);
-  if (r == CDDP_OK && host->arena.fd >= 0) { /* its index follows those of the first group */
+  if (r == CDDP_OK && host->arena.fd >= 0) { /* numbered behind the first group's ranks */
     host->size = table->local_size;
     host->index = host->arena.window;
   }
@@ -17198,7 +17198,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (config.init_method[0] != 0)
     r = cddp__job_info_create(host, &config);
   if (r == CDDP_OK && host->one_process && host->job_info != NULL) { /* processes can join */
-    cddp__hold_name(host->job_info); /* shows them that the job lives */
+    cddp__hold_name(host->job_info); /* shows joining processes that the job lives */
     cddp__share_for_joins(host); /* creates the memfd */
   }
   if (r == CDDP_OK)
@@ -17208,7 +17208,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   /* Still open in a job of one rank, which does not listen. A process uses CDDP_LISTEN_FD once. */
   if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   cddp__close_fd(&config.listen_fd);
-  cddp__host_release(host); /* frees it if there is no group, which would have a reference */
+  cddp__host_release(host); /* frees the host if no group was built: a group has a reference */
   if (r == CDDP_OK && !config.joins) { /* in a joining process no other rank is in g */
     cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
     cddp__store32(&g->block->cores, (uint32_t)host->cores);
@@ -17594,7 +17594,7 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
 static double cddp__sgd_scalar(const cddp__update *update, double x) {
   float y = cddp__round_odd(x); /* not (float)x: with `narrow` x would be rounded twice */
   uint16_t rounded;
-  if (!cddp__dtype_half(update->dtype)) return x; /* the loops round it to their type */
+  if (!cddp__dtype_half(update->dtype)) return x; /* the loops round x to f32 or f64 */
   update->loops[update->dtype].narrow(&rounded, (cddp__f32 *)&y, 1); /* to half, and back: */
   update->loops[update->dtype].widen((cddp__f32 *)&y, &rounded, 1);
   return (double)y;
@@ -17691,7 +17691,7 @@ static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *upda
   s->eps = d->eps;
   s->maximize = d->maximize != 0;
   s->amsgrad = d->amsgrad != 0;
-  if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop; /* it knows two states */
+  if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop; /* has no third state */
 }
 
 static void cddp__adamw_block(const cddp__update *update, void *weights, const void *gradient,
@@ -17740,7 +17740,7 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
   for (k = 0; k < optim->state_count; k++) {
     char *address = (char *)state[k * stride];
     if (!cddp__is_master(optim, k)) u.states[k] = address;
-    else if (cddp__has_state(optim, k, i)) u.master = address; /* else it has none: f32 or f64 */
+    else if (cddp__has_state(optim, k, i)) u.master = address; /* else i has none: f32 or f64 */
   }
   optim->algorithm->begin(optim, i, &u);
   return u;
@@ -17944,7 +17944,7 @@ static void cddp__step_sparse(cddp_optim *optim, int i, const cddp__sparse *spar
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
   bool all_rows = optim->state_count > 0; /* momentum changes rows without a gradient too */
-  bool has_gradient; /* this row */
+  bool has_gradient; /* `row` is in the mean */
   size_t k = 0, row; /* index of the next row of the mean; index of the row in the parameter */
   /* Visits each row of the parameter, or (!all_rows) each row of the mean. */
   for (row = 0; all_rows ? row < sparse->rows : k < sparse->mean.n; row++, k += has_gradient) {
@@ -17980,7 +17980,8 @@ static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
   if (n == 0) return CDDP_OK; /* this rank keeps no part of i */
   for (k = 0; k < optim->state_count; k++) {
     void **state = cddp__state_of(optim, k, i);
-    if (*state != NULL /* it exists */ || !cddp__has_state(optim, k, i)) continue;
+    if (*state != NULL /* not missing */ || !cddp__has_state(optim, k, i) /* f32: no master */)
+      continue;
     if (bytes < 4 * CDDP__HUGE_PAGE /* small */ ||
         posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0 /* no such memory */)
       *state = cddp__malloc(NULL /* allocator: malloc */, bytes); /* sets the text if it fails */
@@ -18081,7 +18082,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
               "ddp in cddp_sgd_desc"
             : NULL;
     if (cddp__optim_skips(optim, i)) continue; /* `wrong` does not matter */
-    if (sparse) CDDP__TRY(cddp__check_rows(optim, i)); /* returns its failure */
+    if (sparse) CDDP__TRY(cddp__check_rows(optim, i)); /* no weight has changed so far */
     if (wrong != NULL)
       return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(optim->params, i).s, wrong);
     r = cddp__ensure_states(optim, i);
@@ -18104,7 +18105,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
 /* On a device the gradients allocated by a cddp_ddp are contiguous, in its arena: one launch zeroes
    them all. */
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
-  const cddp_ddp *d; /* its arena is zeroed; NULL: each gradient is */
+  const cddp_ddp *d; /* the model with the arena to zero; NULL: on a CPU, or no desc.ddp */
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   d = optim->backend->on_device ? optim->desc.ddp : NULL;
