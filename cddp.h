@@ -1852,7 +1852,8 @@ typedef struct cddp__logged_call {
     uint64_t count;
   } what;
   uint64_t hash; /* of `what` of this call and all before it */
-  char site[96]; /* text of the call site, cut: an entry has 128 bytes; "": unknown */
+  char site[96]; /* text of the call site, cut to this size so that an entry has 128 bytes; "": not
+                    known */
 } cddp__logged_call;
 #define CDDP__CALL_LOG 64 /* a rank's latest calls that a group keeps; a power of two */
 #define CDDP__COUNTED_PEERS 64 /* of messages on device memory, those between ranks below this are
@@ -1931,12 +1932,12 @@ typedef struct cddp__control_block {
                                                none, ranks need no system call to wake them */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0: not broken; else a cddp_result | the index of the
                                              slot with the text << 8 */
-  cddp__atomic_u32 left; /* number of the host's ranks that have left the group, or whose processes
-                            have ended (cddp__leave_for_ended) */
+  cddp__atomic_u32 left; /* number of the host's ranks that have left the group, or that have ended
+                            and are counted by another rank (cddp__leave_for_ended) */
   cddp__atomic_u32 generation; /* number of the block that has this memory now. If it changes, the
                                   earlier block was freed */
-  cddp__atomic_u32 size; /* the group's ranks on the host: when `left` is this number, the block is
-                            freed; 0: the block is being made, or is the first group's */
+  cddp__atomic_u32 size; /* number of the group's ranks on the host: when `left` reaches it, the
+                            block is freed. 0: the block is being made, or is the first group's */
   cddp__atomic_u32 staging; /* bytes of a staging buffer: the choice of the host's first rank, since
                                ranks can find different caches */
   cddp__atomic_u32 cores; /* number that all ranks of the host together can use; until that is
@@ -2190,7 +2191,7 @@ struct cddp_work {
 CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_work) - 8,
                     "cddp__work_init clears the fields before the text: it must be the last");
 
-/* Runs the asynchronous operations of a group in order: on a thread of its own, which the first one
+/* Runs the asynchronous operations of a group in order: on its own thread, which the first of them
    starts, or on a thread that waits. lock guards all fields except the atomic ones, thread and
    started. */
 typedef struct cddp__engine {
@@ -2300,7 +2301,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
                                places in them where a slice begins */
   cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* [kind][0] small chunks, [kind][1] large ones */
 
-  /* Operations in flight. Each has a lock of its own. */
+  /* Operations in flight. Each of the two has its own lock. */
   cddp__engine engine;
   cddp__p2p p2p;
 
@@ -3365,7 +3366,7 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
    waiting thread. Times are of cddp__now. */
 typedef struct cddp__wait {
   double deadline; /* when the wait fails */
-  double since; /* when the wait began, or last made progress */
+  double since; /* when the wait began, or the caller last saw progress: back-off starts from it */
   double now; /* when the clock was last read */
   double next_check; /* when the caller next checks whether the awaited rank has ended */
   int yields; /* number left before the first sleep; the caller sets it */
@@ -3444,6 +3445,7 @@ static const char *cddp__size_advice(int e) {
      2. Start, end and result are added later, unless a newer operation has reused the entry.
    Any thread can record. Without CDDP_RECORD each entry point only tests a NULL pointer. */
 
+/* Bytes of the file: a header, and a ring of records. */
 #define CDDP__RECORD_BYTES (sizeof(cddp_record_header) + CDDP_RECORDS * sizeof(cddp_record))
 
 static int64_t cddp__nanoseconds(clockid_t clock) { /* the clock's time */
@@ -3726,7 +3728,7 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
      caller: PROOF, MAC(caller's label, ...)    called: ACCEPT, MAC(called end's label, ...)
    Fresh nonces make a recording of an earlier connection useless. The labels name the end and the
    purpose: a proof is valid in one place only. A stranger receives a nonce and nothing to test
-   guesses on. Later data on the connection is neither encrypted nor signed.
+   guesses on. Later data on the connection is not encrypted or signed.
    Instead of an answer the called end can send REFUSAL and a letter:
      S  this end requires a secret          N  this end has no secret
      W  the secrets differ                  D  this end has no file descriptor left
@@ -3764,7 +3766,8 @@ typedef struct cddp__challenge {
   size_t covered_size; /* bytes of `covered`: both nonces and the context */
   unsigned char in[CDDP__TAG_SIZE + CDDP__NONCE_SIZE]; /* a tag, then a nonce or a proof, which has
                                                           the same size */
-  unsigned char out[CDDP__TAG_SIZE + CDDP__NONCE_SIZE]; /* the same, or a REFUSAL */
+  unsigned char out[CDDP__TAG_SIZE + CDDP__NONCE_SIZE]; /* the message to send: a tag, then a nonce,
+                                                           a proof, or the letter of a REFUSAL */
   size_t in_size, out_size; /* bytes received of a message; bytes of one to send, or 0 */
 } cddp__challenge;
 
@@ -4454,7 +4457,7 @@ typedef struct cddp__buffer { /* a growing queue of bytes */
   bool failed; /* an addition failed because memory was exhausted, so the bytes are incomplete */
 } cddp__buffer;
 
-#define CDDP__BUFFER_KEEP 4096u /* most bytes that an empty buffer keeps */
+#define CDDP__BUFFER_KEEP 4096u /* most bytes that an empty buffer keeps for the next ones */
 
 static cddp__span cddp__span_of(const void *data, size_t size) {
   cddp__span s = {(const unsigned char *)data, size};
@@ -4544,8 +4547,8 @@ enum {
 };
 
 struct cddp__message { /* a received frame; its bytes follow the struct */
-  cddp__message *next;
-  int from; /* connection.rank */
+  cddp__message *next; /* in a list of its owner */
+  int from; /* connection.rank: the sender's rank in the group; -1: not a group's link */
   cddp__frame_head head;
 };
 
@@ -4582,7 +4585,8 @@ struct cddp__connection {
   size_t got; /* bytes read of the hello, or of the next frame: of in_head, then of its body */
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
   cddp__frame_head in_head; /* of the next frame; valid if got >= sizeof in_head */
-  cddp__message *message; /* the incoming frame; NULL: none, or a piece */
+  cddp__message *message; /* the frame that arrives, once its head is complete; NULL: none, or a
+                             piece, which >>hosts reads */
   cddp_work *into; /* the receive with the buffer that gets the frame's bytes; NULL: they follow
                       the struct at `message` */
   int fds[2]; /* received descriptors, closed with the connection; -1: none */
@@ -18373,7 +18377,7 @@ static cddp_result cddp__break_model(cddp_ddp *d, cddp_result r) {
   if (d->elastic != NULL && r != CDDP_INVALID_ARGUMENT && r != CDDP_MISMATCH && r != CDDP_TIMEOUT)
     r = cddp__fail_in(r, "rank %d: ", d->group->rank); /* the excepted texts name ranks already */
   r = cddp__ddp_set_cause(d, r);
-  if (d->elastic != NULL) /* whichever r is, the others get PEER_LOST, so that they regroup */
+  if (d->elastic != NULL) /* for any r the others get PEER_LOST, so that they regroup */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
   for (i = 0; i < 3; i++) { /* with NCCL one is the caller's, which can have been destroyed */
     bool in_use = groups[i] != NULL && cddp__load32(&groups[i]->left) == 0;
