@@ -18408,7 +18408,7 @@ static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *en
 /* Number of norm blocks in a range of the model, cut at multiples of CDDP__BLOCK_BYTES. Squares are
    summed by block, so that a norm depends on the model alone and not on the parts. */
 static size_t cddp__count_norm_blocks(size_t begin, size_t end) {
-  if (begin >= end) return 0;
+  if (begin >= end) return 0; /* else end - 1 is its last byte */
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
@@ -18471,7 +18471,7 @@ static void cddp__set_layout(cddp_ddp *d) {
   }
   layout->starts[CDDP__DTYPE_COUNT] = layout->dense_bytes;
   layout->bytes += slack; /* behind the last dtype; behind the others is the next one */
-  layout->slot_stride = cddp__wide_bytes(d, 0, layout->dense_bytes);
+  layout->slot_stride = cddp__wide_bytes(d, 0, layout->dense_bytes); /* f32 for f16 and bf16 */
   layout->model_bytes = layout->dense_bytes; /* elastic: sparse ones are added below */
   for (i = 0; i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
@@ -19704,8 +19704,9 @@ static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) 
   /* If `fuses`, only the squares are kept: cddp__fuse_loop computes the mean again. */
   double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* for a block, of any dtype */
   char *mean = pass->fuses ? (char *)unkept : cddp__mean_at(pass, i, at);
-  if (!pass->averaged) cddp__mean_block(pass->d, i, mean, at, n);
-  if (pass->d->desc.max_grad_norm > 0)
+  if (!pass->averaged) /* else the reduction has left the mean there */
+    cddp__mean_block(pass->d, i, mean, at, n);
+  if (pass->d->desc.max_grad_norm > 0) /* a clip follows */
     cddp__add_squares(pass->d, i, mean, at, at + n * cddp__dtype_size(pass->d->params[i].dtype));
   CDDP__POINT("elastic mean");
 }
@@ -19832,7 +19833,7 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   cddp__run_pass(pass, begin, end);
   pass->averaged = true;
-  if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
+  if (!(d->desc.max_grad_norm > 0)) return CDDP_OK; /* no clip */
   r = cddp__local_barrier(d, kind, CDDP__PHASE_NORM); /* all squares are complete */
   if (r == CDDP_OK)
     pass->clip =
@@ -20395,7 +20396,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, optim));
-  if (r != CDDP_OK || in_kernel) return r;
+  if (r != CDDP_OK || in_kernel) return r; /* in_kernel: the sums stay as they are */
   i = 0;
   while (r == CDDP_OK && cddp__next_range(d, d->layout.param_order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
@@ -20518,7 +20519,7 @@ static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_opti
   bool gathers = cddp__gathers_nodes(d);
   cddp_result r;
   *averaged = gathers || d->step.reduces_early || kind == CDDP__KIND_DDP_WAIT;
-  if (!*averaged) return CDDP_OK;
+  if (!*averaged) return CDDP_OK; /* d->memory->step reduces; *wrote keeps the caller's value */
   r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, kind, optim);
   /* Buckets end with a round; a gather, hook or cddp__scale writes without a later one. */
   *wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
@@ -20652,7 +20653,8 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
             ? d->memory->publish(d)
             : cddp__broadcast_arrays(d, d->params, d->count, CDDP__ROOT_OWNERS);
   /* On a host the ranks have zeroed the gradients while they published weights. */
-  if (r == CDDP_OK) r = cddp__end_update(d, NULL, !d->group->backend->on_device /* cleared */);
+  if (r == CDDP_OK)
+    r = cddp__end_update(d, NULL /* no optim */, !d->group->backend->on_device /* cleared */);
   if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device /* stepped */);
   d->step.scattered = r != CDDP_OK; /* after a failure the step is not completed */
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__break_model(d, r));
@@ -20684,7 +20686,7 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t mis
   if (kind == CDDP__KIND_DDP_WAIT) {
     r = cddp__finish_step(d, (int)kind, NULL /* no optim */, missing);
     /* Nothing else zeroes this rank's gradients, which the wait has made means. */
-    return r == CDDP_OK ? cddp__end_update(d, NULL, CDDP__NOT_CLEARED) : r;
+    return r == CDDP_OK ? cddp__end_update(d, NULL /* no optim */, CDDP__NOT_CLEARED) : r;
   }
   if (optim == NULL) /* the others step */
     return cddp__fail(
@@ -20745,7 +20747,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
   record = cddp__record_begin( /* + 1: cddp__ddp_meet counts the first meeting */
       d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0 /* elements */);
   if (r == CDDP_OK) /* gradients must be zero: this rank adds none */
-    r = cddp__end_update(d, NULL, CDDP__NOT_CLEARED);
+    r = cddp__end_update(d, NULL /* no optim */, CDDP__NOT_CLEARED);
   d->uneven.absent = CDDP__ABSENT_SINCE_NOW;
   while (r == CDDP_OK) { /* a step or other call of the ranks with data */
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, optim, &missing);
@@ -21035,7 +21037,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
     if (desc->sparse_rows[i] == 0) continue;
     any_sparse = true;
     d->rows.sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i]);
-    if (d->rows.sparse[i] != NULL) continue;
+    if (d->rows.sparse[i] != NULL) continue; /* else no memory */
     cddp__ddp_free(d);
     return NULL;
   }
@@ -21688,7 +21690,7 @@ static cddp_result cddp__continue_report(cddp__meeting *m, int member, bool *wai
   if (too_early) return CDDP_OK; /* its link was cut: a later call connects again */
   if (*link == NULL) /* the member can have counted this rank as lost: so this calls it */
     r = cddp__meeting_connect(m, member, &m->members[m->me], sizeof *m->members);
-  if (r == CDDP_OK && cddp__link_progress(m->net, *link))
+  if (r == CDDP_OK && cddp__link_progress(m->net, *link)) /* it is UP */
     r = cddp__check_answer(*link); /* it reads, so it also detects the link's end */
   if (r != CDDP_OK) return r;
   if (!cddp__member_link_ended(m, member, *link)) {
