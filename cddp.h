@@ -5085,7 +5085,7 @@ enum cddp__answer {
   X(COMPARE_SET, 0, 3, 0, STRING) /* key, expected, desired; answer: the key's value afterwards */ \
   X(GET, 0, 1, 0, STRING)         /* answer: the value; empty if the key is missing */ \
   X(ADD, 0, 1, 8, NUMBER)         /* tail: the amount; answer: the sum */ \
-  X(CHECK, 1, 1, 0, BYTE)         /* answer: 0 = all keys exist, 1 = one is missing */ \
+  X(CHECK, 1, 1, 0, BYTE)         /* answer: 0 = all keys exist, 1 = a key is missing */ \
   X(WAIT, 1, 1, 0, BYTE)          /* answer: 0, as soon as all keys exist */ \
   X(GETNUMKEYS, 0, 0, 0, NUMBER) \
   X(DELETE_KEY, 0, 1, 0, NUMBER)  /* answer: the number of deleted keys, 0 or 1 */ \
@@ -5483,7 +5483,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     if (cddp__buffer_size(&c->out) == 0) more = cddp__client_step(server, client);
     unsent = cddp__buffer_size(&c->out);
     if (c->state == CDDP__CONNECTION_UP) (void)cddp__connection_progress(c); /* sends the answer */
-    if (cddp__buffer_size(&c->out) < unsent && client->greeted) /* it reads the answer */
+    if (cddp__buffer_size(&c->out) < unsent && client->greeted) /* the client reads */
       c->deadline = cddp__now() + CDDP__COMMAND_S; /* before the greeting: no more time */
     if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
     more = more && cddp__buffer_size(&c->out) == 0; /* else EPOLLOUT continues */
@@ -5508,7 +5508,7 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
     got = cddp__connection_fill(c, 256 /* bytes of space */);
   else if (events & (EPOLLHUP | EPOLLERR)) /* without EPOLLIN: all input has been read */
     got = -1;
-  if (got > 0 && idle && client->greeted) /* a command begins: the time to send it */
+  if (got > 0 && idle && client->greeted) /* a command begins: sets the time for sending it */
     c->deadline = cddp__now() + CDDP__COMMAND_S;
   if (got < 0 || cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX ||
       server->buffered > CDDP__SERVER_MEMORY)
@@ -5608,7 +5608,7 @@ static void cddp__server_accept(cddp__server *server, int listener) {
       cddp__server_add_client(server, fd, !exhausted && cddp__has_spare_fd(fd));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
       cddp__sleep(0.01); /* no descriptor or memory: epoll reports this connection again */
-    if (server->spare_fd < 0) /* renews it, if a descriptor is free again */
+    if (server->spare_fd < 0) /* opens it again; stays -1 if no descriptor is free */
       server->spare_fd = fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   }
 }
@@ -6220,7 +6220,7 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
   cddp__store_file record;
   int fd;
   cddp_result r = cddp__file_store_attempt(store, options, &record, &fd);
-  if (r != CDDP_OK || fd < 0 /* this process serves */) return r;
+  if (r != CDDP_OK || fd < 0 /* this process must serve */) return r;
   cddp__store_set_key(store, record.key);
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
@@ -6278,8 +6278,8 @@ static void cddp__store_free(cddp_store *store) {
 static void cddp__store_close(cddp_store *store) {
   int i;
   if (store == NULL) return;
-  /* If the file has lost its name, the path can be another server's file. In a forked child store->
-     file is another file too (cddp__disconnect_in_forks): the child removes nothing. */
+  /* If the file has lost its name, the path can be another server's file. In a forked child the
+     descriptor is of another file (cddp__disconnect_in_forks), so the child removes nothing. */
   if (store->file >= 0 && cddp__file_has_name(store->file, store->name))
     unlink(store->name);
   if (store->server != NULL && store->server_pid == getpid()) {
@@ -6563,7 +6563,7 @@ static cddp_result cddp__check_rank_variables(bool launched) {
    another launcher has started as one of several: each would train alone. With LOCAL_RANK they are
    torchrun's or cddprun's, and count even under mpirun. */
 static cddp_result cddp__check_alone(const cddp__config *config) {
-  int i, size = 1; /* according to launcher i; 1: it sets none */
+  int i, size = 1; /* launcher i's number of processes; 1: not set */
   if (!config->launched || config->launcher != CDDP__LAUNCHER_SCRIPT || config->world_size != 1 ||
       cddp__env("LOCAL_RANK") != NULL)
     return CDDP_OK;
@@ -6578,7 +6578,7 @@ static cddp_result cddp__check_alone(const cddp__config *config) {
   return CDDP_OK;
 }
 
-/* Sets rank, world_size, launched and launcher from the environment; one process if it has nothing.
+/* Sets rank, world_size, launched and launcher from the environment; one process if it sets none.
    RANK or WORLD_SIZE must not contradict another launcher. */
 static cddp_result cddp__env_ranks(cddp__config *config) {
   const cddp__launcher *script = cddp__launchers /* its first entry, CDDP__LAUNCHER_SCRIPT */,
@@ -6627,7 +6627,7 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
   size_t n = 0 /* characters in out */, length /* of the next part of the name */;
   while (*list != 0 && *list != ',') {
     bool bracket = *list == '[';
-    list += bracket; /* skips it */
+    list += bracket; /* skips the '[' */
     length = bracket ? strspn(list, "0123456789") : strcspn(list, "[],");
     if (length == 0 || n + length >= capacity) return false;
     memcpy(out + n, list, length);
@@ -6685,7 +6685,7 @@ static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   int fd = -1, listening = 0;
   cddp_result r = cddp__env_int("CDDP_LISTEN_FD", 0, INT_MAX, &fd);
   if (r != CDDP_OK || fd < 0 /* unset */ || config->rank != 0 ||
-      cddp__load32(&cddp__listen_fd_user) == (uint32_t)getpid() /* has used it */)
+      cddp__load32(&cddp__listen_fd_user) == (uint32_t)getpid() /* used already */)
     return r;
   config->listen_fd_lost = getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) != 0 ||
                            !listening || !cddp__local_address(fd, &bound) ||
@@ -6770,7 +6770,7 @@ static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
     host = node[0] != 0 ? node : NULL;
   }
   if (port == 0) port = cddp__derive_port(config);
-  if ((host == NULL || port == 0) && script) /* cddp__discover ignores it if there is one rank */
+  if ((host == NULL || port == 0) && script) /* ignored by cddp__discover for one rank */
     return CDDP__REFUSE("%s set but %s is not: set MASTER_ADDR to rank 0's host and MASTER_PORT "
                         "to a free port there, the same for all ranks",
                         config->launched ? "RANK and WORLD_SIZE are" : "desc.world_size is",
@@ -6938,7 +6938,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
                         cddp__cut(method, 128).s, sizeof config->init_method - 1);
   r = cddp__discover_address(config, method, key);
   cddp__discover_secret(config, desc->secret); /* reads what cddp__env_master has set */
-  /* One rank needs no address: without one, processes cannot join it. */
+  /* One rank needs no address. If it has none, no process can join it. */
   return config->world_size > 1 || config->joins ? r : CDDP_OK;
 }
 
@@ -6997,7 +6997,7 @@ enum cddp__extent_use {
 };
 
 typedef struct cddp__extent {
-  struct cddp__segment *segment; /* of which it is a part */
+  struct cddp__segment *segment; /* that contains this extent */
   enum cddp__extent_use use;
   bool quarantined; /* never allocated again: cddp__arena_quarantine */
   uint32_t block_generation; /* that of freed_after when this was set: it changes when the block is
@@ -7085,7 +7085,7 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   return fcntl(host->arena.fd, F_SETLK /* does not wait */, &lock) == 0;
 }
 
-/* Whether the process with this window, which is another one, holds the lock of its life byte: it
+/* Whether the process with this window (not this process) holds the lock of its life byte: it
    lives. (F_GETLK ignores the caller's own locks.) If the program has closed the memfd: false. */
 static bool cddp__life_byte_is_locked(const cddp__host *host, int window) {
   struct flock lock;
@@ -7250,7 +7250,7 @@ static cddp__extent *cddp__extent_of(const cddp__host *host, const void *p) {
   cddp__segment *segment = cddp__segment_find(&host->arena.own, (uintptr_t)p, &index);
   if (segment == NULL) return NULL;
   offset = (size_t)((const char *)p - segment->address);
-  if (offset >= segment->size) return NULL; /* p is behind it */
+  if (offset >= segment->size) return NULL; /* p is behind the segment */
   return segment->extents + offset / segment->extent_size;
 }
 
@@ -7297,7 +7297,7 @@ static void cddp__pending_remove(cddp__host *host, cddp__extent *extent) {
   extent->previous->next = extent->next;
   extent->next->previous = extent->previous;
   if (host->arena.pending == extent)
-    host->arena.pending = extent->next != extent ? extent->next : NULL /* no other is left */;
+    host->arena.pending = extent->next != extent ? extent->next : NULL /* now empty */;
   extent->freed_after = NULL;
 }
 
@@ -7549,7 +7549,7 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
   if (ref->kind == CDDP__REF_POINTER) return CDDP_OK; /* base is the address itself */
   pthread_mutex_lock(&host->lock);
   segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
-  if (segment != NULL && segment->base != ref->base) segment = NULL; /* another, before it */
+  if (segment != NULL && segment->base != ref->base) segment = NULL; /* one that begins before */
   for (i = 0; segment == NULL && i < host->arena.own.count; i++) /* or a buffer of this rank */
     if (host->arena.own.list[i]->base == ref->base) segment = host->arena.own.list[i];
   if (segment == NULL) {
@@ -7607,12 +7607,12 @@ static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   uint64_t mine[CDDP__PROCESSORS / 64], bits, old; /* old: 64 bits of `all` */
   int allowed = host->container_cores, n = 0, i; /* n: processors in `all` */
   memset(mine, 0, sizeof mine);
-  (void)syscall(SYS_sched_getaffinity, 0 /* this thread */, sizeof mine, mine); /* else zeros */
+  (void)syscall(SYS_sched_getaffinity, 0 /* this thread */, sizeof mine, mine); /* fails: zeros */
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
     for (bits = mine[i]; bits != 0; bits &= bits - 1) /* keeps the first `allowed` processors */
       if (--allowed < 0) mine[i] &= ~(bits & -bits); /* clears the lowest of `bits` */
     old = cddp__load64(&all[i]);
-    while ((mine[i] & ~old) != 0) { /* until this rank's are in it: other ranks add theirs */
+    while ((mine[i] & ~old) != 0) { /* until `all` has them: other ranks change it too */
       (void)cddp__compare_swap64(&all[i], old, old | mine[i]);
       old = cddp__load64(&all[i]);
     }
@@ -7695,7 +7695,7 @@ static void cddp__find_processes(cddp__host *host) {
   }
 }
 
-/* Makes p a member of this rank's model: from now on no process frees p's memory, as this one holds
+/* Makes p a member of this rank's model: from now on no process frees p's memory, as this rank has
    a shared lock on p's use byte. */
 static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   p->member = true;
@@ -7911,7 +7911,7 @@ static cddp_result cddp__create_memfd(cddp__host *host, uint64_t window_min) {
 
 /* As cddp__take_memfd, in a process that joins a job that has begun with local_size ranks here.
    Also takes the next window: locks its life byte before others can know its number, and only then
-   counts the join. So others never take it for a process that has ended. */
+   counts the join. So others never conclude that this process has ended. */
 static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   size_t page = cddp__page_size();
   uint32_t joins; /* processes that have joined before */
