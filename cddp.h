@@ -22974,7 +22974,9 @@ static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint6
     owner[i] = -1; /* as yet no rank has its sum */
     for (k = 0; k < d->step.active_count; k++) {
       cddp__rank_report *report = cddp__rank_report_at(d, table, k);
-      if (report->reductions == next && cddp__report_sums(d, report)[i] != 0) owner[i] = k;
+      if (report->reductions == next /* its sums are of `next` */ &&
+          cddp__report_sums(d, report)[i] != 0)
+        owner[i] = k;
     }
     missing += owner[i] < 0; /* to be computed */
   }
@@ -22994,7 +22996,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
     report = cddp__rank_report_at(d, table, k);
     elastic->member_of_rank[k] = report->head.self.number;
     d->step.active[k] = k;
-    if (report->head.joining == 0 &&
+    if (report->head.joining == 0 /* it has weights */ &&
         (from == NULL || report->reductions > from->reductions ||
          (report->reductions == from->reductions && report->has_mean > from->has_mean)))
       from = report;
@@ -23003,7 +23005,7 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
   if (from != NULL && from->has_mean == 0) /* then no member with the most reductions has it */
     for (k = 0; k < ranks; k++) {
       report = cddp__rank_report_at(d, table, k);
-      if (report->head.joining == 0 && report->reductions < from->reductions)
+      if (report->head.joining == 0 && report->reductions < from->reductions /* lacks it */)
         elastic->repeats = true;
     }
   next = (from != NULL ? from->reductions : 0) - elastic->repeats; /* the reduction to make */
@@ -23250,7 +23252,7 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
     pass.clip = clip;
     cddp__run_pass(&pass, begin, end);
   }
-  for (k = 0; k < d->count; k++)
+  for (k = 0; k < d->count; k++) /* the passes have stepped the dense parameters */
     if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(optim, k))
       cddp__step_sparse(optim, k, d->rows.sparse[k]);
   return cddp__end_update(d, optim, CDDP__NOT_CLEARED);
@@ -23801,6 +23803,7 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
 
 #define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
 #define CDDP__DIMS_MAX 64 /* of a tensor, as in PyTorch and NumPy */
+#define CDDP__NAME_CUT 60 /* most bytes of a name in an error text, which contains more */
 
 typedef struct cddp__st_type {
   char name[12];
@@ -23898,7 +23901,7 @@ static bool cddp__json_item(cddp__json *json, const char *brackets, size_t n, co
 }
 
 static bool cddp__json_hex(cddp__json *json, uint32_t *v) { /* false: not four digits */
-  char digits[5] = {0};
+  char digits[5] = {0}; /* four, and a NUL for strtoul */
   if (strspn(json->at, "0123456789abcdefABCDEF") < 4) return false;
   memcpy(digits, json->at, 4);
   *v = (uint32_t)strtoul(digits, NULL, 16);
@@ -24035,7 +24038,8 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
     if (k == 3)
       cddp__json_fail(
-          json, cddp__textf("\"%s\" is not a field of a tensor", cddp__cut(key, 60).s).s);
+          json,
+          cddp__textf("\"%s\" is not a field of a tensor", cddp__cut(key, CDDP__NAME_CUT).s).s);
     if ((seen & 1u << k) != 0) cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
     if (k == 0) { /* dtype */
       type = cddp__st_find_type(cddp__json_string(json));
@@ -24054,7 +24058,8 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
     json->result = cddp__fail(CDDP_IO,
                               "tensor \"%s\" takes %" PRIu64 " bytes by its shape, but "
                               "its data_offsets are %" PRIu64 " and %" PRIu64,
-                              cddp__cut(name, 60).s, tensor->bytes, offsets[0], offsets[1]);
+                              cddp__cut(name, CDDP__NAME_CUT).s, tensor->bytes, offsets[0],
+                              offsets[1]);
   tensor->name = name;
   tensor->type = type->name;
   tensor->dtype = cddp__st_dtype(type);
@@ -24100,7 +24105,7 @@ static cddp_result cddp__st_check_offsets(cddp_safetensors *file) {
     if (tensor->begin != at)
       return cddp__fail(CDDP_IO,
                         "tensor \"%s\" begins at byte %" PRIu64 " of the data, %s byte %" PRIu64,
-                        cddp__cut(tensor->name, 60).s, tensor->begin,
+                        cddp__cut(tensor->name, CDDP__NAME_CUT).s, tensor->begin,
                         tensor->begin < at ? "inside another one that ends at"
                                            : "but no tensor contains the bytes from",
                         at);
@@ -24173,10 +24178,10 @@ static cddp_result cddp__st_parse(cddp_safetensors *file) {
     file->by_name[i].tensor = &file->tensors[i];
   }
   if ((twice = cddp__st_sort_names(file->by_name, file->count, sizeof *file->by_name)) != NULL)
-    return cddp__fail(CDDP_IO, "two tensors are named \"%s\"", cddp__cut(twice, 60).s);
+    return cddp__fail(CDDP_IO, "two tensors are named \"%s\"", cddp__cut(twice, CDDP__NAME_CUT).s);
   twice = cddp__st_sort_names(file->metadata, file->metadata_count, sizeof *file->metadata);
   if (twice == NULL) return CDDP_OK;
-  return cddp__fail(CDDP_IO, "the metadata has \"%s\" twice", cddp__cut(twice, 60).s);
+  return cddp__fail(CDDP_IO, "the metadata has \"%s\" twice", cddp__cut(twice, CDDP__NAME_CUT).s);
 }
 
 /* The size of the JSON of a file with file_bytes bytes, from its first 8 bytes. */
@@ -24557,7 +24562,8 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   for (i = 0; i < ckpt->count; i++) {
     const cddp_param *p = &ckpt->params[i];
     const cddp_shape *shape = desc->shapes != NULL ? &desc->shapes[i] : NULL;
-    if (p->count > 0 && cddp__on_device(ckpt->g, p->data)) ckpt->has_device_memory = true;
+    if (p->count > 0 /* else no data */ && cddp__on_device(ckpt->g, p->data))
+      ckpt->has_device_memory = true;
     if (shape == NULL || shape->dims == 0 /* none given */) continue;
     if (shape->dims < -1 /* -1: a scalar */ || shape->dims > 8)
       return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, shape->dims);
@@ -24589,6 +24595,7 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
     return CDDP__REFUSE("metadata is NULL or metadata_count negative");
   for (i = 0; i < desc->metadata_count; i++) {
     const cddp_metadata *m = &desc->metadata[i];
+    /* cddp_load sets the value, and can also be asked for keys of cddp's own */
     if (m->key == NULL || (saves && (m->value == NULL || strncmp(m->key, "cddp.", 5) == 0)))
       return CDDP__REFUSE(
           "metadata %d, \"%s\", has no key or no value, or begins with cddp., which is reserved", i,
@@ -24950,7 +24957,7 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
   cddp_dtype dtype = item->dtype;
   bool converts = tensor->dtype >= 0 /* a cddp_dtype */ &&
                   cddp__dtype_trains((cddp_dtype)tensor->dtype) && cddp__dtype_trains(dtype);
-  cddp__text name = cddp__cut(tensor->name, 60);
+  cddp__text name = cddp__cut(tensor->name, CDDP__NAME_CUT);
   if (tensor->count != item->count)
     return CDDP__REFUSE("\"%s\" has %" PRIu64 " elements in the file, the parameter has %zu",
                         name.s, tensor->count, item->count);
@@ -25007,14 +25014,15 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     }
     item->file_tensor = tensor;
   }
-  for (i = 0; r == CDDP_OK && !partial && i < ckpt->file->count; i++)
-    /* without an optimizer the caller need not load the file's optimizer states */
-    if (!matched[i] &&
-        (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
-      r = CDDP__REFUSE(
-          "the file has a tensor \"%s\", which is not among the parameters%s; set "
-          "partial to ignore it", cddp__cut(ckpt->file->tensors[i].name, 60).s,
-          optim != NULL ? " or this optimizer's states" : "");
+  if (!partial)
+    for (i = 0; r == CDDP_OK && i < ckpt->file->count; i++)
+      /* without an optimizer the caller need not load the file's optimizer states */
+      if (!matched[i] &&
+          (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
+        r = CDDP__REFUSE(
+            "the file has a tensor \"%s\", which is not among the parameters%s; set "
+            "partial to ignore it", cddp__cut(ckpt->file->tensors[i].name, CDDP__NAME_CUT).s,
+            optim != NULL ? " or this optimizer's states" : "");
   cddp__free(ckpt->allocator, matched);
   return r;
 }
@@ -25568,7 +25576,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     if (!known || status == 0 || !none_before) continue; /* no failure, or a later one */
     /* of several failures in this call: the first one, or the first by a signal */
     if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
-    if (job->elastic && (job->succeeded || cddp__spawn_continues(job))) {
+    if (job->elastic && (job->succeeded /* no failure counts */ || cddp__spawn_continues(job))) {
       child->pid = -1; /* cddp__wait_children forks it again, or not if the job has succeeded */
       continue;
     }
@@ -26200,7 +26208,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *work, bool *done) {
   CDDP__CHECK(work != NULL && done != NULL, "the work or done is NULL");
   /* the group of an outlived work has been left: the work has ended, and `done` must not read it */
   *done = cddp__work_outlived(work) || (work->group->backend->done)(work);
-  if (*done && cddp__has_received(work)) cddp__last_source = work->from;
+  if (*done && cddp__has_received(work)) cddp__last_source = work->from; /* for cddp_source */
   return CDDP_OK;
 }
 
