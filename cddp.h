@@ -20110,7 +20110,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   const cddp_group *g;
   cddp__tensor *tensor;
   cddp__host *host;
-  bool noted, twice;
+  bool noted, twice; /* called under no_sync; or for the second time in this step */
   cddp_result r = CDDP_OK;
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(param >= 0 && param < d->count, "param is %d; it must be from 0 to %d", param,
@@ -20125,7 +20125,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
      has changed: the caller can repeat the call. */
   if (!d->no_sync && (r = d->memory->enter(d)) != CDDP_OK) return r;
   pthread_mutex_lock(&d->lock);
-  noted = d->no_sync; /* it counts in a later step only */
+  noted = d->no_sync; /* the gradient grows until a later call counts */
   twice = !noted && tensor->ready;
   if (noted) tensor->noted = true;
   else if (!twice) {
@@ -20143,8 +20143,8 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   /* Writes an event to the flight recorder, under d->comm; a joining process has none yet. */
   g = d->comm != NULL ? d->comm : d->group;
   cddp__record_finish(
-      g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* dtype, op, root */), CDDP_OK);
-  if (noted) return CDDP_OK;
+      g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* no dtype, op, root */), CDDP_OK);
+  if (noted) return CDDP_OK; /* not reduced in this step */
   /* Without the lock, so that threads copy at the same time. */
   if ((r = cddp__copy_gradient(d, param)) != CDDP_OK) return cddp__break_model(d, r);
   pthread_mutex_lock(&d->lock);
@@ -20196,7 +20196,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   const cddp_allocator *a = &g->host->allocator;
   cddp__text here = cddp__describe_current_call(g);
   size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k; /* n: numbers of an optimizer */
-  size_t at = n; /* the lowest that differs */
+  size_t at = n; /* index of the first number that differs, on any rank */
   cddp__difference own = {(double)n /* none differs */, 0}, *all; /* all: [ranks] */
   double *mine, *theirs; /* this rank's numbers, those of `first` */
   int p, differing = 0; /* ranks that have another number `at` than `first` */
@@ -21359,7 +21359,8 @@ static unsigned char *cddp__ended_of(const cddp__meeting *m, cddp__report *repor
 static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capacity, size_t bytes) {
   cddp__host *host = g->host;
   const cddp_allocator *allocator = &host->allocator;
-  bool has_secret = host->job_info != NULL && host->job_info->secret[0] != 0;
+  bool has_secret = /* job_info NULL: no process can join */
+      host->job_info != NULL && host->job_info->secret[0] != 0;
   const char *secret = has_secret ? host->job_info->secret : NULL;
   size_t n = (size_t)capacity, link_count = n + CDDP__JOIN_REQUESTS;
   m->group = g;
@@ -21368,7 +21369,7 @@ static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capaci
   m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t)); /* aligned in a table */
   m->self_joining = host->joined; /* until cddp__send_snapshot */
   m->me = host->joined ? capacity /* no number yet */ : g->rank;
-  m->unreachable = -1;
+  m->unreachable = -1; /* none */
   m->members = (cddp__member *)cddp__calloc( /* one block: the other arrays follow */
       allocator, 1, (n + 1) * (sizeof *m->members + sizeof *m->cuts + sizeof *m->ended) +
                         link_count * (sizeof *m->links + sizeof *m->reports));
