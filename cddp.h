@@ -2001,7 +2001,8 @@ struct cddp__join_listeners {
   int fd; /* for processes of this host; -1: no elastic model, or listening has failed */
   int tcp_fd; /* for those of other hosts; -1: one host, no port to use, or another rank listens */
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
-  struct cddp__connection *spare; /* memory for the next accepted connection, or NULL */
+  struct cddp__connection *spare; /* memory for the next accepted connection, allocated before it is
+                                     accepted; NULL: none yet */
   double pause_end; /* until then joining processes are not served, so that they take at most a
                        tenth of the time of training */
   double wait_end; /* until then cddp__join_serve does not wait for messages of joining processes,
@@ -2011,23 +2012,25 @@ struct cddp__join_listeners {
 /* The ranks of one host, which share memory, as one of them sees them. Created by cddp_init or
    cddp_run_threads; used by the group and its sub-groups. */
 typedef struct cddp__host {
-  cddp_allocator allocator;
-  cddp_logger logger;
+  cddp_allocator allocator; /* the program's; no functions: libc's */
+  cddp_logger logger; /* the program's; log NULL: no messages */
   pthread_mutex_t lock; /* of fields with "lock" or "host.lock", and of the arena */
-  int refs; /* in `lead`: number of groups that use lead or one of its siblings; lead's lock */
+  int refs; /* in `lead`: references to lead and its siblings: one for each group, and one for each
+               function that creates a host, until it returns; lead's lock */
   struct cddp__host *lead; /* this host; if ranks are threads: rank 0's, which counts for all */
   struct cddp__host *sibling; /* if ranks are threads: the next rank's host, freed with `lead`;
                                  NULL: the last */
   cddp__arena arena;
-  struct cddp__net *net; /* NULL: no other hosts */
-  cddp_record_header *record; /* the flight recorder; NULL: off */
+  struct cddp__net *net; /* the other hosts; NULL: the job has one host */
+  cddp_record_header *record; /* the flight recorder's file, mapped; NULL: no CDDP_RECORD */
   char name[72]; /* MACHINE, or MACHINE/CDDP_HOST_ID, for texts: cddp__name_host */
   int cores; /* usable by all ranks together; before the rendezvous by this rank */
   int container_cores; /* number that this rank's container can use; INT_MAX: no limit */
   /* The ranks. */
-  bool one_process; /* this process has all ranks (threads, or one alone), so there is no memfd */
+  bool one_process; /* this process has all ranks: threads, or one that no process can join. So
+                       there is no memfd */
   int size, index; /* number of ranks of the job's first group on this host; this rank's index */
-  cddp__process *ranks; /* [size] these ranks */
+  cddp__process *ranks; /* [size] the processes of these ranks */
   cddp__process *others; /* processes that joined, until their memory is freed: a list; lock */
   uint32_t joins_seen; /* number of joined processes that are, or were, in `others`; less
                           than block.joins: a process has joined since */
@@ -2035,7 +2038,7 @@ typedef struct cddp__host {
   uint64_t started_before; /* ticks since boot, at a time when all ranks ran: a process that began
                               later is no rank, though it can have a dead rank's pid */
   /* The rendezvous and joins. */
-  bool joined; /* this process joined with CDDP_JOIN */
+  bool joined; /* this process joined with CDDP_JOIN, so its first group has one rank */
   bool elastic; /* this rank has an elastic model */
   struct cddp__job_info *job_info; /* addresses and secret of the job (>>rendezvous); NULL: it has
                                       no init_method, so no process can join */
@@ -2602,14 +2605,15 @@ typedef struct cddp__net {
   unsigned char *token; /* [16] random number of the job or elastic model: part of each hello */
   cddp__host_entry *hosts; /* [host_count]; token, hosts and ranks are one block of memory */
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
-  char *secret; /* NULL: none */
+  char *secret; /* both ends of a link prove that they know it; NULL: none, and no proof */
   int listener; /* accepts links from other ranks */
   cddp__cause loss; /* why a group broke, for notices to others; state 1: not reported any more,
                        as a round began since */
   cddp__atomic_u32 starved; /* the last accept's EMFILE, ENFILE or ENOMEM; 0: it lacked nothing */
   pthread_mutex_t lock; /* guards the fields below */
   cddp__connection *incoming; /* accepted links that no group has claimed yet; newest first */
-  cddp__connection *spare; /* memory for the next accepted link, or NULL */
+  cddp__connection *spare; /* memory for the next accepted link, allocated before it is accepted;
+                              NULL: none yet */
   uint64_t left[CDDP__LEFT_GROUPS]; /* a ring: 1 + id of the groups that this rank has left last. A
                                        new link for one of them is too late, and is ended. Only
                                        even ids: a split (odd) that is unknown has been left */
