@@ -8461,7 +8461,7 @@ static const cddp__loops cddp__loops_avx512[] = {CDDP__DTYPES(CDDP__X)};
 #endif
 
 enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2, CDDP__ISA_AVX512 };
-static int cddp__isa_found; /* CDDP__ISA_*; 0: not detected yet. Tests set it */
+static int cddp__isa_found; /* CDDP__ISA_*; 0: not detected yet. Tests set another one */
 
 /* The best instruction set that the processor and the kernel support. AVX-512 is used only on
    processors with VBMI too (Ice Lake, Zen 4): older ones lower their clock for it, and lose.
@@ -8681,7 +8681,7 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
                          cddp_op op) {
   const cddp__loops *loops = &cddp__pick_loops()[dtype];
   CDDP_ASSERT(nsrcs >= 1 && nsrcs <= CDDP__MAX_RANKS);
-  if (nsrcs == 1 && dst != srcs[0] && n > 0 /* else they can be NULL */)
+  if (nsrcs == 1 && dst != srcs[0] && n > 0 /* n 0: both can be NULL */)
     memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
   if (nsrcs == 1) return;
   if (op == CDDP_SUM && nsrcs <= 4 && loops->sum != NULL) /* a shortcut for small calls */
@@ -8715,7 +8715,7 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
 static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
                        const cddp__fused_args *s, int ranks, size_t n) {
   cddp__f32 sum[256]; /* of a chunk's gradients */
-  cddp__fused_args a = *s; /* a chunk, as one rank's */
+  cddp__fused_args a = *s; /* for a chunk: as if one rank had the gradients' sum */
   const void *g[4]; /* the chunk's gradients, by rank */
   size_t m, at; /* the chunk's number of elements, first element */
   int k;
@@ -8730,7 +8730,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
       if (s->states[k] != NULL) a.states[k] = s->states[k] + at; /* NULL: not in use */
     a.gradients[0] = sum;
     a.weights[0] = s->weights[0] + at;
-    (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4 /* sources */, m, 1.0 /* a.mean scales it */);
+    (cddp__pick_loops()[CDDP_F32].sum)(sum, g, 4 /* sources */, m, 1.0 /* loop scales by a.mean */);
     (loop)(&a, 1 /* rank, which has the sum of all */, m);
     for (k = 1; k < 4; k++) memcpy(s->weights[k] + at, a.weights[0], m * sizeof *sum);
     for (k = 0; k < 4; k++) memset(s->gradients[k] + at, 0, m * sizeof *sum);
@@ -8792,7 +8792,7 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
   /* at, m: the block's first element, number of elements */
   size_t at, m, i, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
   if (to == from) { /* any type */
-    if (n > 0) memmove(dst, src, n * to_size); /* n 0: they can be NULL */
+    if (n > 0) memmove(dst, src, n * to_size); /* n 0: both can be NULL */
     return;
   }
   for (at = 0; at < n; at += m) { /* via f32, in buf if neither type is f32 */
@@ -9154,7 +9154,7 @@ static void cddp__call_bytes(const cddp_group *g, const cddp__call *call, size_t
   bool one_buffer = cddp__in_one_buffer(call);
   size_t share_bytes = call->count * call->esize;
   if (call->shares != NULL) {
-    const cddp__counted_share *last = &call->shares[g->size - 1]; /* ends both buffers */
+    const cddp__counted_share *last = &call->shares[g->size - 1]; /* the last of both buffers */
     *sent = (last->out_at + last->out) * call->esize;
     *received = (last->in_at + last->in) * call->esize;
     return;
@@ -9547,13 +9547,13 @@ static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
     bool awaits_notice, brief;
     if (cddp__load32(&peer->lost) == 0) return CDDP__IS_ALIVE; /* its connections live */
     end = cddp__end_from_error(peer->error);
-    awaits_notice = peer->error != ENOMEM /* this rank's own failure: it sends the notice */ &&
+    awaits_notice = peer->error != ENOMEM /* this rank's failure: this rank sends a notice */ &&
                     (!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause);
     brief = end == CDDP__HAS_LEFT || g->hosts->group_hosts[peer->host].size == 1;
     if (awaits_notice &&
         cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
       return CDDP__IS_ALIVE;
-    /* IS_ALIVE: the error does not show that the process has ended, but its connection has. */
+    /* IS_ALIVE: the error does not tell about the process, but its connection has ended. */
     return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED : end;
   }
   if (state == CDDP__SLOT_LEFT) return CDDP__HAS_LEFT;
@@ -9728,14 +9728,15 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 /* Breaks the group if a rank of this host that the round still needs has ended or left. */
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
-  /* A freed block can be another group's now, with its `broken`. Other kinds live as long as g. */
+  /* A freed block can be another group's now, with its `broken`. Blocks of other kinds live as long
+     as g. */
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
       cddp__load32(&g->block->generation) != g->block_generation)
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->host_index[p] < 0 /* the leader checks these */) continue;
     if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_needed(g, p)) continue; /* it had announced the round before it ended */
+    if (!cddp__rank_needed(g, p)) continue; /* p announced the round before it ended */
     return cddp__break_lost(g, p, NULL /* doing */);
   }
   return CDDP_OK;
@@ -9843,10 +9844,10 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__text call;
   if (slot == NULL) return false;
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
-  if (!cddp__works_visible(g->host) || /* wait_shown is this thread's if it was 0 */
+  if (!cddp__works_visible(g->host) || /* 0 -> 1: no other thread's wait is shown */
       !cddp__compare_swap32(&g->host->wait_shown, 0, 1))
     return false;
-  if (where == NULL) { /* then g->round is this thread's; else another can change it */
+  if (where == NULL) { /* a round: no other thread changes g->round meanwhile */
     const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
     call = cddp__describe_call(header->call, header->count, header->root);
     /* The public function that the program has called says more, if it is known. */
@@ -9974,9 +9975,9 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   memset(set, 0, (size_t)g->size * sizeof *set);
   for (p = 0; p < g->size; p++) {
     uint64_t awaits = cddp__load64(&cddp__slot_of(g, p)->awaits);
-    uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + its rank */
+    uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + rank; 0: none */
     if (cddp__has_announced(g, p)) continue; /* not late */
-    if (g->host_index[p] < 0) /* set already: a rank of this host awaits it */
+    if (g->host_index[p] < 0) /* set[p] is true already if a rank of this host awaits p */
       set[p] = set[p] || (all_hosts && cddp__load32(cddp__remote_arrival_of(g, p)) != g->round);
     else if (awaited != 0 && now_ms - at_ms < CDDP__AWAITS_MS)
       set[awaited - 1] = true;
