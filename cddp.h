@@ -10638,7 +10638,7 @@ static void cddp__link_close(cddp__connection *c) {
 /* Sends the waiting bytes of links (NULL entries: none), at most until the deadline. */
 static void cddp__links_flush_until(const cddp__net *n, cddp__connection *const *links,
                                     size_t count, double deadline) {
-  bool unsent; /* a link that lives has bytes to send */
+  bool unsent; /* a link that has not ended has bytes to send */
   size_t i;
   do {
     unsent = false;
@@ -10684,7 +10684,7 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
   unsigned char body[CDDP__NOTICE_BYTES];
   char saved[CDDP__ERROR_MAX]; /* the error text, which failed connections change */
   double batch_s = 0.3; /* limit of the first batch; of later ones 0.1: hosts can be silent */
-  size_t count; /* of links in the batch */
+  size_t count; /* number of links in the batch */
   int p = 0; /* the next rank */
   memcpy(saved, cddp__error_text, sizeof saved);
   memset(body, 0, sizeof body); /* the proof also covers the bytes behind the text */
@@ -10714,7 +10714,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   cddp__text list;
   int p;
   if (cddp__exchange32(&g->block->arrivals_sent, round) == round)
-    return; /* a rank of this host has sent it */
+    return; /* a rank of this host has sent the list of this round */
   for (p = 0; p < g->size; p++)
     arrived[p] =
         g->host_index[p] >= 0 && cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
@@ -10983,7 +10983,7 @@ typedef struct cddp__join_table {
   int several_hosts; /* 1: the job began on several, and a rank of each listens at MASTER_PORT */
 } cddp__join_table;
 
-/* What a rank knows of its job. The secret's text follows the struct. */
+/* A rank's data about its job, also for joins. The secret's text follows the struct. */
 typedef struct cddp__job_info {
   cddp__join_table table; /* info: this process's own; the rest is sent to joining processes, or
                              was received by this one */
@@ -11023,7 +11023,7 @@ typedef struct cddp__channel { /* a connection to the parent or a child */
 
 typedef struct cddp__root_search { /* how a coordinator finds the root */
   int fds[CDDP__ADDRESSES_MAX]; /* on rank 0 and the root: sockets that listen for coordinators */
-  int fd_count; /* of fds */
+  int fd_count; /* number of sockets in `fds` */
   char key[160]; /* in the launcher's store: RUN/meeting */
   cddp_store *store; /* the launcher's, or the file of file://, which rank 0 locks; NULL: the job
                         has neither, or the store is not open */
@@ -11272,14 +11272,14 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     uint32_t peer[3] = {0, 0, 0} /* pid, uid, gid */, pid; /* pid: the holder's */
     bool ended; /* the holder has */
     int fd, error = cddp__listen_address(&a, &job->rank_claim_fd);
-    if (error == 0) return CDDP_OK;
+    if (error == 0) return CDDP_OK; /* bound: this rank is claimed */
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(rdv, error, "bind of an abstract Unix socket");
     for (k = 0; k < CDDP__NODE_HASHES; k++)
       if (cddp__load32(&cddp__node_hashes[k]) == job->node_hash)
         return CDDP_OK; /* a rank of this process's previous group can still hold it */
     error = cddp__connect_address(&a, rdv->deadline, &fd);
-    if (error == 0) (void)cddp__peer_process(fd, peer);
+    if (error == 0) (void)cddp__peer_process(fd, peer); /* on failure `peer` stays 0 */
     if (error == 0) (void)!send(fd, CDDP__CLAIM, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     pid = peer[0]; /* 0: not known */
     ended = error != 0 /* none listens */ || /* or the holder does not exist, or is a zombie: */
@@ -11512,7 +11512,7 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
                                            bool wide, int *fd, int *port) {
   struct sockaddr_in6 all;
   cddp__address a = *at;
-  int count; /* of sockets: always 1 */
+  int count; /* number of sockets, for cddp__listen_all: always 1 */
   cddp_result r = CDDP_NETWORK; /* no socket yet */
   cddp__address_set_port(&a, 0); /* any, or one of CDDP_PORTS */
   if (wide && !cddp__one_host(rdv->config) && cddp__env("CDDP_IFNAME") == NULL) {
@@ -11787,7 +11787,7 @@ static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__a
 
 /* Seconds after which a port of another host counts as blocked. */
 static double cddp__blocked_s(const cddp__rendezvous *rdv) {
-  double third = rdv->config->timeout_s / 3;
+  double third = rdv->config->timeout_s / 3; /* so that the error comes before the deadline */
   return third < CDDP__BLOCKED_S ? third : CDDP__BLOCKED_S;
 }
 
@@ -12053,7 +12053,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   if (rdv->with_rank_0) {
     r = cddp__publish_root(rdv);
   } else {
-    /* CHECK first: servers differ in what they answer to GET if the key is missing. */
+    /* CHECK first: to GET of a missing key, servers give different answers. */
     q = cddp__request_of(CDDP__STORE_CHECK, &key, 1);
     r = cddp__store_run(root->store, &q);
     found = r == CDDP_OK && q.number == 0; /* no key is missing */
@@ -12408,7 +12408,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   cddp__address a;
   cddp__text listener;
   socklen_t size = sizeof(int); /* of `error` */
-  int n = 0 /* of links */, i, p, error;
+  int n = 0 /* number of links */, i, p, error; /* p: a rank; error: an errno, 0: connected */
   cddp_result r = CDDP_OK;
   /* Connects to all at the same time, and sends nothing, so NOTICE has no effect. */
   for (i = 1; i < net->size && n < MOST_PORTS; i++) {
@@ -12423,7 +12423,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
     const cddp__rank_entry *peer = &net->ranks[link->peer];
     error = link->state == CDDP__CONNECTION_ENDED ? link->error : 0;
     if (r == CDDP_OK && error == 0 && cddp__wait_fd(link->fd, POLLOUT, deadline) != CDDP_OK)
-      error = ETIMEDOUT; /* neither connected nor refused */
+      error = ETIMEDOUT; /* the connection is still being made */
     if (r == CDDP_OK && error == 0) (void)getsockopt(link->fd, SOL_SOCKET, SO_ERROR, &error, &size);
     while (r == CDDP_OK && error == ECONNREFUSED && cddp__now() < refused_end)
       r = cddp__poll_channels(rdv, refused_end); /* if that rank has died, FAIL arrives */
@@ -12521,7 +12521,7 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
     double until = rdv->deadline + 0.5; /* a client's deadline, the latest of all: see `late` */
     bool late, mismatch, alone; /* alone: this rank has no proven parent */
     bool complete; /* this rank is the root, and all ranks have registered */
-    if (up->fd < 0 && rdv->node_socket < 0) /* neither client nor coordinator yet */
+    if (up->fd < 0 && rdv->node_socket < 0) /* this rank is not a client or a coordinator yet */
       r = cddp__connect_node(rdv);
     alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
     if (r == CDDP_OK && !alone) r = cddp__inform_parent(rdv);
@@ -12853,7 +12853,7 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
   cddp__connection *waiting[32]; /* calls with a proof that has just begun */
   double begin = cddp__now(), cpu_begin = cddp__thread_seconds(), now;
   bool few; /* few descriptors are left */
-  int n; /* calls in `waiting` */
+  int n; /* number of calls in `waiting` */
   if (pthread_mutex_trylock(&joins->lock) != 0) return; /* another thread serves */
   if ((joins->fd >= 0 || joins->tcp_fd >= 0) && begin >= joins->pause_end) {
     for (;;) {
@@ -12874,7 +12874,7 @@ static void cddp__join_serve(cddp__host *host, bool waits) {
 
 typedef struct cddp__join_search { /* a joining process's search for its job */
   cddp__connection *calls; /* [CDDP__JOIN_CALLS] .peer: a rank of this host; -1 - i: addresses[i] */
-  int count; /* of calls */
+  int count; /* number of entries of `calls` in use */
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of MASTER_ADDR */
   int address_count;
   double next_resolve; /* when to resolve MASTER_ADDR again */
@@ -12916,7 +12916,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     if (error != 0) continue; /* no rank listens there, or not now */
     search->count++;
     cddp__connection_begin(c, &host->allocator, fd, CDDP__END_CALLER);
-    /* local: accepts the job's memfd; not if this process has one of its own already */
+    /* local: the connection accepts the job's memfd. Not if this process has a memfd already. */
     c->local = rank >= 0 && host->arena.fd < 0;
     c->peer = rank;
     r = cddp__connection_begin_proof(c, job->secret, "join", NULL, 0 /* context */);
@@ -13642,7 +13642,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
     late = cddp__move_frames(g, due_step, &moved, &r);
     pthread_mutex_unlock(&g->p2p.lock);
     /* Of the other errors, such as CDDP_OUT_OF_MEMORY, the next pass connects again. */
-    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK;
+    r = r == CDDP_SYSTEM /* no socket */ ? cddp__break(g, r) : CDDP_OK;
     if (late < 0 || moved || r != CDDP_OK) continue; /* the loop ends, or tries again immediately */
     if (cddp__wait_yields_spent(&w))
       r = cddp__await_frames(g, &w, late, events);
