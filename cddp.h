@@ -19433,7 +19433,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   void *mine = NULL, *states;
   cddp__ref ref;
   unsigned char payload[sizeof ref + 8]; /* the reference, and a hash of optim->steps */
-  cddp__text here = cddp__describe_current_call(g); /* for the error text */
+  cddp__text here = cddp__describe_current_call(g); /* before the round below replaces the call */
   cddp_result r;
   int owner = 0, k, i; /* owner: the first rank on this host, which allocates */
   memset(&ref, 0, sizeof ref); /* kind NONE */
@@ -20148,7 +20148,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   /* Writes an event to the flight recorder, under d->comm; a joining process has none yet. */
   g = d->comm != NULL ? d->comm : d->group;
   cddp__record_finish(
-      g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* no dtype, op, root */), CDDP_OK);
+      g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* dtype, op, root */), CDDP_OK);
   if (noted) return CDDP_OK; /* not reduced in this step */
   /* Without the lock, so that threads copy at the same time. */
   if ((r = cddp__copy_gradient(d, param)) != CDDP_OK) return cddp__break_model(d, r);
@@ -20199,7 +20199,7 @@ typedef struct cddp__difference {
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, int first) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  cddp__text here = cddp__describe_current_call(g);
+  cddp__text here = cddp__describe_current_call(g); /* before the rounds below replace the call */
   size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k; /* n: numbers of an optimizer */
   size_t at = n; /* index of the first number that differs, on any rank */
   cddp__difference own = {(double)n /* none differs */, 0}, *all; /* all: [ranks] */
@@ -20215,9 +20215,9 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
     memcpy(mine, &optim->desc, CDDP__SETTING_COUNT * sizeof *mine);
     memcpy(mine + CDDP__SETTING_COUNT, optim->desc.lr_scales, /* weight_decays follow */
            (n - CDDP__SETTING_COUNT) * sizeof *mine);
-    mine[CDDP__SETTING_SHARED] = optim->shared_by != NULL;
+    mine[CDDP__SETTING_SHARED] = optim->shared_by != NULL; /* 0 in desc: set only to compare */
   }
-  if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
+  if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine); /* the broadcast sends `theirs` */
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
   k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* an absent rank gets the others' lr */
   while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++; /* equal bits */
@@ -20720,7 +20720,8 @@ static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
           CDDP_MISMATCH, "one of the ranks %d and %d called ddp_join with a cddp_optim, the other "
           "without: pass that of the training loop on all ranks, or NULL on all", d->group->rank,
           p);
-  if (optim != NULL) cddp__set_lr(optim, cddp__step_header_of(d, last).lr);
+  if (optim != NULL) /* rank `last` ran its schedule longest */
+    cddp__set_lr(optim, cddp__step_header_of(d, last).lr);
   r = cddp__catch_up(d, optim, last);
   if (r == CDDP_OK)
     r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, last);
@@ -21005,7 +21006,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   double first = desc->first_bucket_mb > 0   ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap : 1; /* MiB; 1 as in PyTorch */
   cddp_ddp none, *d; /* none: only for counting the bytes of the arrays */
-  bool any_sparse = false, joins = g->host->joined && desc->elastic;
+  bool any_sparse = false;
+  bool joins = g->host->joined && desc->elastic; /* a running job's model */
   int i;
   d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1,
                                sizeof *d + cddp__ddp_arrays(&none, NULL, g, count, desc));
@@ -21039,7 +21041,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   pthread_mutex_init(&d->lock, NULL);
   for (i = 0; i < g->size; i++) d->step.active[d->step.active_count++] = i; /* until a meeting */
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
-    if (desc->sparse_rows[i] == 0) continue;
+    if (desc->sparse_rows[i] == 0) continue; /* dense */
     any_sparse = true;
     d->rows.sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i]);
     if (d->rows.sparse[i] != NULL) continue; /* else no memory */
@@ -21090,7 +21092,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
   if (d->desc.elastic && clash != NULL)
     return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
                       clash);
-  if (d->desc.shards == 0) return CDDP_OK;
+  if (d->desc.shards == 0) return CDDP_OK; /* one shard a rank: nothing to check */
   if (d->desc.shards < g->size && !(g->host->joined && d->desc.elastic)) /* that g is not the job */
     return CDDP__REFUSE(
         "shards in cddp_ddp_desc is %d, but the group has %d ranks; each rank needs at least one",
@@ -21110,7 +21112,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
     const cddp__tensor *tensor = &d->tensors[i];
     cddp_partition *part = &d->partitions[d->partition_count]; /* the next free entry */
     size_t esize = cddp__dtype_size(d->params[i].dtype);
-    if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL)
+    if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL) /* dense */
       d->params[i].grad = d->arena + tensor->arena_offset;
     if (tensor->begin >= tensor->end) continue; /* no part of it is this rank's */
     part->param = i;
@@ -21166,7 +21168,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp__set_layout(d);
   if ((r = cddp__agree(d->control, (d->memory->alloc)(d) /* the arena */)) != CDDP_OK) return r;
   cddp__set_rank_addresses(d, d->me, d->arena); /* all that a device or a joining process maps */
-  if (!joins && !g->backend->on_device) {
+  if (!joins && !g->backend->on_device) { /* maps the arenas of this host's ranks */
     r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->layout.arena_bytes,
                             arenas);
     if (r != CDDP_OK) return r;
@@ -21722,7 +21724,7 @@ static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
     for (p = missing = 0; p < m->capacity; p++) {
       if (p == m->me || m->members[p].life == 0 /* lost, or no member */) continue;
       if ((r = cddp__continue_report(m, p, &waits)) != CDDP_OK) return r;
-      if (waits && missing++ == 0) late = p;
+      if (waits && missing++ == 0) late = p; /* the first */
     }
     if (missing == 0) return CDDP_OK;
     if (cddp__now() > deadline)
@@ -21804,7 +21806,7 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
       (cddp__message *)cddp__malloc(&net->allocator, sizeof *all + (size_t)m->capacity * bytes);
   if (all == NULL) return CDDP_OUT_OF_MEMORY;
   for (all->head.size = 0, p = 0; p < m->capacity; p++) {
-    if (reports[p] == NULL) continue;
+    if (reports[p] == NULL) continue; /* lost, or no member */
     cddp__report_at(m, reports[p], 0)->table_id = table_id;
     memcpy((char *)(all + 1) + all->head.size, reports[p] + 1, bytes);
     all->head.size += bytes;
@@ -21938,7 +21940,7 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__leader_info *lead = &host->job_info->table.lead;
   cddp__join_table table; /* of another rank: only `lead` is valid here */
   cddp_result r = CDDP_OK;
-  int memfd = -1;
+  int memfd = -1; /* from the answer; not needed */
   if (lead->self.life == 0) { /* an earlier call has used the answer: asks again */
     r = cddp__find_job(host, deadline, &memfd, &table);
     cddp__close_fd(&memfd); /* cddp_init has mapped the memory */
@@ -22084,7 +22086,8 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
     CDDP__POINT("elastic go");
     (void)cddp__link_progress(m->net, m->links[p]);
   }
-  if (r == CDDP_OK && !leads) all = cddp__await_confirmation(m, m->leader, deadline);
+  if (r == CDDP_OK && !leads) /* the leader's answer says whether all have confirmed */
+    all = cddp__await_confirmation(m, m->leader, deadline);
   cddp__drop_all_links(m);
   if (r != CDDP_OK) return r;
   if (!all) return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
