@@ -22319,7 +22319,8 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
    later step, once that rank's process has ended. */
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
-  cddp__lost_block lost = {g->block, g->block_generation, elastic->updates}, *list = NULL;
+  cddp__lost_block lost = {g->block, g->block_generation, elastic->updates};
+  cddp__lost_block *list = NULL; /* lost_blocks, larger by one; NULL: the block is not listed */
   if (g->block_ref.kind == CDDP__REF_EXTENT) /* else, between threads, it is never freed */
     list = (cddp__lost_block *)cddp__grow_array(
         &d->group->host->allocator, elastic->lost_blocks, &elastic->lost_capacity,
@@ -22797,10 +22798,10 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
       pthread_mutex_lock(&groups[i]->p2p.lock);
       for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
         int member = d->elastic->member_of_rank[link->rank];
-        unsigned char *ended = &d->elastic->meeting.ended[member], unused;
+        unsigned char *ended = &d->elastic->meeting.ended[member], peeked;
         ssize_t got = 1; /* recv's result. > 0: open, with bytes; also if the link is not UP */
         if (link->state == CDDP__CONNECTION_UP) /* it can have ended since the last poll */
-          got = recv(link->fd, &unused, 1 /* byte */, MSG_PEEK | MSG_DONTWAIT);
+          got = recv(link->fd, &peeked, 1 /* byte */, MSG_PEEK | MSG_DONTWAIT);
         if (got == 0) /* closed */
           cddp__connection_end(link, 0 /* error */);
         else if (got < 0 && errno != EAGAIN /* EAGAIN: open, no bytes */)
@@ -22951,6 +22952,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   }
   elastic->one_host = elastic->own != NULL && g->hosts == NULL;
   d->me = g->rank;
+  /* this rank's memory; cddp__map_sums sets the addresses of the others' */
   cddp__set_gradient_addresses(d, d->me, d->arena);
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
@@ -23308,7 +23310,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
 static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
   const cddp__snapshot *job = &d->snapshot;
   int i;
-  for (i = CDDP__SETTING_FIXED; i <= CDDP__SETTING_COUNT; i++)
+  for (i = CDDP__SETTING_FIXED; i <= CDDP__SETTING_COUNT /* weight_decay */; i++)
     if (mine->settings[i] != job->settings[i])
       return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: %s is %s on rank %d, %s in the job",
                         i < CDDP__SETTING_COUNT ? cddp__setting_names[i] : "weight_decay",
@@ -24020,7 +24022,8 @@ static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *e
   }
   *elements = n;
   *bytes = n * (uint64_t)bits / 8;
-  return n <= UINT64_MAX / (uint64_t)bits /* *bytes is right */ && n * (uint64_t)bits % 8 == 0;
+  return n <= UINT64_MAX / (uint64_t)bits /* else n * bits overflows */ &&
+         n * (uint64_t)bits % 8 == 0 /* whole bytes */;
 }
 
 /* "[2,3]". 8 dims, the most in a file that is written, fit; in error texts more can be cut off. */
@@ -24848,7 +24851,7 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
       if (ckpt->partitioned) item->data = ckpt->whole; /* cddp__save_items gathers it */
       if (item->data == NULL) continue; /* not created yet */
     }
-    ckpt->items[n++] = *item;
+    ckpt->items[n++] = *item; /* keeps it */
   }
   ckpt->item_count = n;
 }
@@ -25647,7 +25650,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
     cddp__reap_children(job);
     for (i = 0; i < job->n; i++) {
       if (job->children[i].pid >= 0) continue; /* only -1 is to be forked again */
-      job->children[i].pid = 0;
+      job->children[i].pid = 0; /* ended, unless it is forked below */
       if (job->next_signal != 0 /* the job has failed */ || job->alive == 0 /* none to join */ ||
           job->succeeded /* training is complete */ || job->restarts == 0 /* none left */)
         continue;
@@ -25717,6 +25720,7 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   job.elastic = elastic;
   job.restarts = restarts;
   job.parent = getpid();
+  /* memory of both arrays */
   job.fds = (struct pollfd *)calloc((size_t)nprocs + 1, sizeof *job.fds + sizeof *job.children);
   if (job.fds == NULL)
     return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
