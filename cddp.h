@@ -11097,7 +11097,7 @@ static uint64_t cddp__host_identity(void) {
    can be about the endpoint. */
 static void cddp__append_origin(const cddp__config *config, cddp_result r) {
   bool about_endpoint = r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH;
-  if (config->port_origin == NULL || !about_endpoint) return;
+  if (config->port_origin == NULL /* the caller's init_method */ || !about_endpoint) return;
   if (config->port != 0)
     cddp__append(
         cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
@@ -11870,7 +11870,7 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
   /* A store or a file has the address of the root's own port: there it surely listens. */
   bool port_blocked = root->store != NULL && error != 0;
   cddp_result r = CDDP_NETWORK;
-  if (error == EMFILE || error == ENFILE)
+  if (error == EMFILE || error == ENFILE) /* this process lacks a descriptor: no more tries */
     return cddp__fail_descriptors(rdv, error, "connection to another host");
   if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) { /* the proof failed */
     r = cddp__fail_refused(&rdv->parent.connection, cddp__describe_address(&at).s);
@@ -12190,7 +12190,7 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   int fd;
   cddp_result r = cddp__store_new(&root->store, &o);
   if (r == CDDP_OK) r = cddp__file_store_attempt(root->store, &o, &record, &fd);
-  while (r == CDDP_NETWORK && cddp__now() < rdv->deadline) {
+  while (r == CDDP_NETWORK /* locked */ && cddp__now() < rdv->deadline) {
     cddp__sleep(0.01); /* another process holds the lock: a reader, or rank 0 of another job */
     r = cddp__file_store_attempt(root->store, &o, &record, &fd);
   }
@@ -12271,7 +12271,8 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   root->pause = 0.002; /* s, at first: it doubles */
   /* The first look is delayed: if rank 0 registers with this coordinator first, none is needed. */
   root->next_look = cddp__now() + 0.002;
-  if (!config->client_only && rdv->job->endpoint_here && cddp__env("CDDP_HOST_ID") == NULL)
+  if (!config->client_only && rdv->job->endpoint_here &&
+      cddp__env("CDDP_HOST_ID") == NULL /* else this host can have several nodes */)
     root->next_look = /* later: this host has rank 0's address, so this node probably has it */
         cddp__earlier_deadline(0.1 + 4e-3 /* s, to start a rank */ * config->world_size,
                                cddp__now() + config->timeout_s / 8);
@@ -12547,7 +12548,8 @@ static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
       r = cddp__try_root(rdv);
   }
   if (r == CDDP_OK) r = cddp__use_table(rdv);
-  if (r == CDDP_OK && rdv->node_socket >= 0 && rdv->net->host_count > 1) r = cddp__check_ports(rdv);
+  if (r == CDDP_OK && rdv->node_socket >= 0 /* a coordinator */ && rdv->net->host_count > 1)
+    r = cddp__check_ports(rdv);
   return r;
 }
 
@@ -13043,6 +13045,7 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
       r = cddp__connections_poll(&host->allocator, polled, (size_t)search.count,
                                  NULL, 0 /* listeners */,
                                  cddp__earlier_deadline(0.1 /* s */, deadline));
+    /* Backwards, since a call that has ended is replaced by the last one. */
     for (i = search.count; i-- > 0 && r == CDDP_OK && !answered;) {
       if (polled[i]->ready) {
         r = cddp__join_receive(host->job_info, polled[i], fd, table);
@@ -13755,7 +13758,8 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
     r = cddp__wait_word(g, &g->block->arrivals, g->arrive_target + (uint32_t)g->local_size - 1);
   for (i = 0; i < g->local_size; i++) {
     cddp__op_header *header = cddp__op_header_of(g, cddp__rank_on(hosts, hosts->mine, i), g->round);
-    if (r == CDDP_OK && !g->oversubscribed) r = cddp__wait_word(g, &header->seq, g->round);
+    if (r == CDDP_OK && !g->oversubscribed /* else all are here: waited for above */)
+      r = cddp__wait_word(g, &header->seq, g->round);
     if (r != CDDP_OK) return r;
     memcpy(cddp__header_in(hosts, hosts->mine, i), header, CDDP__HEADER_BYTES); /* to be sent */
   }
@@ -14055,7 +14059,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   size_t begin, n, bytes; /* the piece: offset in the chunk, elements; bytes of its frame */
   int i, p, me = g->rank;
   const char *at;
-  if (k < 0 || k >= f->pieces) return;
+  if (k < 0 || k >= f->pieces) return; /* at the begin or end of the flow: no such piece */
   f->sums = f->out + (size_t)(k % CDDP__SUM_AREAS) * f->out_bytes; /* start of the piece's area */
   for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size; /* each rank begins with another peer */
