@@ -1855,7 +1855,7 @@ typedef struct cddp__logged_call {
   char site[96]; /* text of the call site, cut to this size so that an entry has 128 bytes; "": not
                     known */
 } cddp__logged_call;
-#define CDDP__CALL_LOG 64 /* a rank's latest calls that a group keeps; a power of two */
+#define CDDP__CALL_LOG 64 /* entries of a call_log: a rank's latest calls; a power of two */
 #define CDDP__COUNTED_PEERS 64 /* of messages on device memory, those between ranks below this are
                                   counted: slot.sent */
 
@@ -2181,7 +2181,7 @@ struct cddp_work {
   /* Messages. p2p.lock */
   int send; /* send: index of the request with the address of the caller's buffer; -1: a copy */
   int from; /* receive: the message's sender; with CDDP_ANY the rank checked last, until done */
-  bool filling; /* receive: a link is reading the message into the buffer: no other message fits */
+  bool filling; /* receive: a link is reading a message into the buffer, so no other message may */
   double next_look; /* when cddp_test next checks if the peer has ended; no lock */
 
   /* Device memory. */
@@ -2230,7 +2230,7 @@ enum {
 
 /* How fast ranks copy chunks of one kind of collective and of similar sizes: >>collectives. */
 typedef struct cddp__copy_timing {
-  double seconds[2]; /* fewest seconds per byte by [CDDP__COPY_CACHED], [CDDP__COPY_NONTEMPORAL] */
+  double seconds[2]; /* least seconds per byte so far by [CDDP__COPY_CACHED], [_NONTEMPORAL] */
   double clock; /* seconds of the chunk being timed, so far */
   uint32_t chunks; /* number of chunks so far, timed or not: decides which kind of copy is timed
                       next. The same on all ranks */
@@ -2346,7 +2346,7 @@ typedef struct cddp__tensor {
   size_t padded_bytes; /* `bytes` rounded up to cache lines; the padding in the arena stays zero */
   size_t begin, end; /* this rank updates these bytes of the model, to before `end`; end <= begin:
                         nothing */
-  size_t first_norm_block; /* index in addresses.squares of the sum of its first block */
+  size_t first_norm_block; /* index, in addresses.squares[p], of the sum of its first block */
   size_t dense_offset; /* sparse, on a device: arena offset of the mean as a dense gradient */
   bool ready; /* cddp_ddp_ready was called in this step; lock */
   bool noted; /* cddp_ddp_ready was called under no_sync since the last step; lock */
@@ -2356,7 +2356,7 @@ typedef struct cddp__tensor {
   float restored_steps; /* in a rank that joined: the parameter's step count, from the snapshot */
   const void *data; /* elastic: param.data, for cddp__elastic_set_optim in any thread */
   int bucket; /* index in plan.buckets */
-  uint32_t last_optim; /* number of the optimizer that stepped the parameter last; 0: none */
+  uint32_t last_optim; /* cddp_optim.number of the optimizer that stepped it last; 0: none */
 } cddp__tensor;
 
 /* --- elastic models --- */
@@ -2445,8 +2445,8 @@ typedef struct cddp__layout {
 /* Memory of this host's ranks, as mapped in this process. Written at creation; elastic: as groups
    and slots change. Peers write to it between cddp__begin_access and cddp__end_access. */
 typedef struct cddp__addresses {
-  char **gradients; /* [ranks][count] of each parameter */
-  char **weights; /* [ranks][count]; valid if tensor.shared */
+  char **gradients; /* [ranks][count] each rank's gradient of each parameter */
+  char **weights; /* [ranks][count] each rank's weights of each parameter; valid if tensor.shared */
   char **slots; /* [ranks] each rank's first slot for sums of shards */
   double **squares; /* [ranks] for the norm: sum of squares of each block of the rank's part */
 } cddp__addresses;
@@ -2463,7 +2463,7 @@ typedef struct cddp__plan {
   int count; /* number of buckets */
   int *sorted; /* [parameters] the memory of all buckets[].sorted */
   int next; /* the first bucket that is not launched in this step */
-  int *arrival; /* [arrived] parameters, in the order of cddp_ddp_ready */
+  int *arrival; /* [arrived] parameters, in the order of the step's cddp_ddp_ready calls */
   int arrived; /* number of parameters in `arrival` */
   bool rebuilt; /* the buckets were planned again, once, in the order of arrival */
 } cddp__plan;
@@ -2482,7 +2482,8 @@ typedef struct cddp__step {
   int present; /* active_count of the last completed step: cddp_ddp_present */
   unsigned char *used; /* [count] tensor.used, as of the last wait or step: a cddp_optim skips
                           parameters that no rank used */
-  cddp__site site; /* of the last wait or step, for texts of buckets; lock */
+  cddp__site site; /* of the last wait or step: for texts of buckets, since cddp_ddp_ready has no call
+                      site; lock */
   double norm; /* of all gradients, at the last clip in host memory; a device keeps its own */
   bool has_norm; /* `norm` is of this step: a clip has followed the last wait or step */
 } cddp__step;
@@ -2567,8 +2568,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int partition_count; /* of `partitions` */
   cddp_optim *sharing; /* a list of the optimizers whose states this host's ranks share, by next */
   cddp__elastic *elastic; /* NULL: not elastic */
-  uint32_t pairings; /* pairings with an optimizer so far: each gives that optimizer a new number */
-  uint32_t last_optim; /* number of the optimizer that made the last step; 0: none */
+  uint32_t pairings; /* number of pairings with an optimizer so far: the latest one's
+                        cddp_optim.number */
+  uint32_t last_optim; /* cddp_optim.number of the optimizer that made the last step; 0: none */
   cddp_optim *optim; /* elastic: steps the model; NULL: none yet */
   cddp__snapshot snapshot; /* in a rank that joined: the settings of the members' optimizer, with
                               which its first cddp_optim is compared */
