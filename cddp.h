@@ -18464,7 +18464,7 @@ static void cddp__set_layout(cddp_ddp *d) {
     layout->starts[dtype] = layout->dense_bytes;
     for (i = d->count - 1; i >= 0; i--) { /* as in backward, the last parameter is the first */
       cddp__tensor *tensor = &d->tensors[i];
-      if ((int)d->params[i].dtype != dtype) continue;
+      if ((int)d->params[i].dtype != dtype) continue; /* has a place among its dtype's */
       tensor->offset = layout->dense_bytes;
       tensor->arena_offset = layout->bytes;
       tensor->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
@@ -18672,7 +18672,7 @@ static cddp_result cddp__run_model_collective(cddp_ddp *d, const cddp__call *c) 
 
 /* A round of this host's ranks: returns when all of them have reached `phase`. */
 static cddp_result cddp__local_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
-  return cddp__local_round(d->control, kind, phase, 0);
+  return cddp__local_round(d->control, kind, phase, 0 /* count */);
 }
 
 /* Collective: sends arrays from root to all ranks.
@@ -18967,7 +18967,7 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
     char *grown = (char *)cddp__arena_alloc( /* peers only read packets */
         host, capacity, CDDP__EXTENT_BUFFER);
     if (grown == NULL) return CDDP_OUT_OF_MEMORY;
-    if (d->rows.bytes > 0) memcpy(grown, d->rows.packet, d->rows.bytes);
+    if (d->rows.bytes > 0) memcpy(grown, d->rows.packet, d->rows.bytes); /* 0: it can be NULL */
     cddp__arena_free(host, d->rows.packet);
     d->rows.packet = grown;
     d->rows.capacity = capacity;
@@ -19014,7 +19014,7 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   int k;
   if (all == NULL) return CDDP_OUT_OF_MEMORY;
   own = all + longest * (size_t)g->size;
-  if (d->rows.bytes > 0) memcpy(own, d->rows.packet, d->rows.bytes);
+  if (d->rows.bytes > 0) memcpy(own, d->rows.packet, d->rows.bytes); /* 0: it can be NULL */
   r = cddp__all_gather(g, own, all, longest);
   for (k = 0; k < g->size; k++) packets[k] = all + (size_t)k * longest;
   if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
@@ -19102,7 +19102,7 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
     in_arena = 0;
     for (i = 0; i < bucket->count; i++) { /* swaps those in the arena to the front */
       param = bucket->sorted[i];
-      if (d->tensors[param].storage == CDDP__STORAGE_IN_PLACE) continue;
+      if (d->tensors[param].storage == CDDP__STORAGE_IN_PLACE) continue; /* stays behind */
       bucket->sorted[i] = bucket->sorted[in_arena];
       bucket->sorted[in_arena++] = param;
     }
@@ -19533,7 +19533,7 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
                           d->group->stream);
   for (p = 0; r == CDDP_OK && p < d->group->size; p++) {
     cddp__call c;
-    if (!cddp__part_slice(d, i, d->group->size, p, &begin, &end)) continue;
+    if (!cddp__part_slice(d, i, d->group->size, p, &begin, &end)) continue; /* nothing of i */
     first = (begin - d->tensors[i].offset) / esize; /* element of the parameter */
     c = cddp__broadcast_call(
         whole + first * state_esize, (end - begin) / esize, cddp__state_type(optim, i), p);
@@ -19617,7 +19617,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
       continue;
     }
     for (p = 0; p < parts; p++) {
-      if (!cddp__part_slice(d, i, parts, p, &begin, &end)) continue;
+      if (!cddp__part_slice(d, i, parts, p, &begin, &end)) continue; /* nothing of i */
       block = cddp__norm_block_of(&d->tensors[i], begin);
       for (n = cddp__count_norm_blocks(begin, end); n > 0; n--) sum += sums[p][block++];
     }
@@ -20100,7 +20100,7 @@ static cddp_result cddp__launch_buckets(cddp_ddp *d) {
   if (is_mean) return CDDP_OK;
   while (r == CDDP_OK && d->plan.next < d->plan.count) {
     cddp__bucket_state *b = &d->plan.buckets[d->plan.next];
-    if (b->remaining > 0) break;
+    if (b->remaining > 0) break; /* not full */
     d->plan.next++;
     r = d->memory->begin_bucket(d, b);
   }
@@ -20328,7 +20328,7 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
       missing += cddp__flag_missing(d->scratch.flags[at]);
       noted = noted || d->scratch.flags[at] == CDDP__FLAG_NOTED;
     }
-    if (missing == 0) continue;
+    if (missing == 0) continue; /* ready on all ranks with data */
     any_noted = any_noted || noted;
     cddp__append(list, sizeof list, "%s\"%s\"%s", shown++ ? ", " : "",
                  cddp__param_name(d->params, i).s, noted ? " (only while no_sync was on)" : "");
@@ -20374,7 +20374,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     } else { /* other ranks used it: this rank adds zero */
       r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, tensor->offset),
                             tensor->padded_bytes, d->group->stream);
-      if (cddp__sparse_of(d, (int)i) != NULL) d->rows.sparse[i]->added.n = 0;
+      if (cddp__sparse_of(d, (int)i) != NULL) d->rows.sparse[i]->added.n = 0; /* no rows */
     }
     tensor->ready = true;
     d->plan.buckets[tensor->bucket].remaining--; /* cddp__finish_buckets starts full ones */
@@ -20510,7 +20510,8 @@ static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared
       cddp__count_step(optim, i);
       tensor->last_optim = optim->number;
     }
-    if (cddp__sparse_of(d, i) != NULL) d->rows.sparse[i]->added.n = d->rows.sparse[i]->mean.n = 0;
+    if (cddp__sparse_of(d, i) != NULL) /* the step has used up both lists of rows */
+      d->rows.sparse[i]->added.n = d->rows.sparse[i]->mean.n = 0;
     if (r == CDDP_OK && /* gradients in the caller's memory */
         (tensor->storage == CDDP__STORAGE_COPIED ||
          (tensor->storage == CDDP__STORAGE_IN_PLACE && !cleared)))
