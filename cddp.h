@@ -22752,7 +22752,7 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *optim, float *count
 static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
-  size_t bytes = elastic->meeting.report_bytes, block_bytes = 0;
+  size_t bytes = elastic->meeting.report_bytes, block_bytes = 0 /* of the largest block */;
   cddp__message *message =
       (cddp__message *)cddp__calloc(&host->allocator, 1, sizeof *message + bytes);
   cddp__rank_report *report;
@@ -23361,9 +23361,10 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   if (d->optim != NULL) d->optim->model_link = NULL; /* destroying it does not clear d->optim now */
   d->optim = optim;
   optim->model_link = &d->optim;
-  if (from->has_optim) cddp__set_lr(optim, from->settings[CDDP__SETTING_LR]);
+  if (from->has_optim) /* the first optimizer since this rank joined: gets the job's lr */
+    cddp__set_lr(optim, from->settings[CDDP__SETTING_LR]);
   from->has_optim = false;
-  if (!from->stepped) return CDDP_OK;
+  if (!from->stepped) return CDDP_OK; /* no states were received, or they have been given */
   from->stepped = false;
   (d->group->backend->free)(d->group, elastic->states);
   elastic->states = NULL;
@@ -24145,7 +24146,7 @@ static int cddp__st_by_name(const void *a, const void *b) { /* elements that beg
 static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   const char *p = (const char *)names;
   if (count > 1) qsort(names, count, size, cddp__st_by_name);
-  for (; count > 1; count--, p += size)
+  for (; count > 1; count--, p += size) /* equal names are neighbours now */
     if (cddp__st_by_name(p, p + size) == 0) return *(const char *const *)(const void *)p;
   return NULL;
 }
@@ -24304,7 +24305,8 @@ static uint64_t cddp__st_write_header(const cddp_allocator *allocator, cddp__buf
         items[i].begin, at).s);
   }
   cddp__st_add(buffer, "}");
-  while (cddp__buffer_size(buffer) % 8 != 0 && !buffer->failed) cddp__st_add(buffer, " ");
+  while (cddp__buffer_size(buffer) % 8 != 0 && !buffer->failed)
+    cddp__st_add(buffer, " "); /* JSON can end with spaces */
   if (!buffer->failed) /* N, without its own 8 bytes */
     cddp__put64(buffer->data + buffer->start, cddp__buffer_size(buffer) - 8);
   return at;
@@ -24793,7 +24795,8 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   cddp_dtype dtype = item->dtype; /* in memory */
   cddp_dtype file_dtype = save ? dtype : (cddp_dtype)item->file_tensor->dtype; /* in the file */
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(file_dtype), done, n;
-  bool device = cddp__on_device(ckpt->g, item->data), direct = !device && file_dtype == dtype;
+  bool device = cddp__on_device(ckpt->g, item->data);
+  bool direct = !device && file_dtype == dtype; /* the file has the bytes of the memory */
   /* elements in a chunk; in the item's own memory all at once */
   size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size);
   cddp_result r = CDDP_OK;
