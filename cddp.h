@@ -2265,17 +2265,17 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   int *host_index; /* [size] index on this host, as for cddp__process_at; -1: on another host */
   int *world; /* [size] each rank's rank in the job; NULL in a job on one host */
   int local_size, local_rank; /* the group's ranks on this host; this rank's index among them */
-  int *slot_index; /* [size] each rank's index in slots */
+  int *slot_index; /* [size] each rank's index in `slots`; ranks of other hosts have the same */
   struct cddp__hosts *hosts; /* NULL: one host. Written under host.lock, or when g is not in
                                 host.groups, so other threads do not find it */
   double timeout_s; /* of a wait for other ranks */
 
   /* Functions, and their data. */
   const cddp__carrier *carrier;
-  struct cddp__mpi *mpi; /* of the MPI carrier, or NULL */
+  struct cddp__mpi *mpi; /* data of the MPI carrier; NULL: g has another carrier */
   const cddp__backend *backend;
   void *device; /* a group on GPUs: the device context, a cddp__device; NULL: none */
-  void *stream; /* the caller's stream on the device, a cudaStream_t: cddp_set_stream */
+  void *stream; /* the caller's stream on the device, a cudaStream_t, as set by cddp_set_stream */
   uint64_t gpu; /* NCCL, job's first group: hash of host and GPU; 0: all others, or ranks can share
                    the GPU */
 
@@ -2288,12 +2288,14 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
                            with the chunks. Without a memfd, or on several hosts: SIZE_MAX, all */
   cddp__ref block_ref; /* EXTENT: freed when all ranks have left; NONE: the job's first group;
                           POINTER: the ranks are threads, or a private copy replaces the block */
-  uint32_t block_generation; /* block->generation when the group was created */
+  uint32_t block_generation; /* block->generation when the group was created: if it differs now,
+                                the block was freed, as the other ranks have left */
 
   /* How this rank waits. An engine's thread that shares a core changes spin and yields for the time
      of an operation. */
   int spin, yields; /* number of polls before the first yield, of yields before the first sleep */
-  bool oversubscribed; /* more ranks than cores: ranks count arrivals and sleep (>>round) */
+  bool oversubscribed; /* the group has more ranks on this host than cores: they count arrivals
+                          and sleep, instead of polling headers (>>round) */
   size_t round_max; /* bytes of the largest share of a call that can be a single round */
 
   /* Rounds. Owner: the thread that runs a collective. */
@@ -2482,8 +2484,8 @@ typedef struct cddp__step {
   int present; /* active_count of the last completed step: cddp_ddp_present */
   unsigned char *used; /* [count] tensor.used, as of the last wait or step: a cddp_optim skips
                           parameters that no rank used */
-  cddp__site site; /* of the last wait or step: for texts of buckets, since cddp_ddp_ready has no call
-                      site; lock */
+  cddp__site site; /* of the last wait or step: for texts of buckets, since cddp_ddp_ready has no
+                      call site; lock */
   double norm; /* of all gradients, at the last clip in host memory; a device keeps its own */
   bool has_norm; /* `norm` is of this step: a clip has followed the last wait or step */
 } cddp__step;
