@@ -24354,7 +24354,7 @@ enum { /* sets of keys: bit i is key i */
 };
 
 typedef struct cddp__ckpt {
-  cddp_group *g; /* NULL: this process saves or loads alone */
+  cddp_group *g; /* the caller's; NULL: this process saves or loads alone */
   const cddp_allocator *allocator; /* the host's; g NULL: NULL, malloc */
   const char *path; /* the caller's, like the fields to desc */
   const cddp_param *params; /* [count] */
@@ -24572,7 +24572,7 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
 static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   const cddp_optim *optim = desc->optim;
-  const cddp_group *owners = NULL; /* the ranks that have the optimizer's states together */
+  const cddp_group *owners = NULL; /* its ranks have parts of the states; NULL: not divided */
   uint64_t elements, bytes; /* of a shape that the caller passed */
   cddp_result r;
   int i;
@@ -24764,7 +24764,7 @@ static void cddp__ckpt_end(cddp__ckpt *ckpt) {
 /* Collective: returns the first failure r of a rank on all ranks, and checks that all passed the
    same arguments, by a hash. */
 static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
-  uint64_t *all; /* [size] the ranks' hashes */
+  uint64_t *all; /* [g->size] the ranks' hashes */
   uint64_t h = (uint64_t)(ckpt->desc->ddp != NULL) << 2 | /* this rank's hash: first the options */
                (uint64_t)(ckpt->desc->sampler != NULL) << 1 | ckpt->desc->partial;
   size_t i, n;
@@ -24917,7 +24917,7 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
 /* Rank 0 writes all tensors. Collective if states are partitioned: after an error of rank 0's file
    (r, or a write) it gathers the rest nevertheless, because the other ranks do. */
 static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
-  cddp_result gathered = CDDP_OK;
+  cddp_result gathered = CDDP_OK; /* of the collectives; r can be a failure of rank 0's file */
   size_t i;
   for (i = 0; i < ckpt->item_count && gathered == CDDP_OK; i++) {
     const cddp__st_item *item = &ckpt->items[i];
@@ -24934,7 +24934,7 @@ static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
                                 int count, const cddp_checkpoint_desc *desc) {
   cddp__ckpt ckpt;
-  bool shares; /* rank 0 can read states in the other ranks' memory: an access (>>failure) */
+  bool shares; /* rank 0 can read states in other ranks' memory: cddp__begin_access (>>failure) */
   cddp_result r, mine; /* mine: of this rank, before all ranks agree */
   cddp__enter_call(__func__);
   r = cddp__ckpt_begin(&ckpt, CDDP__CKPT_SAVES, g, path, params, count, desc);
@@ -25007,7 +25007,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   bool partial = ckpt->desc->partial;
   bool *matched = (bool *)cddp__calloc( /* [count] whether a tensor of the file is an item's */
       ckpt->allocator, ckpt->file->count, sizeof *matched);
-  const cddp__st_item *first = ckpt->items; /* first state of the current parameter */
+  const cddp__st_item *first = ckpt->items; /* the first state of the parameter of `item` */
   cddp_result r = matched != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
@@ -25810,8 +25810,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   char *block; /* control block of the group of all ranks */
   cddp__atomic_u32 first = {0}; /* cddp__thread_rank.first */
   uint64_t job = cddp__record_job(); /* number in the names of flight records */
-  double timeout_s;
-  cddp_result r = cddp__discover_timeout(0 /* unset */, &timeout_s);
+  double timeout_s; /* of the group */
+  cddp_result r = cddp__discover_timeout(0 /* unset: CDDP_TIMEOUT_S or the default */, &timeout_s);
   int i, started = 0;
   CDDP__CHECK(fn != NULL, "fn is NULL");
   CDDP__CHECK(n >= 1 && n <= CDDP__MAX_RANKS, "n is %d; it must be from 1 to %d", n,
