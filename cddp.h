@@ -188,12 +188,12 @@ extern "C" {
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
    made the call, and none was lost, timed out, or had no memory left at all.
 
-   A model's calls: if cddp_ddp_ready, _next_shard, _wait, _step, _reduce_scatter, _all_gather or
-   _join fails, with any result, the model is broken: its collective calls fail on all ranks (in
-   elastic models: on this rank). The group stays usable, unless it uses NCCL or a rank was lost.
-   These break nothing: CDDP_UNSUPPORTED; an argument that is NULL or an index out of range;
-   cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without _reduce_scatter. Groups of
-   elastic jobs: see the fine print.
+   For a model's calls these words do not hold. If cddp_ddp_ready, _next_shard, _wait, _step,
+   _reduce_scatter, _all_gather or _join fails, with any result, the model is broken: its
+   collective calls fail on all ranks (in elastic models: on this rank). The group stays usable,
+   unless it uses NCCL or a rank was lost. These break nothing: CDDP_UNSUPPORTED; an argument
+   that is NULL or an index out of range; cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather
+   without _reduce_scatter. Groups of elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -20552,7 +20552,8 @@ static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *o
 /* Completes the step after its meeting. optim NULL: a wait or reduce_scatter. missing: gradients
    that are not ready, on all ranks together. A failure breaks the model. */
 static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, uint64_t missing) {
-  bool waits = kind == CDDP__KIND_DDP_WAIT, averaged;
+  bool waits = kind == CDDP__KIND_DDP_WAIT;
+  bool averaged = false;
   bool wrote = missing > 0; /* cddp__settle_unused zeroes gradients */
   cddp_result r = CDDP_OK;
   int i;
