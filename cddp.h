@@ -467,9 +467,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
      TRY(cddp_ddp_step(ddp, sgd));                      // mean over ranks, update, zero gradients
 
    Buckets are reduced during the backward pass. In three cases they are reduced after it: in
-   elastic models; with more shards than ranks; and on one CPU host after a step by
-   cddp_ddp_step. There cddp waits for this step's cddp_ddp_step, and averages and updates in one
-   pass.
+   elastic models; with more shards than ranks; and on one CPU host if the previous step ended
+   with cddp_ddp_step. In this last case cddp expects the same again, and averages and updates in
+   one pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -1151,10 +1151,11 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
    the new value. If the value is not a number, the server closes the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). On return
-   value[capacity] holds what is now stored at the key, *size its length. If the key does not exist,
-   value and *size get expected. *swapped: whether the key now holds desired, even if another
-   process stored it; so in an election no two processes may pass the same desired. If value exceeds
-   capacity: CDDP_INVALID_ARGUMENT, but the call has been made, and *swapped and *size are set. */
+   value[capacity] holds what is now stored at the key, *size its length. If the key is absent and
+   expected_size is not 0, nothing is stored, and value and *size get expected. *swapped: whether
+   the key now holds desired, even if another process stored it; so in an election no two processes
+   may pass the same desired. If value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has
+   been made, and *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
