@@ -22135,9 +22135,9 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
 
 /* A rank's call in the update of a step. Ranks compare it in the next reduction. */
 typedef struct cddp__elastic_call {
-  uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: none yet */
+  uint32_t kind;     /* CDDP__KIND_DDP_STEP, _WAIT; 0: no update since creation or joining */
   uint32_t fp_mode;  /* cddp__fp_mode() of the calling thread */
-  uint64_t settings_hash; /* of the cddp_optim's, except lr; 0: a wait */
+  uint64_t settings_hash; /* of the cddp_optim's, except lr; 0: a wait, which has no optimizer */
   double lr; /* learning rate; 0: a wait */
   uint64_t steps; /* cddp_ddp_steps before the call */
 } cddp__elastic_call;
@@ -22169,13 +22169,15 @@ typedef struct cddp__lost_block {
 struct cddp__elastic {
   cddp__meeting meeting;
   int *member_of_rank; /* [shards: the most ranks] member number of each rank of the groups */
-  int meetings; /* begun since the last reduction; limits joins, and a step's retries */
+  int meetings; /* begun since the last reduction; limits joins (CDDP__JOIN_MEETINGS), and a
+                   step's retries (cddp__elastic_regroup) */
   cddp_group *broken_comm; /* the first comm that this rank left in this step: cddp_ddp_group
                               returns it until the step ends. NULL: it has left none */
   /* this rank's sums and the last mean: */
   uint64_t updates; /* waits and steps since creation */
   uint64_t reductions; /* completed: `updates`, or `updates` + 1 if the current step has its mean */
-  char *slot_area; /* [layout.slots] for this rank's sums; NULL: needed none yet */
+  char *slot_area; /* [layout.slots] of layout.slot_stride bytes, for this rank's sums; NULL: it
+                      has needed none yet */
   char *mean; /* memory for a whole mean; in_parts: this rank has written only its part of it */
   bool holds_shard; /* the gradients hold the sum of a shard that has ended: they must be cleared
                        before the next shard */
@@ -22190,14 +22192,14 @@ struct cddp__elastic {
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   /* memory of the ranks on this host: */
   bool one_host; /* all members are on this host and read each other's memory */
-  cddp__published *own; /* of this rank; NULL: the model is on a GPU */
+  cddp__published *own; /* this rank's; NULL: on a GPU, whose memory the others do not map */
   cddp__published **published; /* [shards] by member number; set for members on this host, no GPU */
   cddp__lost_block *lost_blocks; /* [lost_count] cddp__free_lost frees those that this rank owns */
   size_t lost_count, lost_capacity; /* elements of lost_blocks in use, and allocated */
   void *next_blocks[2]; /* in a meeting: for the control blocks of the new control and comm, until
                            a group owns it; else NULL */
   char *states; /* of the optimizer, received on joining; NULL: none, or a cddp_optim has them */
-  cddp_ddp *next; /* the next model in the list cddp__elastic_models */
+  cddp_ddp *next; /* the next model in the list cddp__elastic_models; lock: cddp__models_lock */
 };
 
 /* A rank's report. Its optimizer's steps follow, a float for each parameter, then
@@ -22227,7 +22229,8 @@ static void cddp__elastic_close(cddp_ddp *d) {
 
 /* --- sums of shards --- */
 
-/* Zeroed memory: on a GPU the device's, else shared memory for `use`. NULL: out of memory. */
+/* Zeroed memory: on a GPU the device's (`use` is ignored), else shared memory for `use`. NULL: out
+   of memory. */
 static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
   char *p;
   if (!d->group->backend->on_device) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
@@ -22241,7 +22244,8 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
    a slot's end, and elements in slots can be twice as wide as in the model. */
 static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
-  size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride; /* any can have a sum */
+  size_t old_bytes = /* all are copied: any slot can have a sum */
+      (size_t)d->layout.slots * d->layout.slot_stride;
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->layout.slots) return CDDP_OK;
@@ -22291,7 +22295,7 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
 }
 
 /* The first of this rank's shards that it has neither begun nor summed; -1: none. */
-static int cddp__find_shard(const cddp_ddp *d) {
+static int cddp__next_own_shard(const cddp_ddp *d) {
   const int *owner = d->shards.owner;
   int i;
   for (i = 0; i < d->shards.count; i++)
@@ -22305,8 +22309,8 @@ static int cddp__find_shard(const cddp_ddp *d) {
 /* Makes the current shard's sum a node. On one host the last node can stay in the gradients, where
    others read it. */
 static cddp_result cddp__finish_shard(cddp_ddp *d) {
-  bool has_next = cddp__find_shard(d) >= 0; /* another shard will need the gradients' memory */
-  bool to_slot = has_next || !d->elastic->one_host /* then (or on GPUs) slots are sent */;
+  bool has_next = cddp__next_own_shard(d) >= 0; /* another shard will need the gradients' memory */
+  bool to_slot = has_next || !d->elastic->one_host /* false on GPUs, too: slots are sent */;
   cddp_result r = CDDP_OK;
   if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current); /* to d->rows.packet */
   CDDP__POINT("elastic shard end");
@@ -22373,7 +22377,7 @@ static bool cddp__group_in_use(cddp_group *g) {
 
 /* Makes the control block of a broken group private, at the same address, so that the memory of the
    lost process can be freed. false: no memory, nothing has changed. Lock: host.lock. */
-static bool cddp__keep_block(cddp_group *g) {
+static bool cddp__make_block_private(cddp_group *g) {
   size_t bytes = cddp__head_bytes(g->size, g->local_size); /* without the staging buffers */
   char *copy = cddp__map_memory(-1 /* fd: private */, 0 /* base */, bytes);
   if (copy == NULL) return false;
@@ -22392,19 +22396,20 @@ static bool cddp__keep_block(cddp_group *g) {
 static bool cddp__window_in_use(const cddp_ddp *d, int window) {
   cddp__host *host = d->group->host;
   cddp_group *g;
-  bool in_use = false, other_models; /* than d */
+  bool in_use = false, other_users; /* than d, of groups' memory: models, and elastic handles */
   int k;
   pthread_mutex_lock(&host->lock);
-  other_models = host->models > 1; /* d is one; optimizers of others can share states */
+  /* d is one. Optimizers of other models can share states; a handle only delays the free. */
+  other_users = host->models > 1;
   for (g = host->groups; g != NULL && !in_use; g = g->next)
     for (k = 0; k < g->size && !in_use; k++)
       in_use = g->host_index[k] == window &&
                (cddp__group_in_use(g) ||
                 /* or g is another model's (d's groups were made without the lost process) */
-                (other_models && g != d->group && (g->models > 0 || g->of_model)));
+                (other_users && g != d->group && (g->models > 0 || g->of_model)));
   for (g = host->groups; g != NULL && !in_use; g = g->next) /* blocks that the lost process owned */
     in_use = g->block_ref.kind == CDDP__REF_EXTENT &&
-             cddp__window_of(host, g->block_ref.base) == window && !cddp__keep_block(g);
+             cddp__window_of(host, g->block_ref.base) == window && !cddp__make_block_private(g);
   pthread_mutex_unlock(&host->lock);
   return in_use;
 }
@@ -22531,6 +22536,7 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__set_gradient_addresses(d, k, (char *)at[CDDP__PUBLISHED_ARENA]);
   d->addresses.slots[k] = (char *)at[CDDP__PUBLISHED_SUMS];
   elastic->means[k] = (char *)at[CDDP__PUBLISHED_MEAN];
+  /* behind the gradients, where rank k writes them: addresses.squares in cddp__elastic_connect */
   elastic->squares[k] = (double *)(void *)((char *)at[CDDP__PUBLISHED_ARENA] + d->layout.bytes);
   packets[k] = (char *)at[CDDP__PUBLISHED_ROWS];
   return CDDP_OK;
@@ -22624,7 +22630,7 @@ static cddp_result cddp__await_model(cddp_ddp *d) {
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   char **packets = (char **)d->scratch.buffers; /* not in use: elastic models reduce no buckets */
-  cddp__pass pass = cddp__pass_of(d, NULL /* optim */, false /* averaged */);
+  cddp__pass pass = cddp__pass_of(d, NULL /* optim */, false /* averaged: it makes the means */);
   size_t begin, end; /* bytes of this rank's part */
   cddp_result r = CDDP_OK;
   int i;
@@ -22644,6 +22650,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   CDDP__POINT("elastic rows gathered");
   pass.means = elastic->mean; /* the pass writes this rank's part there */
+  /* the same cut as in cddp__part_pass and cddp__elastic_connect */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
   cddp__run_pass(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
@@ -22681,18 +22688,19 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
   size_t longest = 0;
   cddp_result r = CDDP_OK;
-  int k, most_slots; /* of a rank; not used, as cddp__finish_shard has allocated them */
+  int k, most_slots; /* most_slots: of a rank; not used, as each rank has allocated its own */
   CDDP_ASSERT(elastic->reductions == elastic->updates); /* this step has no mean yet */
   /* The sum stayed in the gradients before a process of another host joined. Now slots are sent. */
   if (!elastic->one_host && elastic->holds_shard)
     r = cddp__elastic_clear_gradients(d); /* moves the sum to a slot */
   if (!elastic->one_host && r == CDDP_OK)
     r = cddp__grow_slots(d, 1); /* a rank without sums sends slot 0 anyway */
-  if (r != CDDP_OK) return r; /* nothing announced: this rank alone fails */
-  if (elastic->own != NULL) cddp__publish_own(d); /* NULL on a GPU: no rank maps its memory */
+  if (r != CDDP_OK) return r; /* nothing announced: this rank alone fails, and is lost */
+  if (elastic->own != NULL) cddp__publish_own(d); /* not on a GPU. Read after the next round */
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  /* in place of a count: the reduction's number, which ranks compare */
+                  /* in place of a count: the reduction's number, which ranks compare. A rank with
+                     repeat_counted has counted this one already. */
                   elastic->reductions - elastic->repeat_counted, &mine, sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
@@ -22756,7 +22764,8 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *optim, float *count
 static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
   cddp__host *host = d->group->host;
-  size_t bytes = elastic->meeting.report_bytes, block_bytes = 0 /* of the largest block */;
+  size_t bytes = elastic->meeting.report_bytes /* with steps and sums: cddp__elastic_new */,
+         block_bytes = 0 /* of the largest block */;
   cddp__message *message =
       (cddp__message *)cddp__calloc(&host->allocator, 1, sizeof *message + bytes);
   cddp__rank_report *report;
@@ -22818,7 +22827,7 @@ static void cddp__elastic_record_ends(cddp_ddp *d) {
         else if (got < 0 && errno != EAGAIN /* EAGAIN: open, no bytes */)
           cddp__connection_end(link, errno);
         if (link->state != CDDP__CONNECTION_ENDED) continue;
-        /* peer_failed: the peer lives, only the group is broken */
+        /* peer_failed: the peer lives, only the group is broken. got: bytes of the next frame. */
         if (link->peer_over || (link->error == 0 && !link->peer_failed && link->got == 0 &&
                                 cddp__buffer_size(&link->in) == 0)) /* between two frames */
           *ended = 1;
@@ -22948,7 +22957,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__ref ref;
   cddp_result r;
   int k;
-  memset(&ref, 0, sizeof ref); /* CDDP__REF_NONE: on a GPU nothing is published */
+  memset(&ref, 0, sizeof ref); /* kind CDDP__REF_NONE: on a GPU nothing is published */
   if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, &ref, sizeof ref);
   if (r == CDDP_OK) /* makes the links of comm */
@@ -22961,9 +22970,9 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
     if (k != g->rank) r = cddp__map_ref(d->group->host, &ref, &at);
     elastic->published[elastic->member_of_rank[k]] = (cddp__published *)at;
   }
-  elastic->one_host = elastic->own != NULL && g->hosts == NULL;
+  elastic->one_host = elastic->own != NULL /* no GPU */ && g->hosts == NULL;
   d->me = g->rank;
-  /* this rank's memory; cddp__map_sums sets the addresses of the others' */
+  /* this rank's memory. cddp__map_sums sets the others', with the squares at the same place. */
   cddp__set_gradient_addresses(d, d->me, d->arena);
   d->addresses.squares[d->me] = (double *)(void *)(d->arena + d->layout.bytes);
   d->addresses.slots[d->me] = elastic->slot_area;
@@ -22971,7 +22980,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
       d->layout.dense_bytes == 0 /* no mean */)
     return r;
   if (!elastic->one_host) return cddp__commit_mean(d);
-  /* On one host this rank writes only its part of the mean. */
+  /* On one host this rank writes only its part of the mean: the cut of cddp__reduce_in_memory. */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end);
   if (d->layout.dense_bytes >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
     begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
@@ -23098,7 +23107,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
     elastic->states = states;
     d->snapshot = from->snapshot;
     for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = cddp__report_steps(from)[i];
-    elastic->updates = from->reductions; /* the weights are those after this many updates */
+    elastic->updates = from->reductions; /* a meeting's `from` has applied all of its means */
     d->steps = from->steps;
     elastic->meeting.self_joining = false; /* complete: it can send in the next meeting */
   }
@@ -23156,7 +23165,9 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__message *mine = NULL, *table = NULL;
   cddp_result r;
   int i;
-  if (++elastic->meetings > 4 * d->shards.count + 16) /* more than losses and joins explain */
+  /* At most shards.count ranks can be lost, and joins end after CDDP__JOIN_MEETINGS: they explain
+     fewer meetings. */
+  if (++elastic->meetings > 4 * d->shards.count + 16)
     return cddp__fail( /* ends the model, instead of meeting forever */
         CDDP_ABORTED, "ranks formed new groups %d times in step %" PRIu64 " and could not "
         "complete it", elastic->meetings - 1, d->steps);
@@ -23215,14 +23226,14 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   }
   d->shards.current = -1;
   while (r == CDDP_OK && elastic->reductions == elastic->updates) { /* until the mean exists */
-    if ((shard = cddp__find_shard(d)) >= 0) {
+    if ((shard = cddp__next_own_shard(d)) >= 0) {
       if (elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
       if (r == CDDP_OK) d->shards.current = shard;
       return r;
     }
     cddp__accept_reports(m, CDDP__ACCEPT_JOINING); /* counts them in m->requests */
     if (cddp__choose_leader(m) != m->me) cddp__drop_all_links(m); /* only the leader admits */
-    if (m->requests > 0 && elastic->meetings == 0 /* no second one in a step for joins */ &&
+    if (m->requests > 0 && elastic->meetings == 0 /* one meeting for joins in a step, at most */ &&
         elastic->last_update.kind != 0 /* else the meeting admits none: see _regroup */)
       r = cddp__fail(CDDP_PEER_LOST, "the ranks form new groups, as a process joins");
     else if ((r = cddp__check_failure(d->comm)) != CDDP_PEER_LOST) /* else comm lost a member */
@@ -23234,7 +23245,9 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
 
 /* --- the update --- */
 
-/* A pass over part k of the mean. Sets [*begin, *end), its bytes in the model. optim NULL: none. */
+/* A pass over part k of the mean. Sets [*begin, *end), its bytes in the model: they must be those
+   that rank k wrote in cddp__reduce_in_memory, and no norm block may be in two parts. optim NULL:
+   none. */
 static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t *begin,
                                   size_t *end) {
   cddp__pass pass = cddp__pass_of(d, optim, true /* averaged */);
@@ -23247,7 +23260,8 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
 /* Updates all of this rank's weights and states by the mean, on a host. Reads the parts of other
    ranks in their memory. */
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
-  /* NULL if optim was created without desc.ddp; cddp__optim_prepare needs the model's. */
+  /* NULL if optim was created without desc.ddp. cddp__optim_prepare needs the model's, and they are
+     set only for its call. */
   cddp__sparse *const *own_sparse = optim->sparse;
   cddp__elastic *elastic = d->elastic;
   double clip = 1; /* the factor of all gradients */
@@ -23304,7 +23318,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   if (r == CDDP_OK && optim == NULL) {
     r = cddp__return_gradients(d);
   } else if (r == CDDP_OK && on_device) {
-    r = (d->memory->step)(d, optim, true /* averaged */, true /* wrote */);
+    r = (d->memory->step)(d, optim, true /* averaged */, true /* wrote: the copy above */);
     if (r == CDDP_OK) r = cddp__end_update(d, optim, CDDP__CLEARED);
   } else if (r == CDDP_OK) {
     r = cddp__step_own_weights(d, optim);
@@ -23379,7 +23393,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
 /* The elastic models of this process. An optimizer without desc.ddp finds its model here, and in a
    joining process its states. */
 static pthread_mutex_t cddp__models_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp_ddp *cddp__elastic_models; /* by elastic.next; read without the lock only for NULL */
+static cddp_ddp *cddp__elastic_models; /* by elastic.next; without the lock: only if it is NULL */
 
 static void cddp__forget_elastic_models(void) { /* in a forked child: they are its parent's */
   pthread_mutex_init(&cddp__models_lock, NULL); /* another thread can hold it in the parent */
@@ -23491,7 +23505,8 @@ static void cddp__elastic_free(cddp_ddp *d) {
   cddp__elastic_unregister(d);
   /* What other ranks can still read is freed when all ranks have left the group. Without a group,
      or if other threads of this process can read it: never. */
-  if (d->step.active_count != 1 /* others can read */ && elastic->own != NULL /* on a host */) {
+  if (d->step.active_count != 1 /* others can read; 0: its members were not known yet */ &&
+      elastic->own != NULL /* on a host */) {
     if (d->control != NULL) {
       cddp__arena_free_with(host, elastic->own, d->control->block);
       cddp__arena_free_with(host, elastic->mean, d->control->block);
@@ -23630,7 +23645,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
 /* The Mersenne Twister with its usual constants: PyTorch's generator on the CPU. */
 typedef struct cddp__mt19937 {
   uint32_t state[624];
-  int next; /* index of the next state word to return; 624: compute new ones */
+  int next; /* index of the next state word to return; 624: all were, compute new ones */
 } cddp__mt19937;
 
 static void cddp__mt_seed(cddp__mt19937 *mt, uint32_t seed) {
@@ -23693,7 +23708,7 @@ static size_t cddp__sampler_share(const cddp_sampler_desc *desc, int rank, size_
 
 static void cddp__drop_order(cddp_sampler *sampler) {
   free(sampler->order);
-  sampler->order = NULL;
+  sampler->order = NULL; /* computed again when the next index needs it */
 }
 
 enum { CDDP__EPOCH_NEW, CDDP__EPOCH_RESUMED }; /* values of `bool resumed` */
@@ -23702,7 +23717,7 @@ static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t 
                                 bool resumed) {
   size_t n = sampler->desc.dataset_size;
   if (sampler->epoch != epoch) cddp__drop_order(sampler);
-  sampler->position = 0; /* samples that this rank has used since `start` */
+  sampler->position = 0; /* samples that this rank has used, behind the `start` of all ranks */
   sampler->result = CDDP_OK;
   sampler->epoch = epoch;
   sampler->start = start < n ? (size_t)start : n;
@@ -23739,7 +23754,7 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *sampler, const cddp_sampler_
   CDDP__CHECK(d.rank >= 0 && d.rank < d.world_size, "rank %d is not in 0 .. world_size - 1 = %d",
               d.rank, d.world_size - 1);
   CDDP__CHECK(!d.drop_last || !d.exact, "drop_last and exact exclude each other");
-  /* so that positions, and the bytes of a permutation, cannot overflow */
+  /* so that positions, and the bytes of a permutation (8 for each index), cannot overflow */
   CDDP__CHECK(d.dataset_size <= SIZE_MAX / 16, "dataset_size %zu is too large", d.dataset_size);
   sampler->desc = d;
   cddp__sampler_begin(sampler, 0 /* epoch */, 0 /* start */, CDDP__EPOCH_NEW);
@@ -23749,7 +23764,7 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *sampler, const cddp_sampler_
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *sampler, uint64_t epoch) {
   if (sampler == NULL || sampler->desc.world_size == 0 /* no init */) return;
   if (sampler->resumed && sampler->epoch == epoch)
-    sampler->resumed = false; /* continue at the checkpoint */
+    sampler->resumed = false; /* cddp_load has begun this epoch: it continues, once */
   else
     cddp__sampler_begin(sampler, epoch, 0 /* start */, CDDP__EPOCH_NEW);
 }
@@ -23785,7 +23800,7 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
                                   size_t *indices) {
   size_t world, shard_samples, n; /* n: indices of this batch */
   if (sampler == NULL) return 0;
-  sampler->result = CDDP_INVALID_ARGUMENT; /* if the check below fails */
+  sampler->result = CDDP_INVALID_ARGUMENT; /* stays if the check below fails */
   world = (size_t)sampler->desc.world_size;
   if (shard < 0 || (size_t)shard >= world || size == 0 || indices == NULL) {
     cddp__fail(
@@ -23805,14 +23820,15 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
   if (sampler == NULL) return;
   cddp__drop_order(sampler);
-  sampler->position = sampler->size = sampler->start = 0; /* cddp_sampler_next returns false */
+  sampler->position = sampler->size = sampler->start = 0; /* then cddp_sampler_next returns false */
 }
 
 /* >>safetensors --------------------------------------------------------------------------------
    Job: reads and writes the header of a safetensors file. A file is a u64 N, N bytes of JSON, and
    the tensors' data. The JSON is {"__metadata__": {string: string}, NAME: {"dtype": "F32",
    "shape": [2, 3], "data_offsets": [begin, end]}, ...}.
-   Owns: cddp_safetensors. Touches no file: >>checkpoint reads and writes files.
+   Owns: cddp_safetensors, with the descriptor of its file, which >>checkpoint opens and reads. This
+   room only closes it.
    Entry points: cddp__st_header_size, _new, _parse, _find, _value; for writing
    cddp__st_write_header; cddp__st_find_type, _size and cddp__shape_json.
    How it works (the text is not trusted):
@@ -23858,7 +23874,8 @@ struct cddp_safetensors { /* constant once it is open */
   uint64_t *next_shape;    /* while parsing: end of the shapes so far, where the next is written */
   size_t count, metadata_count;
   bool has_metadata; /* __metadata__ was read: a second one is an error */
-  int fd; /* the open file; -1: none */
+  int fd; /* the open file, set by cddp__st_open; -1: the text has come by broadcast (cddp_load on
+             ranks above 0), or cddp_save only parses what it will write */
 };
 
 /* The caller writes the JSON, of text_size bytes, to `text`. NULL if memory is exhausted. */
@@ -24055,7 +24072,7 @@ static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char
   cddp_tensor_info *tensor = &file->tensors[file->count];
   uint64_t *shape = file->next_shape, offsets[2] = {0, 0};
   size_t n, offset_count = 0;
-  unsigned k, seen = 0; /* k: index in fields, 3: none; seen bit k: fields[k] was read */
+  unsigned k, seen = 0; /* k: index in `fields`; 3: another field. Bit k of seen: it was read */
   memset(tensor, 0, sizeof *tensor);
   for (n = 0; cddp__json_item(json, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(json);
@@ -24347,7 +24364,7 @@ enum { /* indices of cddp__meta_keys */
   CDDP__META_SAMPLES, /* of the epoch, used by all ranks together */
   CDDP__META_DATASET_SIZE, CDDP__META_SEED, CDDP__META_SHUFFLE,
   CDDP__META_STEPS,
-  CDDP__META_SHARDS, /* 0: one for each rank */
+  CDDP__META_SHARDS, /* cddp_ddp_desc.shards; a value of 0: one for each rank */
   CDDP__META_COUNT
 };
 enum { /* sets of keys: bit i is key i */
@@ -24369,7 +24386,8 @@ typedef struct cddp__ckpt {
   cddp__st_item *items; /* the states' names follow the array */
   size_t item_count;
   double lr; /* data of the item "optimizer.lr": the optimizer's learning rate; load: the file's */
-  char *whole; /* partitioned: the group's memory for one whole state at a time; NULL: no states */
+  char *whole; /* partitioned: the group's memory for one whole state at a time; NULL: no states,
+                  not partitioned, or not allocated yet */
   char *staging; /* [2 * CDDP__FILE_STAGING] the file's bytes, then the same converted, for a device
                     or another dtype; NULL: not needed yet */
   /* save: */
@@ -24377,7 +24395,7 @@ typedef struct cddp__ckpt {
                           partitioned */
   char temporary[4100]; /* PATH_MAX + ".tmp": see cddp__name_temporary */
   mode_t old_mode; /* st_mode of the file at path; 0: none exists */
-  int fd; /* of the temporary file, locked; -1: none */
+  int fd; /* of the temporary file, locked; -1: not open: not yet, closed, or not rank 0 */
   /* load: */
   cddp_safetensors *file; /* only rank 0's has a descriptor */
   bool has_lr; /* the file contains the learning rate, and so an optimizer */
@@ -24874,7 +24892,7 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
    to reject duplicate names and invalid UTF-8. */
 static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
-  char digits[CDDP__META_COUNT][24]; /* `numbers` as text: metadata values are strings */
+  char digits[CDDP__META_COUNT][24]; /* `numbers` (20 digits at most) as text, as values must be */
   uint64_t numbers[CDDP__META_COUNT], data_bytes;
   unsigned own_keys = cddp__collect_numbers(desc, numbers); /* set of those to write */
   cddp_metadata *all, *m; /* m: the next element of `all` to write */
@@ -25027,7 +25045,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
     }
     if (!partial && first != item && first->file_tensor == NULL)
       r = cddp__fail_missing("tensor", first->name);
-    if (r != CDDP_OK) break;
+    if (r != CDDP_OK) break; /* now: cddp__check_tensor would replace r */
     r = cddp__check_tensor(item, tensor);
     matched[tensor - ckpt->file->tensors] = true;
     if (item->data == &ckpt->lr) ckpt->has_lr = true; /* lr precedes the states in the list */
@@ -25174,7 +25192,8 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
   return r;
 }
 
-/* Rank 0: rejects invalid step counts and an invalid learning rate before anything changes. */
+/* Rank 0: rejects invalid step counts and an invalid learning rate before anything of the caller's
+   changes. Reads the learning rate to ckpt->lr, the step counts only to a local variable. */
 static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   size_t i;
@@ -25357,7 +25376,7 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
 #define CDDP__GRACE_S 5.0  /* between SIGTERM and SIGKILL */
 
 typedef struct cddp__child {
-  pid_t pid;      /* 0: not forked, or ended; -1: to be forked again */
+  pid_t pid;      /* 0: not forked, or ended; -1: cddp__wait_children may fork it again */
   bool joins;     /* forked to join the running job; false: one of the first n */
   bool has_model; /* the child has created its elastic model */
 } cddp__child;
@@ -25370,7 +25389,8 @@ typedef struct cddp__spawn_job {
   int start[2];        /* a pipe: a child begins when it has read a byte */
   bool elastic;           /* a child that fails is forked again */
   int restarts;           /* remaining number of restarts */
-  bool succeeded;         /* a child has returned 0. Elastic: no later failure counts */
+  bool succeeded;         /* a child has returned 0. Elastic: then training is complete, and no
+                             later failure counts */
   bool has_model;         /* elastic: a child has the model */
   bool again;             /* the first failure ends all children, and all are forked again */
   char secret[64];        /* CDDP_JOB_SECRET, "PORT:SECRET" */
@@ -25378,7 +25398,8 @@ typedef struct cddp__spawn_job {
   pid_t parent; /* this process: a child exits if it is dead */
   cddp__child *children; /* [n] by rank, in the memory of fds */
   int alive; /* children that are not reaped yet */
-  bool blind;                 /* a child has no pidfd to poll: all are checked every 10 ms */
+  bool blind;                 /* a child has no pidfd, so its end wakes no poll: all are checked
+                                 every 10 ms */
   struct pollfd *fds;         /* [n + 1] pidfds, -1: none; the last: CDDP_SUPERVISOR's socket */
   cddp_result result;         /* the first failure; CDDP_OK: none */
   char text[CDDP__ERROR_MAX]; /* the error text of `result` */
@@ -25416,14 +25437,14 @@ static void cddp__notify_supervisor(const cddp__host *host) {
 
 /* Opens the socket for cddp__notify_supervisor, with a random name, and a token that only the
    children know. */
-static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
+static cddp_result cddp__open_notice_socket(cddp__spawn_job *job) {
   uint64_t bytes[2]; /* random: in the name; the token */
   cddp__address address;
   int fd;
   CDDP__TRY(cddp__random(bytes, sizeof bytes));
   snprintf(job->supervisor, sizeof job->supervisor, "cddp-%016" PRIx64 ":%016" PRIx64 "-",
            bytes[0], bytes[1]);
-  cddp__unix_name(&address, cddp__textf("%.21s" /* the NAME */, job->supervisor).s);
+  cddp__unix_name(&address, cddp__textf("%.21s" /* NAME: "cddp-", 16 digits */, job->supervisor).s);
   fd = cddp__above_stdio( /* a closed stdout must not become this socket */
       socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0 /* protocol */));
   job->fds[job->n].fd = fd;
@@ -25437,7 +25458,7 @@ static cddp_result cddp__open_supervisor(cddp__spawn_job *job) {
 static void cddp__read_notices(cddp__spawn_job *job) {
   const char *token = strchr(job->supervisor, ':'); /* the colon; "TOKEN-" follows */
   char text[64];
-  int most = CDDP__MAX_RANKS /* a notice from each child */, rank;
+  int most = CDDP__MAX_RANKS /* as many as a notice from each child */, rank;
   ssize_t n;
   while (most-- > 0 && (n = recv(job->fds[job->n].fd, text, sizeof text - 1, 0 /* flags */)) >= 0) {
     text[n] = 0;
@@ -25553,14 +25574,14 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   if (!isatty(1 /* stdout */)) /* writes whole lines: those of several ranks do not mix */
     setvbuf(stdout, line, _IOLBF, sizeof line);
   cddp__error_text[0] = 0; /* the text is of an earlier call of the parent */
-  code = 255; /* the exit code if fn calls pthread_exit */
+  code = 255; /* the exit code if fn calls pthread_exit: then nothing else sets it */
   pthread_cleanup_push(cddp__end_child, &code);
   code = cddp__call_fn(job, rank);
   pthread_cleanup_pop(1 /* run it */);
 }
 
-/* Records the first failure, r with the thread's error text. The other children get SIGTERM after
-   `seconds`. */
+/* Records the first failure, r with the thread's error text, or one that replaces it. From now on
+   the job fails: cddp__wait_children sends the other children SIGTERM after `seconds`. */
 static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double seconds) {
   job->result = r;
   snprintf(job->text, sizeof job->text, "%s", cddp__error_text);
@@ -25671,7 +25692,7 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
       job->restarts--;
       fflush(NULL); /* else the child prints the buffered text again */
       if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK)
-        continue; /* the job continues without the child */
+        continue; /* the job continues without the child: its pid is 0, so it is not tried again */
       if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true; /* its end wakes no poll */
       if (write(job->start[1], "", 1) != 1) /* the child waits for this byte */
         cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0 /* s */);
@@ -25699,7 +25720,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   fflush(NULL); /* else each child prints the buffered text again; if stdout is closed, into
                    the pipe below, which can be descriptor 1 */
   if (syscall(SYS_pipe2, job->start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
-  if (r == CDDP_OK && job->elastic) r = cddp__open_supervisor(job);
+  if (r == CDDP_OK && job->elastic) r = cddp__open_notice_socket(job);
   for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, CDDP__CHILD_STARTS);
   for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__open_child_pidfd(job, i);
   if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
@@ -25763,8 +25784,8 @@ typedef struct cddp__thread_rank {
   void *arg;
   pthread_t thread;
   cddp_group *group; /* passed to fn: the group of all ranks, as this rank has it */
-  cddp__host *host; /* kept until all threads have ended: others can still read its memory */
-  int code; /* fn's result, valid if `returned` */
+  cddp__host *host; /* kept until all threads are joined: others can still read its memory */
+  int code; /* fn's result; not set unless `returned` */
   bool returned;              /* false: fn called pthread_exit, or was cancelled */
   cddp__atomic_u32 *first;    /* shared: 1 + the rank that failed first; 0: none */
   char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's error text */
@@ -25808,9 +25829,9 @@ static void *cddp__thread_rank_main(void *p) {
 }
 
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
-  cddp__thread_rank *ranks, *failed; /* [n]; the one that failed first */
+  cddp__thread_rank *ranks, *failed; /* [n] by rank; the element that failed first */
   char *block; /* control block of the group of all ranks */
-  cddp__atomic_u32 first = {0}; /* cddp__thread_rank.first */
+  cddp__atomic_u32 first = {0}; /* the ranks' `first` points to it */
   uint64_t job = cddp__record_job(); /* number in the names of flight records */
   double timeout_s; /* of the group */
   cddp_result r = cddp__discover_timeout(0 /* unset: CDDP_TIMEOUT_S or the default */, &timeout_s);
@@ -26133,7 +26154,8 @@ static cddp_result cddp__start_counted(
     const size_t *recv_counts, cddp_work **work) {
   bool scatters = cddp__shapes[call->kind].scatters;
   size_t sent = 0, received = 0; /* elements */
-  size_t most = SIZE_MAX / 2 / call->esize; /* elements in half of the address space */
+  size_t most = SIZE_MAX / 2 / call->esize; /* elements in half of the address space: a sum and
+                                               one more share cannot overflow */
   cddp__counted_share *shares; /* [size] for this call; a started one has a copy */
   cddp_result r;
   int p;
@@ -26157,7 +26179,8 @@ static cddp_result cddp__start_counted(
   }
   if (sent == 0) call->send = g; /* any address, not read: NULL + 0 would be undefined */
   if (received == 0) call->recv = g->host; /* not g: Open MPI takes equal ones for MPI_IN_PLACE */
-  call->count = g->size > 1 ? CDDP__COUNTED : received; /* one rank: as a call without counts */
+  /* One rank: as a call without counts, so `shares` is not used. */
+  call->count = g->size > 1 ? CDDP__COUNTED : received;
   call->shares = g->size > 1 ? shares : NULL;
   r = p == g->size ? cddp__check_call(g, call)
                    : CDDP__REFUSE("the counts up to rank %d's exceed the address space", p);
@@ -26245,7 +26268,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
                                       const cddp_ddp_desc *desc) {
   static cddp_ddp_desc defaults; /* never written; const would need an initializer in C++ */
   cddp_ddp_desc given; /* *desc; in a joining process with the job's number of shards */
-  bool joins; /* this process joins the job's model, which has more ranks than g */
+  bool joins; /* this process joins the job's model; its g has only this process */
   cddp_ddp *d;
   cddp_result r;
   cddp__enter_call(__func__);
@@ -26276,7 +26299,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   if (joins && given.shards == 0) given.shards = g->host->job_info->table.shards;
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL)
     return joins ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY); /* others wait */
-  d->desc.shards = desc->shards; /* cddp_save stores what the program has set, also 0 */
+  d->desc.shards = desc->shards; /* cddp_save stores the program's number, also 0 (META_SHARDS) */
   r = cddp__ddp_setup(d, joins);
   if (r == CDDP_OK && desc->elastic) r = joins ? cddp__elastic_join(d) : cddp__elastic_create(d);
   if (r != CDDP_OK) {
@@ -26460,7 +26483,7 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
 }
 
 CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
-  uint64_t missing; /* gradients that are not ready: buffers need none */
+  uint64_t missing; /* gradients that are not ready; not used, as buffers need none */
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__TRY(cddp__check_cause(&d->failure));
@@ -26623,7 +26646,7 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
   memset(&options, 0, sizeof options);
   options.desc = *desc;
   CDDP__TRY(cddp__discover_timeout(desc->timeout_s, &options.desc.timeout_s));
-  options.elect = true; /* file://: the first opener serves */
+  options.elect = true; /* file://: the first opener serves, and is_server has no effect */
   options.deadline = cddp__now() + options.desc.timeout_s;
   r = cddp__store_open(out, &options);
   return r == CDDP_MISMATCH ? CDDP_NETWORK : r; /* another program listens: no rank's fault */
