@@ -5138,10 +5138,10 @@ static void cddp__buffer_add_string(cddp__buffer *buffer, cddp__span s) {
 
 /* The progress of the command at the head of a connection's input. */
 typedef struct cddp__parser {
-  size_t end;       /* bytes parsed so far; 0: not even code and count */
+  size_t end;       /* bytes parsed so far; 0: code and count are incomplete */
   uint64_t strings; /* how many are still to be parsed */
   unsigned code;    /* cddp__code */
-  size_t missing;   /* WAIT: offset in the command of the first missing key; 0: not executed yet */
+  size_t missing;   /* WAIT: offset of the key that was missing last; 0: not executed yet */
 } cddp__parser;
 
 enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE_INVALID };
@@ -5196,7 +5196,8 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int epoll; /* watches fds and the clients' connections */
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
-  int spare_fd; /* a copy of epoll; when no descriptor is left, closed to accept one connection */
+  int spare_fd; /* keeps a descriptor number (a copy of epoll): when none is left, it is closed to
+                   accept one connection. -1: closed, and none was free to open it again */
   cddp__atomic_u32 stop; /* 1: the thread must return; set by cddp__store_close */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map: entries by hash */
   uint64_t seed; /* of the map's hash; random: no client can choose keys that share a chain */
@@ -5249,7 +5250,8 @@ static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value
   size_t capacity = entry != NULL ? entry->value.capacity : 0; /* already part of server->stored */
   bool fresh = entry == NULL;
   size_t overhead = fresh ? sizeof *entry + key.size : 0; /* bytes besides the value's buffer */
-  /* The value is not in the entry's buffer, which is overwritten or freed here. */
+  /* The value (in a client's input, or cddp__map_add's text) is not in the entry's buffer, which is
+     overwritten or freed here. */
   CDDP_ASSERT(capacity == 0 || value.data < entry->value.data ||
               value.data >= entry->value.data + capacity);
   if (size > CDDP__VALUE_MAX) return false;
@@ -5285,7 +5287,7 @@ static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount,
   size_t size = 1; /* of text, without its NUL */
   if (cddp__map_get(server, key, &value)) {
     bool leading_space = value.size > 0 && value.data[0] <= ' '; /* strtoll would skip it */
-    if (value.size == 0 || value.size >= sizeof text || leading_space) return false;
+    if (value.size == 0 || value.size >= sizeof text /* no number */ || leading_space) return false;
     size = value.size;
     memcpy(text, value.data, size); /* zeros from the initializer follow */
   }
@@ -5440,7 +5442,7 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client);
     return;
   }
-  client->greeted = true; /* cddp__client_step accepts only VALIDATE as the first command */
+  client->greeted = true; /* the first command was VALIDATE: cddp__client_step accepts no other */
   c->deadline = cddp__now() + CDDP__COMMAND_S; /* to read the answer */
   if (result == CDDP__COMMAND_WAITS) cddp__client_set_blocked(server, client, true);
   else cddp__client_advance(server, client); /* the command is done: removes it */
@@ -5495,7 +5497,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     if (cddp__buffer_size(&c->out) < unsent && client->greeted) /* the client reads */
       c->deadline = cddp__now() + CDDP__COMMAND_S; /* before the greeting: no more time */
     if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client);
-    more = more && cddp__buffer_size(&c->out) == 0; /* else EPOLLOUT continues */
+    more = more && cddp__buffer_size(&c->out) == 0; /* else continues at the event EPOLLOUT */
   }
   if (cddp__buffer_size(&c->in) == 0) /* frees the memory of a long command */
     cddp__buffer_clear(&c->in, CDDP__BUFFER_KEEP);
@@ -5540,8 +5542,9 @@ static void cddp__server_settle(cddp__server *server) {
     double extra_s = its_turn ? (double)cddp__buffer_size(&c->in) / 65536 : 0; /* see COMMAND_S */
     bool unlimited = its_turn && (extra_s == 0 /* between commands */ || client->blocked);
     if (now < c->deadline + extra_s || unlimited) continue;
-    /* This thread can be late: VALIDATE can have arrived unread. */
-    if (!client->greeted) cddp__client_event(server, client, EPOLLIN); /* can move deadline */
+    /* This thread can be late: VALIDATE can have arrived unread. So it reads, as if epoll had
+       reported input; a valid VALIDATE moves the deadline. */
+    if (!client->greeted) cddp__client_event(server, client, EPOLLIN);
     if (!client->greeted || now >= c->deadline) cddp__client_close(server, client);
   }
   while (server->unsettled) { /* cddp__client_run can close clients and end WAITs again */
@@ -5627,10 +5630,10 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `st
   struct epoll_event events[64]; /* the next epoll_wait reports those beyond 64 */
   for (;;) {
     double start = cddp__now();
-    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines yet */;
+    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines */;
     n = epoll_wait(server->epoll, events, 64, ms);
     cddp__note_sleep(start, 1e-3 * ms); /* a stop of this process moves the deadlines */
-    if (n < 0 && errno != EINTR) return NULL; /* the program has closed the descriptor */
+    if (n < 0 && errno != EINTR) return NULL; /* the program has closed server->epoll */
     if (cddp__load32(&server->stop) != 0) return NULL;
     for (i = 0; i < n; i++) {
       uint64_t source = events[i].data.u64; /* see cddp__server_watch */
@@ -5665,7 +5668,8 @@ typedef struct cddp__store_options {
   cddp_store_desc desc; /* with timeout_s above 0: defaults are filled in */
   bool elect; /* file://: the first process that opens the file serves, not that with is_server */
   double deadline;      /* of opening the store; a time of cddp__now */
-  double closed_since;  /* first value of cddp_store's; cddp__store_open_client returns the last */
+  double closed_since;  /* of the cddp_store, in and out: so a retry by cddp__store_open_client does
+                           not begin CDDP__CLOSED_S anew. 0: none has closed */
 } cddp__store_options;
 
 struct cddp_store {
@@ -5679,7 +5683,7 @@ struct cddp_store {
   cddp__connection connection; /* to the server; fd -1: closed */
 
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of the server, tried in order */
-  int address_count;
+  int address_count; /* 0: of file://, not read yet */
   double closed_since;  /* since when a server closes connections without an answer; 0: none has */
   cddp__server *server; /* NULL = only a client */
   pid_t server_pid;     /* the server's process; a forked child has only a copy of the struct */
@@ -5820,7 +5824,7 @@ typedef struct cddp__request { /* one command and its answer */
   unsigned code; /* cddp__code */
   const char *const *keys; /* [count] without the slash that is sent before each */
   int count; /* of keys; only a counted command has more than 1 */
-  cddp__span values[2]; /* SET: the value; COMPARE_SET: expected, desired */
+  cddp__span values[2]; /* SET: the value, [0]; COMPARE_SET: expected, desired */
   uint64_t number; /* sent: the amount to ADD; received: a number or byte, or a string's size */
   bool equal;      /* received: the string equals values[1], COMPARE_SET's desired value */
   void *out;       /* receives a string */
@@ -5851,7 +5855,8 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   const struct cddp__command *command = &cddp__commands[request->code];
   cddp__connection *c = &store->connection;
   cddp__buffer *out = &c->out;
-  /* 8: a number (after SET that of GETNUMKEYS), or a string's length */
+  /* 8: a number (after SET that of GETNUMKEYS), or a string's length. PING's 4 bytes do not occur:
+     this client never sends it. */
   size_t answer_size = command->answer == CDDP__ANSWER_BYTE ? 1 : 8;
   unsigned char number[8] = {0}; /* an answer of 1 byte sets only the lowest */
   cddp_result r;
@@ -5963,7 +5968,7 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
     /* keys[i - 1] timed out, and that closed the connection: the CHECK opens a new one. */
     q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
     deadline = cddp__earlier_deadline(store->timeout_s, cddp__now() + 5 /* s to ask */);
-    r = cddp__store_run_locked(store, &q, deadline);
+    r = cddp__store_run_locked(store, &q, deadline); /* below, r says whether the server answers */
     r = cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
                    store->name, cddp__cut(keys[i - 1], 128).s, i, count,
                    r != CDDP_OK         ? "and the server no longer answers"
@@ -6035,7 +6040,7 @@ static cddp_result cddp__server_start(cddp_store *store) {
     r = cddp__thread_start(&server->thread, cddp__server_main, server, CDDP__THREAD_OF_CDDP);
   if (r != CDDP_OK) cddp__server_free(server);
   if (r == CDDP_OK) store->server = server;
-  store->server_pid = getpid();
+  store->server_pid = getpid(); /* read only if store->server is set */
   return r;
 }
 
@@ -6155,7 +6160,8 @@ static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachabl
   record->count = 1;
   if (reachable)
     record->count += (uint32_t)cddp__interface_addresses(NULL /* all interfaces */,
-                                                         record->addresses + 1, 8 /* at most */);
+                                                         record->addresses + 1,
+                                                         8 /* at most, of 15 that fit */);
   return r;
 }
 
@@ -6234,8 +6240,10 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
   r = cddp__store_try(store, options->deadline);
+  /* No name, or no server's lock: the file's server has ended. Any error can be that of another
+     program which has its port now, so the caller retries. */
   if (r != CDDP_OK && (!cddp__file_has_name(fd, store->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
-    r = CDDP_NETWORK; /* retry: the file's server has ended; another program can have its port */
+    r = CDDP_NETWORK;
   cddp__close_fd(&fd);
   return r;
 }
@@ -6304,12 +6312,12 @@ static void cddp__store_close(cddp_store *store) {
 /* Connects to the server; retries until the deadline, as ranks can start long before the server.
    file://: CDDP_OK with store->file >= 0 says that this process must serve instead. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
-  double pause = 0.001 /* s, doubled up to 0.25 */, now = cddp__now();
+  double pause = 0.001 /* s, doubled after each attempt, up to 0.25 */, now = cddp__now();
   uint64_t spread = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024; /* random */
   double jitter = 0.5 + (double)spread / 1024; /* below 1.5: ranks retry at different times */
   cddp_result r;
   for (;;) {
-    if (store->scheme == CDDP__URL_FILE && store->file < 0)
+    if (store->scheme == CDDP__URL_FILE && store->file < 0) /* >= 0: the server is here */
       r = cddp__file_store_try(store, options); /* reads in the file where the server is */
     else
       r = cddp__store_try(store, options->deadline);
@@ -6392,7 +6400,7 @@ typedef struct cddp__config {
   int joins;              /* CDDP_JOIN; 1: joins a running job; rank can be >= world_size.
                              An int, not a bool, as cddp__env_int writes it */
   bool launched;          /* a launcher has set rank and world_size */
-  int launcher;           /* its index in cddp__launchers; not launched: 0 */
+  int launcher;           /* its index in cddp__launchers; not launched: 0, LAUNCHER_SCRIPT */
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "": one rank */
   char host[256];         /* of "tcp://host:port" */
   int port;               /* of "tcp://host:port"; 0: another scheme */
@@ -6541,7 +6549,7 @@ static cddp_result cddp__check_rank_variables(bool launched) {
   /* A RANK without a launcher lacks WORLD_SIZE: then the second loop refuses that instead. */
   bool check_lone = launched || cddp__env("RANK") == NULL;
   int i;
-  for (i = 0; i < 4; i++)
+  for (i = 0; i < 4 /* size of `lone` */; i++)
     if (check_lone && cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
       return CDDP__REFUSE("%s is %.20s, but its launcher does not tell the number of ranks. Export "
                           "RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) and "
@@ -6672,7 +6680,7 @@ static uint64_t cddp__job_key(int launcher, bool here) {
   uint32_t creator[3]; /* pid, uid, gid */
   uint64_t key = 0;
   int i;
-  for (i = 0; i < (here ? 5 : 3 /* see cddp__launcher.job */); i++) {
+  for (i = 0; i < (here ? 5 : 3 /* the others differ between hosts */); i++) {
     const char *value = cddp__env(cddp__launchers[launcher].job[i]);
     if (value != NULL) key = cddp__hash64(key, value, strlen(value) + 1 /* its NUL separates */);
   }
@@ -6683,7 +6691,9 @@ static uint64_t cddp__job_key(int launcher, bool here) {
   return key;
 }
 
-static cddp__atomic_u32 cddp__listen_fd_user; /* pid of the process that used CDDP_LISTEN_FD */
+/* pid of the process that used CDDP_LISTEN_FD; 0: none yet. Set by the caller that listens on it. A
+   forked child has the parent's value, which is not its own pid. */
+static cddp__atomic_u32 cddp__listen_fd_user;
 
 /* Sets listen_fd, the socket that the launcher bound for rank 0 (else -1). A process uses it once,
    and only if the descriptor is still a socket that listens on this port; else it sets
@@ -6736,8 +6746,9 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
 }
 
 /* The port that all ranks of a job derive from its variables when MASTER_PORT is unset; 0: the
-   launcher sets none. It is below the range of ports that systems assign. Slurm jobs with numbers
-   that differ by less than 99 have different ports in their first 100 steps (9973 is a prime). */
+   launcher sets none. 20000 .. 29972: below the ports that systems assign (from 32768 on). Slurm
+   jobs with numbers that differ by less than 99 have different ports in their first 100 steps (9973
+   is a prime). */
 static int cddp__derive_port(cddp__config *config) {
   const char *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
              *pmix = cddp__env("PMIX_NAMESPACE"); /* identifies a job of Open MPI's mpirun */
@@ -6821,7 +6832,8 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
       text);
 }
 
-#define CDDP__RUN_MAX 80 /* bytes of a longer TORCHELASTIC_RUN_ID become a hash */
+/* A longer TORCHELASTIC_RUN_ID becomes a hash, so that config.run has space for it. */
+#define CDDP__RUN_MAX 80 /* bytes */
 
 /* Sets the prefix of the job's keys: two jobs that use one store by mistake (the same port) must
    not mix up their ranks. key: cddp__job_key. Without one (jobs started by hand, Hydra's on several
@@ -6888,7 +6900,8 @@ static cddp_result cddp__env_local_size(cddp__config *config, bool given) {
   const char *size = cddp__env(variables[CDDP__VAR_SIZE]);
   int k = 3; /* the local size's other name; CDDP__VAR_LOCAL_SIZE, if set, overrides it */
   cddp_result r = CDDP_OK;
-  /* If the caller's world size is not the launcher's, the launcher's local size means nothing. */
+  /* If the caller's world size is not the launcher's, the launcher's local size means nothing: it
+     stays -1 (unknown). */
   if (given && (size == NULL || atoi(size) != config->world_size)) return CDDP_OK;
   for (; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--)
     r = cddp__env_int(variables[k], 1, INT_MAX, &config->local_world_size);
@@ -6993,7 +7006,9 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
 #define CDDP__WINDOW_BITS_MIN 12 /* with a file size limit: one page */
 #define CDDP__FILE_BITS 62     /* size of the memfd without a limit: 4 million windows */
 #define CDDP__JOIN_MEMORY_S 20 /* seconds that a joining process retries to lock its life byte */
-#define CDDP__USE_BYTES 0x40000000 /* use byte of window i: at offset USE_BYTES + i of the memfd */
+/* Offset in the memfd of the use byte of window 0; that of window i: + i. Behind all life bytes, as
+   there are at most 4 million windows. */
+#define CDDP__USE_BYTES 0x40000000
 
 enum cddp__extent_use {
   CDDP__EXTENT_FREE,
@@ -7217,7 +7232,7 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
     /* Huge pages must be aligned. Else 1: used_end already is a multiple of the page size. */
     base = cddp__round_up(host->arena.used_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
     fits = host->one_process /* private memory */ ||
-           (base <= window_end && n * size <= window_end - base);
+           (base <= window_end /* rounded up, it can be behind */ && n * size <= window_end - base);
     if (fits) address = cddp__map_segment(host, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
     if (n == 1) size = bytes; /* the third attempt: one extent of `bytes` */
@@ -7321,10 +7336,10 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
   freed = host->arena.fd >= 0
               ? cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
               : madvise(address, segment->extent_size, MADV_DONTNEED) == 0;
-  if (!freed) memset(address, 0, segment->extent_size); /* as punch and madvise leave zeros */
+  if (!freed) memset(address, 0, segment->extent_size); /* cddp__arena_alloc promises zeros */
   if (segment->extent_size >= CDDP__HUGE_PAGE) /* for smaller ones: too many mappings */
     cddp__set_dumped(host, address, segment->extent_size, false);
-  if (extent->quarantined) return; /* in no list: never allocated again */
+  if (extent->quarantined) return; /* in no list: so it is never allocated again */
   list = &host->arena.lists[cddp__size_class(segment->extent_size)];
   extent->next = list->free;
   list->free = extent;
@@ -7359,7 +7374,7 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
   const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
   size_t i, k;
   for (k = 0; k < 2; k++)
-    for (i = 0; i < tables[k]->count; i++) { /* no search: peers are not sorted by address */
+    for (i = 0; i < tables[k]->count; i++) { /* linear: peers are sorted by offset, not address */
       const cddp__segment *segment = tables[k]->list[i];
       if (cddp__segment_has(segment, p))
         return segment->base + (uint64_t)((const char *)p - segment->address);
@@ -7397,7 +7412,7 @@ static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *ext
    extent, all are checked often enough. */
 static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
-  for (i = 0; i < 16 && host->arena.pending != NULL; i++) {
+  for (i = 0; i < 16 && host->arena.pending != NULL; i++) { /* a short ring: some twice */
     cddp__extent *extent = host->arena.pending;
     host->arena.pending = extent->next; /* where the next call continues */
     if (cddp__pending_is_due(host, extent)) cddp__extent_release(host, extent);
@@ -7439,7 +7454,7 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
     list = cddp__size_class(size);
     while (list < CDDP__SIZE_CLASSES && host->arena.lists[list].free == NULL) list++;
   }
-  if (list < CDDP__SIZE_CLASSES) {
+  if (list < CDDP__SIZE_CLASSES) { /* else NULL, with the error of cddp__segment_create */
     extent = host->arena.lists[list].free;
     host->arena.lists[list].free = extent->next;
     address = cddp__extent_address(extent);
@@ -7610,8 +7625,8 @@ static int cddp__container_cores(void) {
 }
 
 /* Adds this process's processors to `all`, a bitmap of all ranks', and sets host->cores to their
-   number: a launcher can bind each rank to other processors. At most container_cores of
-   them count. */
+   number: a launcher can bind each rank to other processors. Of this process's own at most
+   host->container_cores count. */
 static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
   uint64_t mine[CDDP__PROCESSORS / 64], bits, old; /* old: 64 bits of `all` */
   int allowed = host->container_cores, n = 0, i; /* n: processors in `all` */
@@ -7645,7 +7660,7 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
   cddp__process copy, *p;
   memset(&copy, 0, sizeof copy);
   copy.pidfd = -1;
-  if (window < host->size) { /* no lock: this array lives as long as the host */
+  if (window < host->size) { /* no lock: the array `ranks` lives as long as the host */
     copy.pid = host->ranks[window].pid;
     copy.pidfd = host->ranks[window].pidfd;
   } else {
@@ -7675,7 +7690,8 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
     host->others = p;
     pthread_mutex_unlock(&host->lock);
   }
-  if (p->pid == pid || window == host->arena.window /* of this process */) return p;
+  /* This process needs neither its own pid here (cddp__process_at has it) nor a pidfd. */
+  if (p->pid == pid || window == host->arena.window) return p;
   cddp__close_fd(&p->pidfd); /* of the former pid */
   p->pid = pid;
   return p;
@@ -7695,7 +7711,7 @@ static void cddp__find_processes(cddp__host *host) {
   if (host->joined && host->joins_seen == 0) /* the first call in a process that joined */
     for (window = 0; window < host->size; window++) /* ranks that were lost before it joined */
       if (!host->ranks[window].member) host->ranks[window].lost_in_step = 1; /* 1 + step 0 */
-  for (; host->joins_seen < joins; host->joins_seen++) { /* counts each process that is added */
+  for (; host->joins_seen < joins; host->joins_seen++) { /* not counted if out of memory: retried */
     window = host->size + (int)host->joins_seen; /* windows are numbered in the order of joins */
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0)
       continue; /* this process, or a known one */
@@ -7761,6 +7777,7 @@ static void cddp__free_window(cddp__host *host, cddp__process *p) {
   int bits = host->arena.window_bits;
   CDDP_ASSERT(!p->use_locked && p->window != host->arena.window);
   if (!cddp__arena_lock(host, F_WRLCK, use, 1 /* byte */)) return; /* another process reads it */
+  /* the window: from (window + 1) << bits on, as in arena.window_bits */
   (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
   (void)cddp__arena_lock(host, F_UNLCK, use, 1 /* byte */);
   p->lost_in_step = 0; /* nothing is left to free */
@@ -7814,8 +7831,9 @@ static void cddp__host_free(cddp__host *host) {
   cddp__free(&allocator, host);
 }
 
-/* Sets the host's name for texts: MACHINE, or MACHINE/CDDP_HOST_ID. A cddp__host_entry has 67 bytes
-   for it. Of a longer id it has both ends, as names of pods differ in the last bytes. */
+/* Sets the host's name for texts: MACHINE, or MACHINE/CDDP_HOST_ID. cddp__host_entry.name, in which
+   other hosts get it, has 67 bytes and a NUL, so the name is no longer. Of a longer id it has both
+   ends, as names of pods differ in the last bytes. */
 static void cddp__name_host(cddp__host *host) {
   const char *id = cddp__env("CDDP_HOST_ID");
   size_t size, most; /* bytes of the id; bytes that fit */
@@ -7926,7 +7944,7 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   uint32_t joins; /* processes that have joined before */
   cddp__control_block *block; /* of the job's first group: its first page, mapped for this call */
   cddp_result r = CDDP_OK;
-  bool taken = false;
+  bool taken = false; /* this process has counted its join, so the window is its own */
   double deadline = cddp__now() + CDDP__JOIN_MEMORY_S;
   cddp__take_memfd(host, fd, local_size);
   block = (cddp__control_block *)(void *)cddp__map_memory(fd, 0 /* base */, page);
@@ -8503,7 +8521,8 @@ static const cddp__loops *cddp__pick_loops(void) {
 
 #define CDDP__BLOCK_BYTES 4096 /* of a block: fits into the first-level cache */
 #define CDDP__BLOCK_FLOATS (CDDP__BLOCK_BYTES / sizeof(float))
-#define CDDP__FOLD_BYTES 20480 /* of all partial results: a thread's stack can have only 64 KiB */
+/* Of all partial results. They are on the stack, of which a thread can have only 64 KiB. */
+#define CDDP__FOLD_BYTES 20480
 
 /* One reduction: the values that are the same for all its blocks. */
 typedef struct cddp__fold {
@@ -8522,7 +8541,8 @@ typedef struct cddp__fold {
   bool uses_sum;       /* the compute type's loop is `sum`; else `pair` or `bits` */
   bool narrows;        /* the result is converted from a wider compute type to dtype */
   bool divide;         /* true: the result is divided by ranks; false: multiplied by factor */
-  double factor;       /* of the result; if `divide`: its divisor, which `sum` of 3 sources uses */
+  double factor;       /* of the result, 1: none; if `divide`: its divisor, as a double, for the
+                          loop `sum` of 3 sources, which divides */
 } cddp__fold;
 
 /* Sets all of *fold except widths, which are NULL. Parameters: see the fields. */
@@ -8560,19 +8580,20 @@ CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
 }
 
 /* p[i] /= k. Not F16, BF16. Processors have no vector division of integers, so these need no loop
-   per instruction set. */
+   per instruction set. CDDP__DIVIDE_CLS: the code for a class of CDDP__DTYPES. */
 static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   size_t i;
   switch (dtype) {
 #define CDDP__DIVIDE_FLOAT(type, k) \
   (cddp__pick_loops()[dtype].scale)(p, n, (double)(k), CDDP__SCALE_DIVIDE)
 #define CDDP__DIVIDE_HALF(type, k) CDDP_ASSERT(false) /* halves are divided as F32 */
-#define CDDP__DIVIDE_SIGNED(type, k) \
+#define CDDP__DIVIDE_INT(type, k) \
   for (i = 0; i < n; i++) { \
     type CDDP__ALIAS *x = (type *)p + i; \
     *x = (type)(*x / (k)); \
   }
-#define CDDP__DIVIDE_UNSIGNED(type, k) CDDP__DIVIDE_SIGNED(type, (unsigned)(k))
+#define CDDP__DIVIDE_SIGNED(type, k) CDDP__DIVIDE_INT(type, k)
+#define CDDP__DIVIDE_UNSIGNED(type, k) CDDP__DIVIDE_INT(type, (unsigned)(k))
 #define CDDP__X(name, text, type, cls, loops) \
   case name: CDDP__DIVIDE_##cls(type, k); break;
     CDDP__DTYPES(CDDP__X)
@@ -8617,7 +8638,8 @@ static size_t cddp__fold_block_bytes(const cddp__fold *fold) {
   size_t results = 2; /* most partial results at a time: log2(nsrcs) + 2 */
   int n;
   for (n = fold->nsrcs; n > 1; n /= 2) results++;
-  if (fold->widths != NULL) results = CDDP__FOLD_DEPTH; /* sums as sources: the stack's most */
+  if (fold->widths != NULL) /* a source can be a sum: its leaves, not nsrcs, limit the stack */
+    results = CDDP__FOLD_DEPTH;
   return cddp__min(CDDP__BLOCK_BYTES, CDDP__FOLD_BYTES / results / 64 * 64 /* whole cache lines */);
 }
 
@@ -8639,7 +8661,7 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
   size_t bytes = cddp__fold_block_bytes(fold);
   for (k = 0; k < CDDP__FOLD_DEPTH; k++) bufs[k] = (char *)space + (size_t)k * bytes;
   while (i < fold->nsrcs) {
-    for (k = most; k > fold->nsrcs - i; k /= 2) continue; /* 8, 4, 2 or 1, at most all left */
+    for (k = most; k > fold->nsrcs - i; k /= 2) continue; /* `most`, halved to at most all left */
     results[depth] = cddp__fold_leaf(fold, bufs[depth], i, k, at, n);
     sizes[depth++] = fold->widths != NULL ? abs(fold->widths[i] /* -1: one leaf */) : k;
     i += k;
@@ -8688,7 +8710,7 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
   CDDP_ASSERT(nsrcs >= 1 && nsrcs <= CDDP__MAX_RANKS);
   if (nsrcs == 1 && dst != srcs[0] && n > 0 /* n 0: both can be NULL */)
     memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
-  if (nsrcs == 1) return;
+  if (nsrcs == 1) return; /* AVG too: the mean of one */
   if (op == CDDP_SUM && nsrcs <= 4 && loops->sum != NULL) /* a shortcut for small calls */
     (loops->sum)(dst, srcs, nsrcs, n, 1.0 /* factor */);
   else
@@ -8766,7 +8788,7 @@ static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   float buf[CDDP__BLOCK_FLOATS]; /* for F16 and BF16 ("halves"), which have no `squares` */
   double sum = 0;
   size_t at, m; /* a block: its first element, number of elements */
-  for (at = 0; at < n; at += m) { /* of all dtypes, so the order of additions is the same */
+  for (at = 0; at < n; at += m) { /* blocks for all dtypes: so the order is the same for all */
     const void *q = (const char *)p + at * cddp__dtype_size(dtype);
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
     if (loops[dtype].squares != NULL) {
@@ -8974,7 +8996,8 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
                first, as gradients arrive. Else the parameters' order; buckets are listed in order
                of closing, then the open ones by first appearance of their dtype
      sorted    [3 * count] receives the parameters; its last two thirds are scratch memory
-     offsets   [count + 2] bucket b has parameters sorted[offsets[b]] .. sorted[offsets[b + 1] - 1]
+     offsets   [count + 2] bucket b has parameters sorted[offsets[b]] .. sorted[offsets[b + 1] - 1].
+               The element behind the last bucket's end is only for the counting sort
    Returns the number of buckets. */
 static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *params, int count,
                               const int *order, const size_t *limits, int limit_count) {
@@ -9051,8 +9074,8 @@ enum { /* the third argument of CDDP__KINDS' entries: sets the field of the same
 static const cddp__shape cddp__shapes[/* CDDP__KIND_* */] = {CDDP__KINDS(CDDP__X)};
 #undef CDDP__X
 
-/* A dtype or op beyond a byte becomes 255, which is invalid too. esize is never 0, since callers
-   divide by it before the dtype is checked. */
+/* Makes a call of arguments that are not checked yet. A dtype or op beyond a byte becomes 255,
+   which is invalid too. esize is never 0: callers divide by it before the dtype is checked. */
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
   cddp__call call = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
@@ -9074,7 +9097,7 @@ static bool cddp__receives(const cddp__call *call, int rank) {
   return !cddp__shapes[call->kind].to_root || rank == call->root;
 }
 
-/* Whether the call is cddp_send or cddp_recv. */
+/* Whether the call is cddp_send or cddp_recv: the last of CDDP__KINDS. */
 static bool cddp__is_message(const cddp__call *call) { return call->kind >= CDDP__KIND_SEND; }
 
 /* Whether a call changes the rank's receive buffer. A broadcast's root keeps its contents. */
@@ -9194,7 +9217,8 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   t = cddp__textf("%s", cddp__shapes[kind].name);
   if (kind == CDDP__KIND_DDP_BUCKET)
     cddp__append(t.s, sizeof t.s, " %" PRIu64, count /* the bucket's index */);
-  if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t; /* no elements */
+  /* Calls without elements of the program: a barrier, cddp's own calls. */
+  if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t;
   cddp__append(t.s, sizeof t.s, "(");
   if (kind < CDDP__KIND_ALL_GATHER_V) /* later kinds have a count for each rank */
     cddp__append(t.s, sizeof t.s, "count %" PRIu64 ", ", count);
@@ -9270,7 +9294,8 @@ static size_t cddp__slots_at(int size) {
 }
 /* Offset of the staging buffers in the block: bytes of all that is before them. */
 static size_t cddp__head_bytes(int size, int local_size) {
-  size_t slots = (size_t)local_size + (local_size < size); /* one for all ranks of other hosts */
+  /* + 1 if there are other hosts: the empty slot, of all their ranks */
+  size_t slots = (size_t)local_size + (local_size < size);
   return cddp__round_up(cddp__slots_at(size) + slots * sizeof(cddp__slot),
                         65536 /* whole pages on every system */);
 }
@@ -9282,8 +9307,8 @@ static size_t cddp__block_bytes(int size, int local_size) {
   return cddp__head_bytes(size, local_size) + 2 /* even and odd rounds */ * staging;
 }
 
-/* Addresses in g's block, of a rank's slot, header (for a round), last known arrival (of a rank of
-   another host) and staging buffer (for a round). */
+/* Addresses in g's block, of a rank's slot (of another host's rank: the empty one), header (for a
+   round), last known arrival (of a rank of another host) and staging buffer (for a round). */
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
 }
@@ -9392,8 +9417,8 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
   net = g->hosts != NULL ? g->hosts->net /* can be an elastic model's */ : g->host->net;
   pthread_mutex_lock(&g->fail_lock); /* one thread of this rank does the following, once */
-  if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
-    cddp__set_cause(&net->loss, r, cddp__failure_text(g)); /* other groups' early notices */
+  if (!g->failed && r == CDDP_PEER_LOST && net != NULL) /* other groups send it as early notice */
+    cddp__set_cause(&net->loss, r, cddp__failure_text(g));
   if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g); /* so that other hosts notice */
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
@@ -9459,7 +9484,7 @@ static cddp_result cddp__break(cddp_group *g, cddp_result r) {
 /* Marks this rank: several of its threads use cddp. If one waits, another can end the wait: peers
    must not conclude that the rank is blocked (cddp__check_deadlock). */
 static void cddp__mark_multithreaded(const cddp__host *host) {
-  if (host->slots != NULL) /* NULL: this rank publishes no waits */
+  if (host->slots != NULL) /* NULL: this rank publishes no waits, so no peer concludes from them */
     cddp__store32(&host->slots[host->index].multithreaded, 1);
 }
 
@@ -9468,7 +9493,8 @@ static void cddp__mark_multithreaded(const cddp__host *host) {
 CDDP__INLINED void cddp__detect_second_thread(cddp__host *host) {
   uintptr_t self = (uintptr_t)&cddp__this_site;
   uintptr_t first = __atomic_load_n(&host->first_thread, __ATOMIC_RELAXED);
-  if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL /* cddp's thread */) return;
+  /* An engine's thread is cddp's own: slot.works shows its operations. */
+  if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL) return;
   /* If there is no first thread yet, this one becomes it, unless another does so meanwhile. */
   if (first != 0 ||
       !__atomic_compare_exchange_n(&host->first_thread, &first, self, false /* weak */,
@@ -9660,18 +9686,19 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   if (at < 0) return cddp__describe_remote_end(g, rank);
   if (host->one_process) return cddp__textf("ended: its thread function returned");
   if (cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_DEAD)
-    return cddp__textf(CDDP__EXITED); /* its process can still run */
+    return cddp__textf(CDDP__EXITED); /* no status: its process can still run (MPI_Finalize) */
   process = cddp__process_at(host, at);
   has_neighbour = host->slots != NULL && at < host->size /* not joined later */;
   /* The system releases the lock of a process a moment before its status exists. The rank before it
      on the host soon stores the status in `ended`: head of >>round, 4. */
-  cddp__wait_begin(&w, has_neighbour ? CDDP__STATUS_S : 0.005 /* s, for the status to exist */);
+  cddp__wait_begin(&w, has_neighbour ? CDDP__STATUS_S : 0.005 /* s: only for that moment */);
   do {
     known = cddp__exit_status(process.pidfd, process.pid, &status);
     if (has_neighbour) ended = cddp__load32(&host->slots[at].ended);
   } while (!known && ended == 0 && cddp__wait_pause(&w));
   if (known) return cddp__describe_status(status);
-  if (ended != 0) return cddp__describe_status((int)(ended & 0xffff)); /* without bit 16 */
+  /* Bit 16 only says that `ended` is stored: the status can be 0. */
+  if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
   return cddp__textf("died: its process has ended");
 }
 
@@ -9741,7 +9768,7 @@ static cddp_result cddp__check_peers(cddp_group *g) {
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->host_index[p] < 0 /* the leader checks these */) continue;
     if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_needed(g, p)) continue; /* p announced the round before it ended */
+    if (!cddp__rank_needed(g, p)) continue; /* again: p announced the round, then it ended */
     return cddp__break_lost(g, p, NULL /* doing */);
   }
   return CDDP_OK;
@@ -9766,7 +9793,8 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   int p;
   CDDP__POINT("exit");
   cddp__store32(&cddp__slot_of(g, g->rank)->inside, 0); /* this rank's copies have ended */
-  if (CDDP__LIKELY(r == CDDP_OK)) return r; /* the caller's rounds order the accesses */
+  /* Without a failure the caller's rounds order the accesses, so this rank need not wait here. */
+  if (CDDP__LIKELY(r == CDDP_OK)) return r;
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   for (p = 0; p < g->size; p++) {
     const cddp__atomic_u32 *inside = &cddp__slot_of(g, p)->inside; /* on other hosts always 0 */
@@ -9825,9 +9853,11 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   return cddp__textf("; rank %d waits in no collective, send or recv", rank);
 }
 
-/* Whether the groups' slot.works count all operations of this rank in flight. They do not count one
-   that a group holds outside its queue (CDDP__OWN_HELD). Its engine's thread soon queues it. */
-static bool cddp__works_visible(cddp__host *host) {
+/* Whether the groups' slot.works count all operations by which this rank can still continue. Only
+   then can cddp__check_deadlock, on any rank, conclude from 0 works that the rank is blocked.
+   OWN_HELD: an operation is not counted. No thread runs it yet; the engine's thread soon queues it.
+   OWN_RUNS: it is not counted either, but the thread that runs it is the one that waits. */
+static bool cddp__works_complete(cddp__host *host) {
   const cddp_group *g;
   bool all = true;
   pthread_mutex_lock(&host->lock);
@@ -9845,11 +9875,11 @@ static bool cddp__works_visible(cddp__host *host) {
 static bool cddp__publish_wait(cddp_group *g, const char *where) {
   cddp__engine *engine = cddp__own_engine;
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
-  uint64_t wait = UINT64_MAX; /* a message: see slot.wait */
+  uint64_t wait = UINT64_MAX; /* a message: names no group, so cddp__check_deadlock finds none */
   cddp__text call;
   if (slot == NULL) return false;
   if (engine != NULL && (engine != &g->engine || cddp__load32(&engine->awaited) == 0)) return false;
-  if (!cddp__works_visible(g->host) || /* 0 -> 1: no other thread's wait is shown */
+  if (!cddp__works_complete(g->host) || /* 0 -> 1: no other thread's wait is shown */
       !cddp__compare_swap32(&g->host->wait_shown, 0, 1))
     return false;
   if (where == NULL) { /* a round: no other thread changes g->round meanwhile */
@@ -9989,7 +10019,7 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
     else
       set[p] = true;
   }
-  for (p = 0; p < g->size; p++) n += set[p];
+  for (p = 0; p < g->size; p++) n += set[p]; /* now: several ranks can await the same one */
   return n;
 }
 
