@@ -10096,8 +10096,8 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
    waiting thread serves them all. A thread that holds served_lock takes p2p.lock by trylock, since
    cddp__serve_in_waits is called with p2p.lock held. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp_group *cddp__served; /* first of the list, NULL: none; cddp__served_lock, except for
-                                    cddp__serve_all_recvs, which first compares it with NULL */
+static cddp_group *cddp__served; /* first of the list, NULL: none; cddp__served_lock, except that
+                                    cddp__serve_all_recvs compares it with NULL before it locks */
 
 /* Runs in a forked child, which can have copied a locked lock. The groups are the parent's. */
 static void cddp__reset_served(void) {
@@ -10148,19 +10148,20 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   if (cddp__serve_all_recvs(g)) /* messages were copied, and more can follow: */
     w->since = w->now; /* sleeps are short again */
   if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
-  cddp__join_serve(g->host, CDDP__JOIN_POLL); /* answers joining processes */
+  cddp__join_serve(g->host, CDDP__JOIN_POLL); /* answers joining processes; waits for none */
   /* Stores how the next process in the ring has ended: head, 4. slots NULL: there is no `ended`.
      pidfd -1: the process cannot be watched. `ended` not 0: it is stored already. */
   if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
       cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
       cddp__exit_status(host->ranks[next].pidfd, host->ranks[next].pid, &status))
-    cddp__store32(&host->slots[next].ended, 1u << 16 /* known */ | (uint32_t)status);
+    cddp__store32(&host->slots[next].ended, 1u << 16 /* known, so not 0 */ | (uint32_t)status);
   return CDDP_OK;
 }
 
 /* Sleeps while *word == value and the group is healthy, at most for as long as the wait has lasted:
    a short wait is checked often, a long one costs little.
-     word       a rank that changes it wakes the sleepers if *sleepers is not 0
+     word       a rank that changes it wakes the sleepers if *sleepers is not 0; so does one that
+                breaks the group
      sleepers   block.sleepers, or a slot's event_sleepers: cddp__wake_all reads both */
 static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sleepers,
                              cddp__atomic_u32 *word, uint32_t value) {
@@ -10200,7 +10201,7 @@ static cddp_result cddp__check_wait(cddp_group *g, bool *published) {
 /* Waits until *word == want, after the polls of cddp__wait_word: yields, then sleeps. Between two
    sleeps it checks for a failure and, unless the wait is over, for ended ranks and the deadline. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
-  bool published = false; /* peers can see this wait: cddp__check_wait */
+  bool published = false; /* peers can see this wait: cddp__check_wait sets it */
   cddp_result r = CDDP_OK;
   cddp__wait w;
   uint32_t seen; /* value of *word when it was read last: this thread sleeps until it changes */
@@ -10259,6 +10260,7 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
                                       const cddp__op_header *reference) {
   const cddp__op_header *header = cddp__op_header_of(g, rank, g->round);
   cddp__slot *slot = cddp__slot_of(g, rank);
+  /* false of other hosts' ranks, which do not write into this block: */
   bool site_known = cddp__load32(&slot->site_round) == g->round;
   cddp__text expected; /* the reference's call */
   cddp__text call = cddp__describe_call(header->call, header->count, header->root);
@@ -10328,7 +10330,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
 static cddp_result cddp__arrive(cddp_group *g) {
   uint32_t arrived = cddp__add32(&g->block->arrivals, 1); /* the new number: this rank counts */
   g->arrive_target += (uint32_t)g->local_size; /* number when all ranks of the host have arrived */
-  if (arrived != g->arrive_target) { /* this rank is not the last */
+  if (arrived != g->arrive_target) { /* this rank is not the last, which sets `release` below */
     /* Several hosts: the leader sleeps on `arrivals` until all others of its host have arrived, in
        cddp__hosts_exchange, and then arrives. The last of the others wakes it. */
     if (g->hosts != NULL && arrived + 1 == g->arrive_target /* all except the leader */ &&
@@ -10360,7 +10362,7 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, ui
            header->root == (int32_t)call->root && header->fp_mode == fp_mode;
   }
   CDDP__POINT("met");
-  if (CDDP__LIKELY(same) || !all) return CDDP_OK;
+  if (CDDP__LIKELY(same) || !all /* an earlier round has compared */) return CDDP_OK;
   return cddp__compare_headers(g); /* a rank in cddp_ddp_join matches with another header */
 }
 
@@ -10380,7 +10382,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
                                           const void *payload, size_t bytes) {
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL /* one host has all ranks */;
-  bool of_model = call->kind >= CDDP__KIND_DDP_CREATE; /* models compute in every step */
+  bool of_model = call->kind >= CDDP__KIND_DDP_CREATE; /* the last kinds: models', which compute */
   bool computes = /* with floats, so all ranks must use one mode, which rounds of `all` compare */
       all && (of_model || (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
   uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
@@ -10495,7 +10497,7 @@ static void cddp__set_wait_policy(cddp_group *g) {
    group. */
 #define CDDP__NOTICE_EARLY 0x80000000u
 #define CDDP__NOTICE_ARRIVED 0x40000000u
-#define CDDP__LINK_READ_AHEAD 4096 /* bytes of later frames that a read can take: c->in */
+#define CDDP__LINK_READ_AHEAD 4096 /* bytes of later frames that a read can take too, into c->in */
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* hello.purpose: what follows the hello */
 
 /* Allocates a link without a socket: cddp__link_begin gives it one. NULL: no memory. */
@@ -10514,8 +10516,9 @@ static cddp__connection *cddp__link_alloc(const cddp_allocator *a) {
                hello and proof.
    Lock of the link: net.lock until its group has claimed it, then the group's p2p.lock. */
 static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double seconds) {
-  /* Keepalive: the first probe follows probe_s without bytes, the others are probe_s apart. With
-     the wait for the last answer that is CDDP__UNANSWERED_S; options have whole seconds. */
+  /* Keepalive: the first probe follows probe_s without bytes, the others are probe_s apart, and the
+     last answer has probe_s too: 4 times probe_s is CDDP__UNANSWERED_S. Options have whole seconds,
+     at least 1. The number of probes is also in cddp__link_end_if_unacked. */
   int probe_s = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, probes = 3;
   c->fd = fd;
   c->caller = caller;
@@ -10529,7 +10532,7 @@ static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double se
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
 }
 
-/* Closes the link, if it is not NULL, and frees it. */
+/* Closes the link, if it is not NULL, without BYE, and frees it. */
 static void cddp__link_free(cddp__connection *c) {
   cddp_allocator a;
   if (c == NULL) return;
@@ -10591,7 +10594,7 @@ static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
     if (io <= 0) return false; /* the rest later, or the link has ended */
     *done = 0; /* from now on it counts bytes of frames */
     if (!c->caller) c->peer = (int)h->from; /* cddp__link_hello_ok checks it, below */
-    if (c->caller && cddp__connected_to_itself(c->fd)) /* possible if the peer does not listen */
+    if (c->caller && cddp__connected_to_itself(c->fd)) /* no peer listens, and c got its port */
       cddp__connection_end(c, ECONNREFUSED);
     else if (!c->caller && !cddp__link_hello_ok(n, h))
       cddp__connection_end(c, EPROTO);
@@ -10616,7 +10619,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
                 from = cddp__internet_address(&n->hosts[n->host].address);
   int fd = cddp__socket(to.sa.ss_family);
   cddp__connection *c = fd < 0 ? NULL : cddp__link_alloc(&n->allocator);
-  *out = c;
+  *out = c; /* NULL: no socket or no memory */
   if (fd < 0) return cddp__fail_errno("socket");
   if (c == NULL) {
     cddp__close_fd(&fd);
@@ -10647,7 +10650,7 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
   if (!cddp__link_is_cut(c) || !c->caller || !c->ended_early || now > c->deadline) return false;
-  if (now < c->retry_at) return true; /* too early: a later call connects */
+  if (now < c->retry_at) return true; /* too early after the last attempt: a later call connects */
   c->retry_at = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
     return true; /* no memory or descriptor now: a later call tries again */
@@ -10664,7 +10667,7 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
 /* Sends BYE, closes the link and frees it. Before that it reads all received bytes: close(2) with
    unread bytes sends a reset, and the peer's system would discard the BYE. */
 static void cddp__link_close(cddp__connection *c) {
-  char unread[4096];
+  char unread[4096]; /* discarded */
   cddp__connection_say_bye(c, CDDP__BYE_ORDERLY);
   while (recv(c->fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {}
   cddp__link_free(c);
@@ -10701,7 +10704,8 @@ static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
 }
 
 /* Whether a rank of a group gets its notices: each rank on another host. In a group of more than 64
-   ranks only the lowest of each host, since the others find the failure in their control block.
+   ranks only the lowest of each host, to save connections: the others find the failure in their
+   control block.
    world: the ranks' numbers in the job; NULL: the same. */
 static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
   int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
@@ -10714,7 +10718,7 @@ static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, in
    it in time get none. code: a result and CDDP__NOTICE_* flags. Keeps this thread's error text. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text) {
-  enum { BATCH = 32 };
+  enum { BATCH = 32 }; /* each notice takes a descriptor */
   cddp__connection *links[BATCH];
   unsigned char body[CDDP__NOTICE_BYTES];
   char saved[CDDP__ERROR_MAX]; /* the error text, which failed connections change */
@@ -10811,7 +10815,7 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
     }
   pthread_mutex_unlock(&h->lock);
   memcpy(cddp__error_text, saved, sizeof saved);
-  cddp__connection_end(c, 0 /* errno */); /* cddp__net_serve frees it */
+  cddp__connection_end(c, 0 /* errno: no error */); /* cddp__net_serve frees it */
 }
 
 /* --- incoming connections --- */
@@ -10861,7 +10865,7 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
 static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
   const cddp_group *g = NULL; /* odd id: the group, if this rank has it; even: not searched */
   int i;
-  for (i = 0; i < CDDP__LEFT_GROUPS; i++)
+  for (i = 0; i < CDDP__LEFT_GROUPS; i++) /* the last that this rank has left */
     if (n->left[i] == id + 1 /* 0: unused entry */) return true;
   pthread_mutex_lock(&h->lock);
   if ((id & 1) != 0)
@@ -10878,7 +10882,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   int silent = 0, proving = 0; /* links without a hello, without a proof */
   int most = cddp__unproven_most(n->size); /* limit of each: the newest, first in the list, stay */
   bool few; /* few descriptors are left */
-  if (pthread_mutex_trylock(&n->lock) != 0) return; /* another thread serves the net */
+  if (pthread_mutex_trylock(&n->lock) != 0) return; /* another thread serves, or claims links */
   few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->spare, &n->starved);
   for (at = &n->incoming; (c = *at) != NULL;) {
     bool up = cddp__link_progress(n, c), group_left;
@@ -10939,7 +10943,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
     cddp__net_release(n);
     return NULL;
   }
-  n->hosts = (cddp__host_entry *)(void *)(n->token + 16 /* its bytes */);
+  n->hosts = (cddp__host_entry *)(void *)(n->token + 16 /* as in cddp__table_bytes */);
   n->ranks = (cddp__rank_entry *)(void *)(n->hosts + host_count);
   return n;
 }
@@ -10995,7 +10999,7 @@ typedef struct cddp__rank_info {
   uint32_t version, world_size, rank, pid; /* version: CDDP_VERSION */
   int port; /* of its listening socket for links; 0: not open yet, or the job has one host */
   uint32_t fp_mode; /* cddp__fp_mode() */
-  uint32_t user; /* geteuid() */
+  uint32_t user; /* geteuid(): a node's ranks, and all on one machine, must have one user */
   uint32_t joins; /* 1: CDDP_JOIN, a process that joins a running job */
   uint64_t machine; /* cddp__host_identity(): ranks on one machine must have one user */
   uint64_t run; /* a hash of cddp__config.run: tells jobs apart */
@@ -11118,7 +11122,7 @@ typedef struct cddp__rendezvous {
 static uint64_t cddp__host_identity(void) {
   const char *id = cddp__env("CDDP_HOST_ID");
   char boot[128] = ""; /* the kernel's boot id, else the host's name */
-  struct stat st; /* st_ino: number of the network namespace; 0: not known */
+  struct stat st; /* st_ino: number of the network namespace; 0: not known, as without /proc */
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re" /* e: O_CLOEXEC */);
   if (file == NULL || fgets(boot, 37 /* a UUID and NUL */, file) == NULL)
     (void)gethostname(boot, sizeof boot - 1); /* an empty text would match all machines */
@@ -11266,7 +11270,7 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error
       CDDP_SYSTEM,
       "%s: %s: the limit of this process is %llu open files (ulimit -n), and it needs one for each "
       "rank on its host (the job has %d ranks); raise the limit: ulimit -n %d",
-      what, strerror(error), (unsigned long long)limit.rlim_cur, size, 4 * size + 1024);
+      what, strerror(error), (unsigned long long)limit.rlim_cur, size, 4 * size + 1024 /* ample */);
 }
 
 /* --- two jobs at one endpoint --- */
@@ -11313,14 +11317,15 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
     for (k = 0; k < CDDP__NODE_HASHES; k++)
       if (cddp__load32(&cddp__node_hashes[k]) == job->node_hash)
         return CDDP_OK; /* a rank of this process's previous group can still hold it */
-    error = cddp__connect_address(&a, rdv->deadline, &fd);
+    error = cddp__connect_address(&a, rdv->deadline, &fd); /* to the holder of the name */
     if (error == 0) (void)cddp__peer_process(fd, peer); /* on failure `peer` stays 0 */
     if (error == 0) (void)!send(fd, CDDP__CLAIM, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     pid = peer[0]; /* 0: not known */
-    ended = error != 0 /* none listens */ || /* or the holder does not exist, or is a zombie: */
+    ended = error != 0 /* none listens now */ || /* or the holder does not exist, or is a zombie: */
             (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
                           cddp__exit_status(-1 /* pidfd */, pid, &status)));
-    /* EAGAIN: its queue is full. An answer: it was alive, and this claim has made it fail. */
+    /* EAGAIN: it listens, but its queue is full. An answer: it was alive, and this claim has made
+       it fail. */
     if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1)) ended = false;
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
@@ -11409,8 +11414,8 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                     cddp__describe_fp_mode(own->fp_mode).s);
 }
 
-/* A misfit is refused with r and this thread's error text. Only the first problem is kept: all
-   ranks get the same text. */
+/* Records in rdv->problem why a misfit is refused: r and this thread's error text. Only the first
+   problem is kept, so that all ranks get the same text. */
 static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
   if (cddp__set_cause(&rdv->problem, r, cddp_error())) rdv->problem_at = cddp__now();
 }
@@ -11484,7 +11489,7 @@ static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, c
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                                              const cddp__channel *channel) {
   const cddp__rank_info *info = &rdv->registered[channel->entry].info; /* of a child */
-  const cddp__net *net = rdv->net; /* NULL: without a table the parent's number is not known */
+  const cddp__net *net = rdv->net; /* NULL: no table yet, so the parent's number is not known */
   bool local = channel->connection.local;
   uint32_t peer[3]; /* pid, uid, gid */
   int i;
@@ -11528,7 +11533,7 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   int n, i;
   if (fd < 0 || !cddp__local_address(fd, out) || out->sa.ss_family == AF_UNIX)
     *out = cddp__loopback_address();
-  if (name == NULL) return CDDP_OK;
+  if (name == NULL) return CDDP_OK; /* no CDDP_IFNAME */
   n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX);
   if (n == 0)
     return CDDP__REFUSE("CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
@@ -11578,7 +11583,7 @@ static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registrat
               (rdv->config->port != 0 ? !cddp__is_exact_address(rdv->config->host)
                                       : strncmp(method, "file:", 5) == 0);
   entry->info.host.address = rdv->address.v6;
-  if (entry->link_fd >= 0) return CDDP_OK;
+  if (entry->link_fd >= 0) return CDDP_OK; /* it has one: only its address can be new */
   return cddp__listen_for_others(rdv, &rdv->address, wide, &entry->link_fd, &entry->info.port);
 }
 
@@ -11590,13 +11595,13 @@ static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) {
   rdv->children[k] = rdv->children[--rdv->child_count];
 }
 
-/* Most connections of other hosts without a proof, if few descriptors are left. */
+/* Most connections of other hosts without a proof, if few descriptors are left. Also for joins. */
 #define CDDP__FEW_UNPROVEN 8
 
 /* Accepts the connections at a listener (-1: none) as children. If more than `limit` have not sent
    RANK, closes the oldest of these: a rank proves the secret and sends RANK immediately. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
-  bool local = listener == rdv->node_socket;
+  bool local = listener == rdv->node_socket; /* a Unix socket, for this node's ranks */
   size_t most = (size_t)cddp__unproven_most(rdv->config->world_size);
   int tries;
   if (listener < 0) return CDDP_OK; /* none */
@@ -11609,7 +11614,8 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
     size_t i, oldest = 0, silent = 0; /* silent: number of children that have not sent RANK */
     cddp__channel *children;
     if (error == EINTR || error == ECONNABORTED) continue; /* tries the next connection */
-    if (error == EAGAIN || error == EINVAL) return CDDP_OK; /* EINVAL: rank 0 has closed its port */
+    /* EAGAIN: no more connections now. EINVAL: rank 0 has closed its port. */
+    if (error == EAGAIN || error == EINVAL) return CDDP_OK;
     /* The oldest has the earliest deadline, as all get the same time. */
     for (i = 0; i < rdv->child_count; i++) {
       const cddp__channel *child = &rdv->children[i];
@@ -11679,7 +11685,7 @@ static void cddp__close_parent(cddp__rendezvous *rdv) {
   cddp__connection_close(&rdv->parent.connection);
   for (i = 0; i < rdv->registered_count; i++) /* listeners are bound to this end's address */
     cddp__close_fd(&rdv->registered[i].link_fd);
-  rdv->forwarded = 0; /* the next parent gets all registrations */
+  rdv->forwarded = 0; /* the next parent knows none of `registered` yet */
 }
 
 /* Handles a child's RANK, of the right size: the first is its own, later ones are of ranks below
@@ -11711,7 +11717,7 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   /* As rank 0's coordinator this rank is the root, unless another root has answered WAIT. */
   if (!c->local || info.rank != 0 || rdv->parent.end_is_loss) return CDDP_OK;
   cddp__close_parent(rdv);
-  rdv->root.blocked.s[0] = 0; /* this rank no longer looks for the root */
+  rdv->root.blocked.s[0] = 0; /* no longer true: this rank does not look for the root */
   rdv->root.next = rdv->root.address_count; /* so cddp__try_root publishes this root's address */
   return CDDP_OK;
 }
@@ -11726,9 +11732,9 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
   bool valid = true;
   while (r == CDDP_OK && valid && (m = cddp__receive_message(c, CDDP__ERROR_MAX)) != NULL) {
     uint32_t kind = m->head.number;
-    bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* more than a job and its misfits */
+    bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* a job, and as many misfits */
     bool failed = kind >= CDDP__FAILED; /* FAIL */
-    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* makes it invalid */
+    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* not valid */
     /* end_is_loss: the child fits. A misfit can send only RANK and, if it is rank 0, PORT. */
     valid = kind == CDDP__RENDEZVOUS_PORT ? child->rank_received : child->end_is_loss;
     if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
@@ -11754,9 +11760,9 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
 
 /* --- the parent --- */
 
-/* Checks a table of ranks. Completes it: this rank and its host, the hosts' sizes, and each rank's
-   index on its host. */
-static bool cddp__check_table(cddp__net *net, int rank) {
+/* Completes a table of ranks: this rank and its host, the hosts' sizes, and each rank's index on
+   its host. false: the table is damaged. */
+static bool cddp__complete_table(cddp__net *net, int rank) {
   int i;
   net->rank = rank;
   for (i = 0; i < net->host_count; i++) {
@@ -11789,7 +11795,7 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
   rdv->net = cddp__net_new(&rdv->host->allocator, ranks, (int)host_count);
   if (rdv->net == NULL) return CDDP_OUT_OF_MEMORY;
   memcpy(rdv->net->token, m + 1, size); /* hosts and ranks are behind the token */
-  if (!cddp__check_table(rdv->net, rdv->config->rank)) {
+  if (!cddp__complete_table(rdv->net, rdv->config->rank)) {
     cddp__net_release(rdv->net);
     rdv->net = NULL;
     return cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
@@ -11857,7 +11863,7 @@ static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
    (CDDP_NETWORK, CDDP_TIMEOUT): returns CDDP_OK, keeps the text in root.blocked, and sets the time
    of the next try. Otherwise fails.
      port_blocked   r is about the root's own port */
-static cddp_result cddp__look_again(cddp__rendezvous *rdv, cddp_result r, bool port_blocked) {
+static cddp_result cddp__plan_next_look(cddp__rendezvous *rdv, cddp_result r, bool port_blocked) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
   double now = cddp__now();
@@ -11882,7 +11888,7 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
   cddp__store_file record;
-  int fd;
+  int fd; /* the opened file: `record` has its contents, so it is closed */
   cddp_result r = root->store == NULL ? cddp__store_new(&root->store, &o) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__file_store_attempt(root->store, &o, &record, &fd);
   if (r != CDDP_OK) return cddp__fail_in(r, "%s: ", rdv->config->init_method);
@@ -11895,9 +11901,8 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
 
 /* Handles a failed try to connect to the root: connect(2) has failed with `error`, or the
    connection has ended before WAIT (error 0). Returns CDDP_OK if this rank tries again, at
-   root.next_look: for example because the address from a store or a file can be an earlier job's.
-   */
-static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
+   root.next_look: for example, as the address from a store or a file can be an earlier job's. */
+static cddp_result cddp__handle_failed_try(cddp__rendezvous *rdv, int error) {
   cddp__root_search *root = &rdv->root;
   const cddp__address at = root->addresses[root->next - 1]; /* a copy: _read_root_file sets them */
   const cddp__challenge *challenge = &rdv->parent.connection.challenge; /* the root's proof */
@@ -11934,7 +11939,7 @@ static cddp_result cddp__lose_root(cddp__rendezvous *rdv, int error) {
     root->closed = false;
   }
   cddp__close_parent(rdv);
-  return cddp__look_again(rdv, r, port_blocked);
+  return cddp__plan_next_look(rdv, r, port_blocked);
 }
 
 /* Handles the parent's messages, without blocking. If the connection ends before WAIT, this rank
@@ -11952,13 +11957,13 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
       rdv->common_failure = true;
       r = cddp__fail_by_message(m);
     } else if (m->head.number == CDDP__RENDEZVOUS_WAIT && !rdv->parent.end_is_loss) {
-      rdv->parent.end_is_loss = true;
+      rdv->parent.end_is_loss = true; /* the first WAIT; a second one is not valid */
       rdv->root.blocked.s[0] = 0; /* the root is found */
     } else if (m->head.number == CDDP__RENDEZVOUS_TABLE && rdv->net == NULL) {
       r = cddp__take_table(rdv, m);
     } else if (m->head.number == CDDP__RENDEZVOUS_READY && rdv->net != NULL &&
-               rdv->parent.end_is_loss) {
-      rdv->parent.end_is_loss = false; /* ends cddp__await_ready */
+               rdv->parent.end_is_loss /* READY is still awaited */) {
+      rdv->parent.end_is_loss = false; /* all ranks are ready: ends cddp__await_ready */
     } else {
       valid = false; /* another message, or at the wrong time */
     }
@@ -11968,7 +11973,7 @@ static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   if (r != CDDP_OK || c->state != CDDP__CONNECTION_ENDED) return r;
   if (rdv->parent.end_is_loss) return cddp__report_channel_lost(rdv, &rdv->parent);
   if (rdv->net != NULL) return CDDP_OK; /* all ranks are ready */
-  if (!c->local) return cddp__lose_root(rdv, 0 /* error: it was closed */);
+  if (!c->local) return cddp__handle_failed_try(rdv, 0 /* error: it was closed */);
   cddp__close_parent(rdv); /* a coordinator that has ended: this rank starts again at step 2 */
   cddp__sleep(0.001); /* so that the system can free the coordinator's socket name */
   return CDDP_OK;
@@ -12041,7 +12046,7 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   const char *key = root->key;
   cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
   cddp__root_key value;
-  int port; /* of the root's new socket */
+  int port; /* of the root's new socket, chosen by the system or from CDDP_PORTS */
   cddp_result r = cddp__random(root->proof_salt, sizeof root->proof_salt);
   if (r == CDDP_OK) r = cddp__own_address(root->store->connection.fd, &rdv->address);
   if (r == CDDP_OK)
@@ -12058,14 +12063,14 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   r = cddp__store_run(root->store, &q);
   if (r == CDDP_OK) return r;
   cddp__close_fd(&root->fds[0]); /* a later try opens another one */
-  root->fd_count = 0;
+  root->fd_count = 0; /* so cddp__looks_for_root stays true */
   return r;
 }
 
 /* Opens the launcher's store unless it is open. Reads the root's address or, on the root, writes
    it. CDDP_OK with address_count 0: the root has not written it yet. After a failure that a retry
    can mend the store is closed. */
-static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
+static cddp_result cddp__meet_in_store(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
   cddp__store_options o = cddp__store_options_of(rdv);
@@ -12079,7 +12084,7 @@ static cddp_result cddp__ask_store(cddp__rendezvous *rdv) {
   if (root->store == NULL) {
     r = cddp__store_open_client(&root->store, &o);
     root->closed_since = o.closed_since;
-    if (root->try_s < 8) root->try_s *= 2; /* a distant or busy server gets more time */
+    if (root->try_s < 8) root->try_s *= 2; /* the next try: a distant or busy server needs more */
   }
   if (r != CDDP_OK) return r;
   root->try_s = 0.25; /* tries to reach the root begin short again */
@@ -12128,7 +12133,7 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   const char *name; /* what follows the scheme */
   int scheme = cddp__url_scheme(config->init_method, &name);
   cddp_result r = CDDP_OK;
-  if (config->client_only) return cddp__ask_store(rdv);
+  if (config->client_only) return cddp__meet_in_store(rdv);
   if (scheme == CDDP__URL_FILE) return cddp__read_root_file(rdv);
   if (scheme == CDDP__URL_UNIX) {
     root->address_count = 1;
@@ -12169,7 +12174,7 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
       cddp__append_origin(rdv->config, r); /* MASTER_ADDR still does not resolve: no more tries */
       return r;
     }
-    if (r != CDDP_OK) return cddp__look_again(rdv, r, false /* port_blocked */);
+    if (r != CDDP_OK) return cddp__plan_next_look(rdv, r, false /* port_blocked */);
     root->blocked.s[0] = 0; /* finding the addresses no longer fails */
   }
   if (root->fd_count > 0) return CDDP_OK; /* this rank is the root: its address is published */
@@ -12180,14 +12185,14 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
   }
   if (root->try_s < 8) root->try_s *= 2; /* the next try gets more time */
   error = cddp__connect_address(&root->addresses[root->next++], deadline, &fd);
-  if (error != 0) return cddp__lose_root(rdv, error);
+  if (error != 0) return cddp__handle_failed_try(rdv, error);
   cddp__channel_init(rdv, &rdv->parent, fd, false /* TCP */, CDDP__END_CALLER);
   /* The text, and the time of the next try, in case the root stays silent. */
   r = cddp__fail(CDDP_NETWORK,
                  "the program at %s accepted a connection and sent nothing: it is another program, "
                  "or rank 0 has not yet called cddp_init or is suspended",
                  cddp__describe_address(&root->addresses[root->next - 1]).s);
-  r = cddp__look_again(rdv, r, false /* port_blocked */);
+  r = cddp__plan_next_look(rdv, r, false /* port_blocked */);
   /* At this end's address ranks of other hosts will connect links. */
   return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r;
 }
@@ -12205,7 +12210,7 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   cddp_result answer = CDDP_OK;
   snprintf(own_text, sizeof own_text, "%s", cddp_error());
   root->try_s = 1; /* s: there is only one try */
-  root->next_look = 0; /* now */
+  root->next_look = 0; /* now: cddp__try_root returns before that time */
   if (cddp__find_addresses(rdv) == CDDP_OK && /* not this host's own address: */
       !cddp__address_is_local(&root->addresses[0]))
     answer = cddp__try_root(rdv);
@@ -12222,7 +12227,7 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   cddp__store_options o = cddp__store_options_of(rdv);
   cddp__store_file record;
-  int fd;
+  int fd; /* -1: a server; it has the file in store->file */
   cddp_result r = cddp__store_new(&root->store, &o);
   if (r == CDDP_OK) r = cddp__file_store_attempt(root->store, &o, &record, &fd);
   while (r == CDDP_NETWORK /* locked */ && cddp__now() < rdv->deadline) {
@@ -12299,7 +12304,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   rdv->deadline = cddp__now() + config->timeout_s;
   cddp__channel_init(rdv, &rdv->parent, -1 /* fd */, true /* local */, CDDP__END_CALLER);
   rdv->memory_fd = rdv->node_socket = -1;
-  rdv->node_count = 1; /* this rank's own */
+  rdv->node_count = 1; /* this rank's own node, 0 */
   rdv->expected = (uint32_t)config->world_size;
   snprintf(root->key, sizeof root->key, "%s/meeting", config->run);
   root->try_s = 0.25; /* short: between tries this rank serves its clients; doubles up to 8 s */
@@ -12398,7 +12403,7 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
     a = cddp__internet_address(&info->host.address);
     if (cddp__address_is_loopback(&a)) net->hosts[entry->host].address = rdv->address.v6;
   }
-  (void)cddp__check_table(net, rdv->config->rank); /* completes this table, which is correct */
+  (void)cddp__complete_table(net, rdv->config->rank); /* completes this table, which is correct */
   return cddp__random(net->token, 16 /* bytes: the job's token */);
 }
 
@@ -12460,6 +12465,7 @@ static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
     error = link->state == CDDP__CONNECTION_ENDED ? link->error : 0;
     if (r == CDDP_OK && error == 0 && cddp__wait_fd(link->fd, POLLOUT, deadline) != CDDP_OK)
       error = ETIMEDOUT; /* the connection is still being made */
+    /* how connect(2) has ended: */
     if (r == CDDP_OK && error == 0) (void)getsockopt(link->fd, SOL_SOCKET, SO_ERROR, &error, &size);
     while (r == CDDP_OK && error == ECONNREFUSED && cddp__now() < refused_end)
       r = cddp__poll_channels(rdv, refused_end); /* if that rank has died, FAIL arrives */
@@ -12524,7 +12530,8 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
       "%s%.0d, or raise CDDP_TIMEOUT_S%s",
       refused.s, seconds, many ? "s" : "", list.s, size,
       config->launched ? "WORLD_SIZE" : "world_size", cddp__endpoint_name(config),
-      many ? "each with its RANK" : "it with RANK=", many ? 0 : rank, /* %.0d: nothing for 0 */
+      many ? "each with its RANK" : "it with RANK=",
+      many ? 0 : rank, /* %.0d: nothing for 0, as after "RANK"; rank 0 is here, so not missing */
       one_host ? "" : "; the output of a rank that runs says what it cannot connect to");
 }
 
@@ -12618,7 +12625,7 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
    they know which rank is not ready. Called again after MPI's start. */
 static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
   cddp__connection *up = &rdv->parent.connection;
-  double deadline = rdv->deadline + 1; /* later than all deadlines in cddp__collect_ranks */
+  double deadline = rdv->deadline + 1; /* later than all in cddp__collect_ranks: at most + 0.5 */
   cddp_result r = CDDP_OK;
   size_t i;
   if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
@@ -12670,7 +12677,7 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
 }
 
 /* Sends FAIL as the last message on a connection, within 0.1 s. */
-static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char *text) {
+static void cddp__channel_send_failure(cddp__channel *channel, cddp_result r, const char *text) {
   cddp__connection *c = &channel->connection;
   if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger: no answer would come */
   (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
@@ -12681,7 +12688,7 @@ static void cddp__channel_fail(cddp__channel *channel, cddp_result r, const char
 /* Waits until the other side of a TCP connection has received FAIL and closed it. Closing a socket
    with unread bytes would reset the connection, and FAIL could be lost. */
 static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
-  char unread[4096];
+  char unread[4096]; /* discarded */
   if (!channel->fail_sent) return; /* no FAIL was sent, or a Unix socket delivers it anyway */
   while (cddp__now() < deadline &&
          cddp__wait_fd(channel->connection.fd, POLLIN, deadline) == CDDP_OK &&
@@ -12717,7 +12724,8 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
     memcpy(remote,
            cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text).s,
            sizeof remote);
-  if (rdv->parent.connection.fd >= 0 && r != CDDP_OK) cddp__channel_fail(&rdv->parent, r, remote);
+  if (rdv->parent.connection.fd >= 0 && r != CDDP_OK)
+    cddp__channel_send_failure(&rdv->parent, r, remote);
   /* The children, and processes that connect meanwhile: they get the error too. */
   do {
     for (draining = 0, k = rdv->child_count; k-- > 0;) {
@@ -12727,7 +12735,7 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
       if (child->fail_sent || (r == CDDP_OK && (!child->rank_received || fits)))
         continue; /* has FAIL; or r is CDDP_OK and the child is no misfit */
       if (!cddp__registered_before(rdv, child))
-        cddp__channel_fail(child, result, child->connection.local ? text : remote);
+        cddp__channel_send_failure(child, result, child->connection.local ? text : remote);
       /* A Unix socket delivers FAIL after close(2) too; new connections need the descriptor. */
       if (!child->fail_sent) cddp__remove_child(rdv, k);
     }
@@ -12797,7 +12805,7 @@ static void cddp__join_listen(cddp__host *host) {
   const cddp__job_info *job = host->job_info;
   cddp__address a;
   int defer_s = 5 /* s that the system holds back a connection without bytes */, error = 0;
-  if (job == NULL) return; /* no process can join */
+  if (job == NULL) return; /* no init_method, so no process can join */
   /* for processes on other hosts: */
   if (job->table.several_hosts != 0 && job->port != 0 && host->joins.tcp_fd < 0) {
     a = cddp__internet_address(&job->table.address);
@@ -12915,7 +12923,7 @@ typedef struct cddp__join_search { /* a joining process's search for its job */
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of MASTER_ADDR */
   int address_count;
   double next_resolve; /* when to resolve MASTER_ADDR again */
-  double next_all; /* when to call numbers beyond WORLD_SIZE again */
+  double next_all; /* when to call numbers beyond WORLD_SIZE again; 0: now */
   double pause; /* seconds between two such calls */
   double seen; /* when a rank last listened, or a process held the name of a first rank's socket */
   cddp__text blocked; /* the last error of a connection to MASTER_ADDR, or "" */
@@ -12996,7 +13004,7 @@ static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, 
   valid = valid && cddp__check_join_table(table);
   cddp__free(c->in.allocator, m);
   if (!valid) cddp__connection_end(c, EPROTO);
-  if (!valid) return CDDP_NETWORK;
+  if (!valid) return CDDP_NETWORK; /* another rank can answer */
   if (c->peer < 0 /* by TCP */ && cddp__local_address(c->fd, &here))
     cddp__set_scope(&table->lead.self.address, &here); /* if it is link-local */
   *fd = c->fds[0];
@@ -13235,7 +13243,7 @@ static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
    in this pass, or for a receive. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *work;
-  if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true;
+  if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true; /* a frame */
   for (work = g->p2p.recvs; work != NULL; work = work->next)
     if (!work->done && (work->call.root == rank || work->call.root == CDDP_ANY)) return true;
   return false;
@@ -13281,7 +13289,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
       link->into->from = link->rank;
       link->into->result = CDDP_OK; /* valid once it is done */
     }
-    m = cddp__connection_receive(link, SIZE_MAX / 16 /* most: any size, without an overflow */);
+    m = cddp__connection_receive(link, SIZE_MAX / 16 /* most: heads can be added to it */);
     if (m == NULL) break; /* incomplete, a piece, or the link has ended */
     if (link->into != NULL) { /* the receive is complete */
       link->into->filling = false;
@@ -13291,7 +13299,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
     } else {
       *hosts->stored_end = m;
       hosts->stored_end = &m->next;
-      hosts->stored_bytes += m->head.size;
+      hosts->stored_bytes += m->head.size; /* until cddp__take_message */
     }
     received = true;
     if (cddp__buffer_size(&link->in) == 0) break; /* another recv would most likely get no bytes */
@@ -13321,7 +13329,7 @@ static void cddp__poll_all_groups(cddp_group *g) {
   cddp__host *host = g->host;
   cddp_group *each;
   cddp__net_serve(host, g->hosts->net); /* connections and notices */
-  if (pthread_mutex_trylock(&host->lock) != 0) return; /* the caller can hold a p2p.lock */
+  if (pthread_mutex_trylock(&host->lock) != 0) return; /* does not block: the next call serves */
   for (each = host->groups; each != NULL; each = each->next) {
     if (each->hosts == NULL || pthread_mutex_trylock(&each->p2p.lock) != 0) continue;
     (void)cddp__hosts_send_queued(each);
@@ -13397,9 +13405,10 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
   cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  struct epoll_event unused[16]; /* the caller looks at all links */
+  struct epoll_event unused[16]; /* which fds: the caller looks at all links anyway */
   double start; /* of the sleep */
-  /* ms: limit of the sleep; short for a rank of this host, which cannot end epoll_wait */
+  /* ms: limit of the sleep; short if `peer` is, or can be, a rank of this host: that cannot end
+     epoll_wait */
   int p, ms = peer != CDDP_ANY && g->host_index[peer] < 0 ? 5 : 1;
   bool polls; /* this thread calls epoll_wait; false: another thread does, or none needs to */
   cddp__connection *link;
@@ -13509,7 +13518,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
   if (m == NULL) return NULL;
   *at = m->next;
   if (m->next == NULL) hosts->stored_end = at; /* it was the last */
-  hosts->stored_bytes -= m->head.size;
+  hosts->stored_bytes -= m->head.size; /* cddp__read_link added them */
   return m;
 }
 
@@ -13530,7 +13539,7 @@ typedef struct cddp__posted_frame {
   int type; /* CDDP__FRAME_HEADERS or _PIECE */
   const void *data; /* stays valid until the frame is sent or received */
   size_t size; /* bytes; of headers to receive: at most */
-  long step; /* hosts.flow_step at the post */
+  long step; /* hosts.flow_step at the post: cddp__move_frames compares it with due_step */
 } cddp__posted_frame;
 
 /* Adds a frame, which cddp__deliver will send or receive. The frames to a rank are sent in posting
@@ -13544,7 +13553,7 @@ static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, 
   frame->type = type;
   frame->data = data;
   frame->size = size;
-  frame->step = g->hosts->flow_step;
+  frame->step = g->hosts->flow_step; /* of headers not used: their due_step is LONG_MAX */
 }
 
 /* Sends more of a frame, without blocking. Returns whether all of it is sent. */
@@ -13602,12 +13611,12 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
 static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_result *r) {
   cddp__hosts *hosts = g->hosts;
   int i, k, kept = 0, late = -1; /* kept: number of frames that stay posted; late: the result */
-  hosts->pass++; /* in the new pass no peer is stuck yet */
+  hosts->pass++; /* no peer's stuck_pass equals the new number: none is stuck yet */
   for (i = 0; i < hosts->posted_count; i++) {
     cddp__posted_frame frame = hosts->posted[i];
     cddp__peer *peer = &hosts->peers[frame.rank];
     bool done = false;
-    int links = frame.out ? 1 : 2; /* this rank sends on the first, and receives on both */
+    int links = frame.out ? 1 : 2; /* this rank sends on its first; the peer may on the second */
     if (peer->link[0] == NULL && *r == CDDP_OK) { /* after an error no more links in this pass */
       if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__ensure_link(g, frame.rank);
       else cddp__claim_links(g); /* the lower rank connects: one link, not two */
@@ -13641,7 +13650,8 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   uint32_t starved; /* why this process accepts no connections now, an errno; 0: it does */
   bool unconnected; /* there is no link with `late` */
   if (r != CDDP_OK) return r;
-  /* For this host's other ranks (cddp__find_late): `late` is late, not this rank. */
+  /* For this host's other ranks (cddp__find_late): `late` is late, not this rank. The time in ms is
+     in the high half, 1 + the rank in the low one. */
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r; /* ranks of this host */
@@ -13667,7 +13677,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
   bool polls = g->spin >= CDDP__SPIN; /* this rank has its own core */
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  uint32_t events;
+  uint32_t events; /* slot.events before the last attempt */
   int late; /* a rank with a frame that must be complete; -1: there is none */
   do {
     if (moved) {
@@ -13687,7 +13697,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
     else if (!polls || w.yields % CDDP__POLLS_PER_YIELD == 0)
       sched_yield(); /* other attempts follow without a pause */
   } while (late >= 0 && r == CDDP_OK);
-  cddp__store64(&slot->awaits, 0); /* this rank awaits no other host's rank */
+  cddp__store64(&slot->awaits, 0); /* 0: this rank awaits no rank of another host */
   if (r != CDDP_OK) g->hosts->posted_count = 0; /* the caller is free to reuse the frames' memory */
   return r;
 }
@@ -13769,7 +13779,7 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
                        cddp__rank_on(hosts, from, 0 /* leader */),
                        hosts->headers + hosts->group_hosts[from].headers_at, in_limit);
     }
-    r = cddp__deliver(g, LONG_MAX /* all */);
+    r = cddp__deliver(g, LONG_MAX /* due: all frames */);
   }
   return r;
 }
@@ -13798,7 +13808,7 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
     if (r != CDDP_OK) return r;
     memcpy(cddp__header_in(hosts, hosts->mine, i), header, CDDP__HEADER_BYTES); /* to be sent */
   }
-  if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
+  if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r; /* all are in hosts.headers now */
   /* Copies the shares of each other host to its ranks' staging buffers here. */
   if (hosts->count <= CDDP__DIRECT_HOSTS) /* else no shares are sent */
     for (i = 0; i < hosts->count; i++)
@@ -13865,7 +13875,7 @@ enum cddp__leaves { CDDP__LEAVES_ALL, CDDP__LEAVES_PRESENT };
    cddp_ddp_join: byte 0 of their payload in this round, which cddp__reduce_bucket sets, is 0. */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp__leaves which) {
   int p;
-  hosts->leaf_count = hosts->subtree_count = 0;
+  hosts->leaf_count = hosts->subtree_count = 0; /* both are counted again below */
   for (p = 0; p < g->size; p++)
     if (which == CDDP__LEAVES_ALL || cddp__op_header_of(g, p, g->round)->u.bytes[0] == 0)
       hosts->leaves[hosts->leaf_count++] = p;
@@ -14007,7 +14017,7 @@ static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool resul
 
 /* The sum of a subtree of this host: n elements of an owner's part, from `begin` on. Returns
    `space`, or for a subtree of one rank the place in that rank's view. */
-static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner, size_t begin,
+static const void *cddp__sum_subtree(const cddp__flow *f, int subtree, int owner, size_t begin,
                                      size_t n, void *space) {
   cddp__hosts *hosts = f->g->hosts;
   const cddp__subtree *s = &hosts->subtrees[subtree];
@@ -14032,7 +14042,7 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
     const cddp__subtree *s = &hosts->subtrees[i];
     char *at = f->in + f->piece_max * hosts->group_hosts[s->host].bytes_at + n * s->at;
     hosts->sums[i] = at; /* received; or, of this host, computed now */
-    if (s->host == hosts->mine) hosts->sums[i] = cddp__subtree_sum(f, i, f->g->rank, begin, n, at);
+    if (s->host == hosts->mine) hosts->sums[i] = cddp__sum_subtree(f, i, f->g->rank, begin, n, at);
   }
   if (hosts->subtree_count > 1)
     cddp__reduce_nodes(result, hosts->sums, hosts->widths, hosts->subtree_count, hosts->leaf_count,
@@ -14054,7 +14064,7 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
 
 /* Writes this host's sums of n elements of an owner's part, from `begin` on, to f->sums. Returns
    their address, and moves f->sums behind them. */
-static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_t n) {
+static const char *cddp__write_host_sums(cddp__flow *f, int owner, size_t begin, size_t n) {
   const cddp__hosts *hosts = f->g->hosts;
   char *sums = f->sums, *to;
   int i;
@@ -14063,14 +14073,14 @@ static const char *cddp__host_sums(cddp__flow *f, int owner, size_t begin, size_
     if (hosts->subtrees[i].host != hosts->mine) continue; /* that host sends its own sum */
     to = sums + n * hosts->subtrees[i].at;
     /* copies one rank's elements; a sum of several ranks is in `to` already */
-    cddp__copy(to, cddp__subtree_sum(f, i, owner, begin, n, to), n * f->c->esize);
+    cddp__copy(to, cddp__sum_subtree(f, i, owner, begin, n, to), n * f->c->esize);
   }
   return sums;
 }
 
 /* The memory of a frame to or from rank p: n elements of piece k, from `begin` on. Before a host
    sends sums, computes them. */
-static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n,
+static const char *cddp__prepare_frame(cddp__flow *f, int p, long k, size_t begin, size_t n,
                                   enum cddp__move move) {
   const cddp__hosts *hosts = f->g->hosts;
   bool reduces = f->shape->reduces, contributes = move == CDDP__SEND_CONTRIBUTION;
@@ -14079,7 +14089,7 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
   if (move == CDDP__SEND_RESULT) return cddp__own_piece(f, k, begin);
   if (reduces && move == CDDP__RECV_CONTRIBUTION)
     return f->in + f->piece_max * hosts->group_hosts[hosts->peers[p].host].bytes_at;
-  if (reduces && contributes && f->g->local_size > 1) return cddp__host_sums(f, p, begin, n);
+  if (reduces && contributes && f->g->local_size > 1) return cddp__write_host_sums(f, p, begin, n);
   return cddp__local_view(f, p, begin); /* to receive; or to send, with nothing to add */
 }
 
@@ -14109,7 +14119,7 @@ static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
     else
       bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
     if (bytes == 0) continue; /* an empty share */
-    at = cddp__frame_at(f, p, k, begin, n, move);
+    at = cddp__prepare_frame(f, p, k, begin, n, move);
     if (g->host_index[p] < 0)
       cddp__post_frame(g, CDDP__FRAME_PIECE, sends ? CDDP__GOES_OUT : CDDP__GOES_IN, p, at, bytes);
     else
@@ -14147,7 +14157,7 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
   cddp_group *g = f->g;
   long s, complete, last = f->pieces + f->ahead; /* complete: the piece that this step ends */
   cddp_result r = CDDP_OK;
-  size_t begin, n;
+  size_t begin, n; /* a piece of this rank's part: offset in the chunk, elements */
   for (s = -f->ahead; r == CDDP_OK && s <= last; s++) {
     g->hosts->flow_step = s;
     complete = s - f->ahead - 1;
@@ -14158,7 +14168,8 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     /* Step s + 1 overwrites the area of step s + 1 - CDDP__SUM_AREAS: its frames must be sent now.
        With hosts_sum_whole all must, since this step's sum can overwrite the array. */
     r = cddp__deliver(
-        g, s == last || f->hosts_sum_whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
+        g, /* due_step: */
+        s == last || f->hosts_sum_whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
     if (r != CDDP_OK) break;
     if (shape->reduces && s >= 0 && s < f->pieces) { /* all contributions to piece s are here */
       n = cddp__piece_elements(f, g->rank, s, &begin);
@@ -14212,7 +14223,7 @@ static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   size_t locals = (size_t)hosts->group_hosts[hosts->mine].size;
   /* Most owners on one host for which this rank adds up sums. */
   size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals;
-  size_t in, bytes; /* of f->in; of the stage */
+  size_t in, bytes; /* bytes of f->in; of the stage */
   /* A piece's sums, for each of these owners, from each host (this host's area stays unused). */
   f->out_bytes =
       f->piece_max * hosts->group_hosts[hosts->mine].bytes * (size_t)hosts->count * acts_for;
@@ -14463,7 +14474,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__net *net;
   cddp__connection *link;
   cddp__message *m;
-  size_t unsent = SIZE_MAX /* not known */, before;
+  size_t unsent = SIZE_MAX /* bytes; not known */, before /* unsent of the last pass */;
   cddp__wait w;
   if (hosts == NULL) return; /* one host */
   net = hosts->net;
