@@ -189,11 +189,11 @@ extern "C" {
    made the call, and none was lost, timed out, or had no memory left at all.
 
    For a model's calls these words do not hold. If cddp_ddp_ready, _next_shard, _wait, _step,
-   _reduce_scatter, _all_gather or _join fails, with any result, the model is broken: its
-   collective calls fail on all ranks (in elastic models: on this rank). The group stays usable,
-   unless it uses NCCL or a rank was lost. These break nothing: CDDP_UNSUPPORTED; an argument
-   that is NULL or an index out of range; cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather
-   without _reduce_scatter. Groups of elastic jobs: see the fine print.
+   _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls fail on
+   all ranks (in elastic models: on this rank). The group stays usable, unless it uses NCCL or a
+   rank was lost. These break nothing: CDDP_UNSUPPORTED; an argument that is NULL or an index out
+   of range; cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without _reduce_scatter.
+   Groups of elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -207,7 +207,7 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed in use; a split network */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed, split network, wait_for */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -468,8 +468,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
 
    Buckets are reduced during the backward pass. In three cases they are reduced after it: in
    elastic models; with more shards than ranks; and on one CPU host if the previous step ended
-   with cddp_ddp_step. In this last case cddp expects the same again, and averages and updates in
-   one pass.
+   with cddp_ddp_step. In this last case cddp expects that this step, too, ends with
+   cddp_ddp_step, which then averages and updates in one pass.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -872,7 +872,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
      cddp_sampler_desc o = {0};
      o.dataset_size = 60000, o.shuffle = true, o.world_size = 8; // 8: the shards
-     TRY(cddp_sampler_init(&sampler, &o));             // no checkpoint needs it: t is its place
+     TRY(cddp_sampler_init(&sampler, &o));             // not saved: step t gives its position
 
      uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32;
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
@@ -1061,7 +1061,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
      #define CDDP_IMPLEMENTATION
      #include "cddp_kernels.cuh"                      // includes cddp.h, with CDDP_CUDA
 
-     desc.device = "cuda";                            // cuda:LOCAL_RANK
+     desc.device = "cuda";                            // cuda:LOCAL_RANK, or the only GPU
      TRY(cddp_init(&g, &desc));
      cddp_set_stream(g, stream);                      // the stream of your kernels
      float *w = (float *)cddp_alloc(g, bytes);        // device memory
