@@ -2511,8 +2511,8 @@ typedef struct cddp__shards {
 /* Gradients that are rows. Written by the training thread. */
 typedef struct cddp__row_gradients {
   struct cddp__sparse **sparse; /* [count] an element NULL: dense; the array NULL: all are dense */
-  struct cddp__row_list *lists; /* [shards] scratch: row lists to merge */
-  char *packet; /* shared: this rank's rows of completed shards */
+  struct cddp__row_list *lists; /* [shards] scratch: row lists to merge, by shard at first */
+  char *packet; /* shared: this rank's rows of completed shards; NULL: none so far */
   size_t bytes, capacity; /* of the packet: in use; allocated */
 } cddp__row_gradients;
 
@@ -2532,7 +2532,8 @@ typedef struct cddp__ddp_scratch {
                            thread's */
   cddp__call *calls; /* [count + buffers + ranks] on a device, to be started together; lock, or
                         the thread that steps */
-  char *memory; /* shared memory: a bucket for a hook, or nodes of all ranks */
+  char *memory; /* shared memory: a bucket for a hook, or nodes of all ranks; NULL: not used so far,
+                   or no memory for it. A device has its own: see `scratch` of d->memory */
   size_t bytes; /* of `memory` */
 } cddp__ddp_scratch;
 
@@ -2541,7 +2542,8 @@ typedef struct cddp__ddp_memory cddp__ddp_memory; /* >>ddp */
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint32_t id; /* unique in this process, from 1 */
   cddp_group *group; /* the caller's */
-  cddp_group *comm; /* its engine reduces buckets; with NCCL the caller's group */
+  cddp_group *comm; /* its engine reduces buckets; with NCCL the caller's group. NULL, as `control`:
+                       not created yet, or elastic: left after a loss */
   cddp_group *control; /* rounds of waits and steps, on the caller's thread */
   cddp_group *hook_group; /* passed to communication hooks, on the engine's thread; with NCCL the
                              caller's group; NULL: no hook */
@@ -2583,7 +2585,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 /* --- ranks of other hosts --- */
 
 typedef struct cddp__connection cddp__connection; /* >>connections */
-typedef struct cddp__message cddp__message; /* >>connections: a received frame */
+typedef struct cddp__message cddp__message; /* >>connections: a frame, received or to be sent */
 
 #define CDDP__LEFT_GROUPS 8 /* number of groups that net.left remembers */
 
@@ -4555,7 +4557,7 @@ enum {
   CDDP__FRAME_BYE          /* the last frame of a connection; number: CDDP__BYE_* */
 };
 
-struct cddp__message { /* a received frame; its bytes follow the struct */
+struct cddp__message { /* a frame, received or to be sent; its bytes follow the struct */
   cddp__message *next; /* in a list of its owner */
   int from; /* connection.rank: the sender's rank in the group; -1: not a group's link */
   cddp__frame_head head;
@@ -18377,9 +18379,10 @@ struct cddp__ddp_memory {
   void (*free)(cddp_ddp *d);         /* the device's memory; NULL: all is host memory */
   /* *out: memory of this kind, valid until the next call of `scratch`. */
   cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out);
-  /* Sets *met if ranks need no round before this wait or step, since NCCL's watchers compare
-     `check`. NULL: they always need one. */
-  cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
+  /* Sets *no_round if ranks need no round before this wait or step: NCCL's watchers compare
+     `check`, or a graph is being captured. It then refuses if a gradient of this rank is not
+     ready. NULL: they always need one. */
+  cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *no_round);
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* starts it; d->lock held */
   cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* on d->comm's engine thread */
   /* out = n elements: the sum of `count` nodes, in the compute type; divisor > 0: the sum divided
@@ -18434,7 +18437,7 @@ static cddp_result cddp__break_model(cddp_ddp *d, cddp_result r) {
   r = cddp__ddp_set_cause(d, r);
   if (d->elastic != NULL) /* for any r the others get PEER_LOST, so that they regroup */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
-  for (i = 0; i < 3; i++) { /* with NCCL one is the caller's, which can have been destroyed */
+  for (i = 0; i < 3; i++) { /* with NCCL comm is the caller's group, perhaps destroyed by now */
     bool in_use = groups[i] != NULL && cddp__load32(&groups[i]->left) == 0;
     if (in_use) cddp__break(groups[i], r);
   }
@@ -18525,7 +18528,7 @@ static void cddp__set_layout(cddp_ddp *d) {
     }
   }
   layout->starts[CDDP__DTYPE_COUNT] = layout->dense_bytes;
-  layout->bytes += slack; /* behind the last dtype; behind the others is the next one */
+  layout->bytes += slack; /* for writes past the last dtype's end; other dtypes have the next one */
   layout->slot_stride = cddp__wide_bytes(d, 0, layout->dense_bytes); /* f32 for f16 and bf16 */
   layout->model_bytes = layout->dense_bytes; /* elastic: sparse ones are added below */
   for (i = 0; i < d->count; i++) {
@@ -18537,20 +18540,20 @@ static void cddp__set_layout(cddp_ddp *d) {
     tensor->first_norm_block = norm_blocks;
     norm_blocks += cddp__count_norm_blocks(tensor->offset, tensor->offset + tensor->bytes);
     tensor->used = true; /* until cddp__settle_unused finds that no rank used it */
-    d->step.used[i] = 1;
+    d->step.used[i] = 1; /* until the first wait or step */
     if (sparse == NULL) continue; /* dense: complete */
     layout->param_order[ordered++] = i; /* behind all dense ones */
     tensor->dense_offset = layout->bytes; /* behind the dense gradients; for place_rows */
     if (d->group->backend->on_device) /* kernels read the mean as a dense gradient */
       layout->bytes += cddp__round_up(sparse->rows * sparse->row_bytes, CDDP__CACHE_LINE);
     if (!d->desc.elastic) continue; /* else joining ranks receive its states too */
-    tensor->offset = layout->model_bytes; /* its states have a place behind the dense ones */
+    tensor->offset = layout->model_bytes; /* for its states: behind all dense gradients */
     tensor->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     layout->model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
   }
   layout->arena_bytes = layout->bytes + (size_t)layout->slots * layout->slot_stride +
                     norm_blocks * sizeof(double) /* squares */ +
-                    2 * slack /* read behind the last slot */;
+                    2 * slack /* of reads past the last slot's end; 2: f16 is f32 there */;
   layout->state_stride = /* if there are masters, all states of f16 and bf16 are f32 */
       cddp__wide_bytes(d, 0, layout->model_bytes);
   layout->state_stride = cddp__round_up( /* to whole pages */
@@ -18568,11 +18571,12 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref); /* kind NONE */
-  if (p != NULL) ref = cddp__ref_of(g->host, p, bytes); /* kind NONE: p has become private */
+  if (p != NULL) /* kind NONE: a failure has made this process's shared memory private */
+    ref = cddp__ref_of(g->host, p, bytes);
   r = cddp__round(g, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; r == CDDP_OK && k < g->size; k++) /* ranks of all hosts: all fail together */
-    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* quarantined arena */
+    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* its p is private now */
       r = cddp__fail(
           CDDP_ABORTED, "rank %d has revoked its shared memory after a failure: create the group "
           "and the model again", k);
@@ -18581,7 +18585,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
     r = cddp__map_ref(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at);
     *out++ = (char *)at;
   }
-  return r == CDDP_OK ? r : cddp__break(g, r); /* the others can have mapped all */
+  return r == CDDP_OK ? r : cddp__break(g, r); /* the others can have mapped all: tells them */
 }
 
 /* The address here of a rank's gradient element at offset `at` of the model, of parameter i. Here
@@ -18623,7 +18627,8 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
   size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-  bool exchanged = !g->carrier->shares_memory; /* buckets go to other hosts, or through MPI */
+  /* Ranks cannot all read each other's gradients: buckets go to other hosts, or through MPI. */
+  bool exchanged = !g->carrier->shares_memory;
   cddp__ref ref;
   memset(&ref, 0, sizeof ref); /* kind NONE */
   if (p == NULL) return ref; /* a gradient that will be PLACED in the arena */
@@ -18733,7 +18738,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
   int part = owners ? 0 : root, last = owners ? parts - 1 : root; /* without owners: just root */
   int i, n = 0; /* n: d->scratch.calls in use */
   cddp_result r = CDDP_OK;
-  cddp__packet packet; /* on a host: gathers arrays, and sends them together */
+  cddp__packet packet; /* on a host: collects arrays of one root, and sends them together */
   cddp__call c; /* on a device: the broadcast of one array */
   if (d->group->backend->on_device) cddp__drain_buckets(d); /* buckets use d->scratch.calls too */
   for (; r == CDDP_OK && part <= last; part++) {
@@ -18761,7 +18766,7 @@ static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays,
     }
     if (r == CDDP_OK) r = cddp__packet_broadcast(&packet); /* on a device: empty */
   }
-  return r == CDDP_OK && n > 0 /* device */ ? d->memory->broadcast(d, n) : r;
+  return r == CDDP_OK && n > 0 /* only on a device */ ? d->memory->broadcast(d, n) : r;
 }
 
 /* Returns the factor that makes the contents of the arena the mean over the active ranks, those
@@ -18825,7 +18830,7 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
     sources[k] = cddp__node_at(d, node->rank, node->slot, i, at);
     all_leaves = all_leaves && node->slot < 0;
   }
-  if (all_leaves) /* faster for few shards; and cddp__reduce_nodes cannot take only one */
+  if (all_leaves) /* faster for few shards; and cddp__reduce_nodes needs at least 2 nodes */
     cddp__reduce(out, sources, shards->count, n, dtype, CDDP_AVG);
   else
     cddp__reduce_nodes(out, sources, shards->widths, shards->node_count, shards->count, n, dtype,
@@ -18922,8 +18927,9 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
   cddp__call means =
       cddp__make_call( /* step 3 */
           CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM /* unused */, -1 /* no root */);
-  cddp__call nodes; /* an exchange: step 1 */
-  void *scratch = NULL; /* [most][ranks] the received elements; one rank reads its slots instead */
+  cddp__call nodes; /* one exchange of step 1 */
+  /* [most][ranks] the received elements. NULL: one rank, which reads its own slots instead. */
+  void *scratch = NULL;
   cddp_result r = CDDP_OK;
   int exchanges = ranks > 1 ? most : 0; /* one rank has all nodes */
   int i;
@@ -18993,10 +18999,11 @@ static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
     if (sparse == NULL) continue;
     n = d->tensors[i].used ? sparse->added.n : 0; /* rows of an unused parameter stay for later */
     if (packet != NULL) cddp__rows_pack(sparse, n, d->params[i].dtype, packet + bytes);
-    if (packet != NULL && n > 0) sparse->added.n = 0; /* n 0: rows of an unused one stay */
+    if (packet != NULL && n > 0) sparse->added.n = 0; /* they are in the packet */
     bytes += cddp__row_list_bytes(sparse, n);
   }
   if (packet == NULL) return bytes;
+  /* shards.count: the mean must not count this rank's list, empty as it is. */
   head->shard = (uint64_t)(d->uneven.absent != 0 ? d->shards.count : shard);
   head->bytes = bytes;
   return bytes;
@@ -19052,7 +19059,7 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
   char **packets = (char **)g->buffers; /* scratch; filled after the all_gather, which uses it */
-  /* All ranks' packets, then this rank's, `own`; + 1: never 0 bytes. */
+  /* All ranks' packets, then this rank's, `own`. + 1: never 0 bytes, as NULL means no memory. */
   char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
   cddp_result r;
   int k;
@@ -19075,7 +19082,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   unsigned char size[8]; /* bytes of this rank's packet */
   cddp_result r = CDDP_OK;
   int i;
-  if (!d->shards.uses_slots) /* one shard per rank, numbered as it; else cddp__end_shard did */
+  if (!d->shards.uses_slots) /* else cddp__end_shard has done it. One shard per rank, so numbered */
     r = cddp__keep_rows(d, g->rank);
   if (r == CDDP_OK && g->hosts != NULL) { /* several hosts: packets are sent, in equal sizes */
     cddp__put64(size, d->rows.bytes);
@@ -19091,7 +19098,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
         g, kind, d->rows.packet, 0, packets);
     if (r == CDDP_OK) r = cddp__begin_access(g);
     if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
-    if (r == CDDP_OK) /* then no peer reads this rank's packet any more */
+    if (r == CDDP_OK) /* until no peer reads this rank's packet any more */
       r = cddp__local_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
     if (r == CDDP_OK) r = cddp__end_access(g, r);
   }
@@ -19118,7 +19125,7 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
      3. A communication hook gets a contiguous bucket, if needed a copy, instead. */
 
 struct cddp__bucket_state {
-  int remaining; /* parameters not yet ready in this step; d->lock */
+  int remaining; /* number of its parameters that are not ready in this step; 0: full; d->lock */
   int *sorted; /* [count] its parameters, in plan.sorted: by offset, those in place last */
   int count;
   cddp_work work; /* its reduction in the engine */
@@ -19187,7 +19194,7 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
       cddp__reduce_shards(d, mean, (const void **)(void *)d->scratch.buffers, range.first, from, n);
     } else {
       for (k = 0; k < g->size; k++)
-        if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0) /* has data */
+        if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0) /* `absent`: k has data */
           d->scratch.buffers[active++] = cddp__gradient_at(d, k, range.first, from);
       if (active == g->size) { /* writes the mean to all ranks, in one pass through the memory */
         cddp__reduce_all(d->scratch.buffers, active, n, dtype, CDDP_AVG);
@@ -19209,7 +19216,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__range range;
   int i = 0, k;
   uint64_t index = (uint64_t)(b - d->plan.buckets), record; /* index: ranks compare it */
-  unsigned char absent = (unsigned char)d->uneven.absent;
+  unsigned char absent = (unsigned char)d->uneven.absent; /* for cddp__reduce_slice of all ranks */
   cddp_result r;
   g->calls++; /* without a lock: only the engine's thread makes calls on d->comm */
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
@@ -19295,7 +19302,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bool packed;
   cddp_result r = CDDP_OK;
   int i = 0, k, *used; /* used: the array bucket.params */
-  if (bytes == 0) return CDDP_OK; /* no rank used any of its parameters */
+  if (bytes == 0) return CDDP_OK; /* its parameters are unused on all ranks, sparse or empty */
   (void)cddp__next_range(d, b->sorted, b->count, &i, &range); /* bytes > 0: there is one */
   memset(&bucket, 0, sizeof bucket);
   bucket.index = (int)(b - d->plan.buckets);
@@ -19318,7 +19325,8 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
     r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
     if (r != CDDP_OK && cddp__error_text[0] == 0)
       r = cddp__fail(r, "it returned %d, %s", (int)r, cddp_result_name(r));
-    if (cddp__error_text[0] == 0) cddp__error_text[0] = text_begin; /* restores the old text */
+    if (cddp__error_text[0] == 0) /* CDDP_OK without a text: restores the old one */
+      cddp__error_text[0] = text_begin;
   }
   if (r == CDDP_OK && packed) r = cddp__copy_bucket(d, b, bucket.data, CDDP__BUCKET_UNPACK);
   cddp__free(&d->group->host->allocator, used);
@@ -19354,7 +19362,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   b->work.run = cddp__run_bucket;
   b->work.context = b;
   b->work.site = d->step.site; /* of the last wait or step: cddp_ddp_ready has none */
-  b->work.fp_mode = 1 + cddp__fp_mode(); /* the engine computes in this thread's mode */
+  b->work.fp_mode = 1 + cddp__fp_mode(); /* 1 +, as in the field: the engine sets this mode */
   return cddp__engine_push(&b->work);
 }
 
@@ -19385,7 +19393,7 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *states, int k, int i,
                             size_t n) {
   size_t at = d->tensors[i].offset;
-  if (optim->desc.master_weights != 0) at = cddp__wide_bytes(d, 0, at); /* f32 states */
+  if (optim->desc.master_weights != 0) at = cddp__wide_bytes(d, 0, at); /* then all are f32 */
   return states + (size_t)k * d->layout.state_stride + at +
          n * cddp__dtype_size(cddp__state_type(optim, i));
 }
@@ -19435,7 +19443,7 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim,
    them. */
 static void cddp__end_sharing(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
-  cddp_optim **link = &d->sharing; /* the pointer to optim in the list */
+  cddp_optim **link = &d->sharing; /* becomes the pointer to optim in the list */
   while (*link != optim) link = &(*link)->next;
   *link = optim->next;
   optim->shared_by = NULL;
@@ -19463,7 +19471,7 @@ static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, cha
   cddp_result r = CDDP_OK;
   int k;
   cddp__part_of(d, d->group->local_rank, &from, &to);
-  if (to == d->layout.dense_bytes) to = stride; /* the last part: also sparse ones, padding */
+  if (to == d->layout.dense_bytes) to = stride; /* the last part: with the padding of the stride */
   else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to); /* f32 states */
   if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
   from = from / unit * unit;
@@ -19482,7 +19490,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   size_t bytes = (size_t)optim->state_count * d->layout.state_stride, begin, end;
   void *mine = NULL, *states;
   cddp__ref ref;
-  unsigned char payload[sizeof ref + 8]; /* the reference, and a hash of optim->steps */
+  unsigned char payload[sizeof ref + 8]; /* the reference; a hash of optim->steps, to compare */
   cddp__text here = cddp__describe_current_call(g); /* before the round below replaces the call */
   cddp_result r;
   int owner = 0, k, i; /* owner: the first rank on this host, which allocates */
@@ -19668,7 +19676,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
   }
   d->step.norm = (sqrt)(sum);
   d->step.has_norm = true;
-  factor = max_norm / (d->step.norm + 1e-6); /* as in PyTorch: a norm of NaN makes all NaN */
+  factor = max_norm / (d->step.norm + 1e-6); /* 1e-6 as in PyTorch; a norm of NaN makes all NaN */
   return factor >= 1 || max_norm > DBL_MAX /* infinite: only the norm is wanted */ ? 1 : factor;
 }
 
@@ -19757,7 +19765,7 @@ static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
    can repeat it after a loss, since their sums of shards stay. */
 static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
   /* If `fuses`, only the squares are kept: cddp__fuse_loop computes the mean again. */
-  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* for a block, of any dtype */
+  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* a block of cddp__run_pass for means */
   char *mean = pass->fuses ? (char *)unkept : cddp__mean_at(pass, i, at);
   if (!pass->averaged) /* else the reduction has left the mean there */
     cddp__mean_block(pass->d, i, mean, at, n);
@@ -19810,7 +19818,7 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
 /* Steps a block, and writes the new weights to the other ranks of the host unless pass->alone. */
 static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *u, size_t at,
                              size_t n) {
-  double mean[CDDP__STEP_BLOCK / sizeof(double)];
+  double mean[CDDP__STEP_BLOCK / sizeof(double)]; /* a block of cddp__run_pass that steps */
   const cddp_ddp *d = pass->d;
   const cddp__tensor *tensor = &d->tensors[i];
   size_t esize = cddp__dtype_size(u->stored);
@@ -19849,7 +19857,8 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
                         ? *cddp__state_of(pass->optim, k, i)
                         : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
       u = cddp__update_of(pass->optim, i, states, 1 /* stride */);
-      block = steps ? CDDP__STEP_BLOCK : block; /* means: whole norm blocks */
+      /* Means: whole norm blocks. Both sizes: as the buffers of cddp__fuse_block, _keep_mean. */
+      block = steps ? CDDP__STEP_BLOCK : block;
       pass->fuses = pass->can_fuse && u.loop != NULL && u.stored == CDDP_F32 &&
                     tensor->used /* else its gradient is not a mean */ &&
                     tensor->shared /* the loop writes weights to all ranks */;
@@ -19887,7 +19896,7 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
   cddp_result r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   cddp__run_pass(pass, begin, end);
-  pass->averaged = true;
+  pass->averaged = true; /* for the pass that steps: except where `fuses` */
   if (!(d->desc.max_grad_norm > 0)) return CDDP_OK; /* no clip */
   r = cddp__local_barrier(d, kind, CDDP__PHASE_NORM); /* all squares are complete */
   if (r == CDDP_OK)
@@ -19966,7 +19975,7 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged, bool wrote) {
   int i, size = d->group->local_size, kind = optim ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
   bool shares_states;
-  bool fusable_size = size == 1 || size == 2 || size == 4; /* as cddp__fuse supports */
+  bool fusable_size = size == 1 || size == 2 || size == 4; /* cddp__fuse has loops for these */
   size_t begin, end;
   cddp__pass pass = cddp__pass_of(d, optim, averaged);
   cddp_result r = wrote ? cddp__local_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
@@ -19979,7 +19988,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   if (r == CDDP_OK && (optim == NULL || d->desc.max_grad_norm > 0))
     r = cddp__mean_part(&pass, kind); /* else the pass below takes the means as it steps */
   if (r != CDDP_OK) return r;
-  if (optim == NULL) { /* reduce_scatter: the caller steps, so its gradients are clipped here */
+  if (optim == NULL) { /* reduce_scatter: the caller steps by these gradients: clips them */
     for (i = 0; i < d->partition_count && pass.clip != 1; i++) {
       const cddp_partition *p = &d->partitions[i];
       if (d->step.used[p->param])
@@ -19994,7 +20003,8 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   cddp__run_pass(&pass, begin, end);
   for (i = 0; i < d->count; i++) { /* sparse rows: each rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
-    if (cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY; /* private states */
+    if (cddp__ensure_states(optim, i) != CDDP_OK) /* states of sparse ones are private */
+      return CDDP_OUT_OF_MEMORY;
     cddp__step_sparse(optim, i, d->rows.sparse[i]);
   }
   return cddp__fetch_weights(d, optim);
@@ -20097,8 +20107,8 @@ static const cddp__ddp_memory cddp__host_memory = {
 /* Payload of a step's meeting. */
 typedef struct cddp__step_header {
   uint64_t missing; /* parameters that are not ready on this rank */
-  uint64_t settings_hash; /* of the cddp_optim without its lr; 0: none */
-  double lr; /* the cddp_optim's */
+  uint64_t settings_hash; /* of the cddp_optim without its lr; 0: a call without one */
+  double lr; /* the cddp_optim's; 0 without one */
   uint32_t optim; /* the cddp_optim's number; 0: none */
   uint32_t absent; /* CDDP__ABSENT_*; 0: the rank has data */
 } cddp__step_header;
@@ -20269,7 +20279,8 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine); /* the broadcast sends `theirs` */
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0; /* an absent rank gets the others' lr */
+  /* An absent rank gets the others' lr, number 0: it compares from the next one on. */
+  k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0;
   while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++; /* equal bits */
   if (optim != NULL && k < n) { /* NULL: in cddp_ddp_join without one */
     own.index = (double)k;
@@ -20305,12 +20316,13 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   uint64_t check = /* settings and lr, for memory->meet */
       cddp__add_sharing(optim, optim != NULL ? optim->hash_with_lr : 0);
   double lr = 0; /* of the first rank that is not absent */
-  bool met = false, differ = false;
+  bool no_round = false, differ = false;
   cddp_result r = d->memory->select_device(d);
   int p, first_optim = -1; /* the first rank with a cddp_optim */
   *missing = 0;
-  if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
-  if (r != CDDP_OK || met) return r; /* met: step.active keeps all ranks */
+  if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &no_round);
+  /* no_round: then no rank can be absent. step.active stays all ranks, and *missing 0. */
+  if (r != CDDP_OK || no_round) return r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   memset(&own, 0, sizeof own); /* its padding is sent too */
   pthread_mutex_lock(&d->lock);
@@ -20451,7 +20463,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, optim));
-  if (r != CDDP_OK || in_kernel) return r; /* in_kernel: the sums stay as they are */
+  if (r != CDDP_OK || in_kernel) return r; /* in_kernel: the kernel makes them means */
   i = 0;
   while (r == CDDP_OK && cddp__next_range(d, d->layout.param_order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
@@ -20470,7 +20482,7 @@ static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
   const cddp_group *g = d->group;
   bool one_pass = /* cddp__run_pass can read all gradients */
       d->desc.comm_hook == NULL && g->carrier->shares_memory && !g->backend->on_device;
-  if (d->shards.uses_slots || d->desc.elastic) return false; /* sums of shards follow them */
+  if (d->shards.uses_slots || d->desc.elastic) return false; /* the last shard must end first */
   return !one_pass || (g->size > 1 && !stepped); /* not stepped: another wait is assumed */
 }
 
@@ -20611,7 +20623,7 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
     r = cddp__catch_up(d, optim, d->step.active[0]); /* buckets no longer use d->scratch.calls */
   if (r == CDDP_OK && d->rows.sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->step.active_count < d->group->size)
-    d->uneven.out_of_date = true; /* absent ranks miss a step */
+    d->uneven.out_of_date = true; /* absent ranks miss the caller's step after this wait */
   if (r == CDDP_OK)
     r = waits ? cddp__return_gradients(d) : (d->memory->step)(d, optim, averaged, wrote);
   if (r == CDDP_OK && optim != NULL) /* cddp__partitioned_step zeroes none */
@@ -20635,8 +20647,8 @@ static bool cddp__masters_are_old(const cddp_ddp *d, const cddp_optim *optim) {
   return false;
 }
 
-/* Refuses an optimizer that cannot step d. Checks its sizes and rows only the first time: then
-   optim->paired is d's id. */
+/* Refuses an optimizer that cannot step d. The first time also checks its sizes and rows, and pairs
+   it with d: sets its number, counts its masters as current, and sets optim->paired to d's id. */
 static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
   cddp_result r;
   int i;
@@ -20677,7 +20689,8 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
   record = cddp__record_begin( /* + 1: cddp__ddp_meet counts the call, if the ranks meet */
       d->control, kind, d->control->calls + 1, 0 /* elements */);
   if (d->desc.shards > 0 && d->shards.taken < d->shards.own_count) {
-    r = cddp__check_group(d->group); /* with NCCL a loss can have ended the loop of shards */
+    /* With NCCL a loss can have ended the caller's loop of shards: then that is the failure. */
+    r = cddp__check_group(d->group);
     if (r == CDDP_OK)
       r = CDDP__REFUSE(
           "rank %d still has %d of its %d shards of this step to do; call cddp_ddp_next_shard "
@@ -20702,7 +20715,8 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
   uint64_t record;
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
-  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r; /* the model stays usable */
+  /* CDDP_UNSUPPORTED: the model stays usable; another failure breaks it below. */
+  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r;
   record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0 /* elements */);
   if (r == CDDP_OK) r = cddp__check_group(g);
   if (r == CDDP_OK)
@@ -20713,7 +20727,7 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
   if (r == CDDP_OK)
     r = cddp__end_update(d, NULL /* no optim */, !d->group->backend->on_device /* cleared */);
   if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device /* stepped */);
-  d->step.scattered = r != CDDP_OK; /* after a failure the step is not completed */
+  d->step.scattered = r != CDDP_OK; /* true: the step is not completed */
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__break_model(d, r));
   cddp__record_finish(g, record, r);
   return r;
@@ -20799,7 +20813,8 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
     CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
                 "parameter \"%s\" is ready; end the step that it belongs to first",
                 cddp__param_name(d->params, i).s);
-  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r; /* the model stays usable */
+  /* CDDP_UNSUPPORTED: the model stays usable; another failure breaks it below. */
+  if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED) return r;
   d->shards.taken = 0; /* cddp_ddp_next_shard can have begun one, for which no data was left */
   d->shards.current = -1;
   record = cddp__record_begin( /* + 1: cddp__ddp_meet counts the first meeting */
@@ -20858,7 +20873,9 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
     all_bytes += bytes;
   }
   snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards%s%s%s", d->count,
-           d->count == 1 ? "" : "s", desc->elastic ? d->shards.count : desc->shards,
+           d->count == 1 ? "" : "s",
+           /* elastic: the number in use, which joining processes must match; desc's can be 0 */
+           desc->elastic ? d->shards.count : desc->shards,
            desc->elastic ? ", elastic" : "",
            desc->find_unused_parameters ? ", find_unused_parameters" : "", hook);
   if (!desc->elastic) /* else there are no buckets */
@@ -20980,8 +20997,9 @@ static void cddp__ddp_free(cddp_ddp *d) {
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__STORAGE_PLACED) /* the arena is freed below */
       d->params[i].grad = NULL;
-  /* A hook can be waiting for its peers: ends that, so that the engine can be stopped. */
-  if (d->hook_group != NULL && d->hook_group != d->group && d->plan.next > 0 /* launched */) {
+  /* A hook can be waiting for its peers: ends that, so that the engine can be stopped. next > 0:
+     the step in progress has launched buckets. */
+  if (d->hook_group != NULL && d->hook_group != d->group && d->plan.next > 0) {
     cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
                d->group->rank);
     (void)cddp__break(d->hook_group, CDDP_ABORTED);
@@ -21078,7 +21096,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   /* With one shard per rank too if NCCL would sum: its order is not the canonical one. */
   d->shards.uses_slots =
       !desc->elastic && (d->shards.count > g->size || (desc->shards > 0 && g->backend->enqueues));
-  cddp__rank_shards(d->shards.count, g->size, g->rank, &i /* unused */, &d->shards.own_count);
+  cddp__rank_shards( /* the first shard, here i, is not needed */
+      d->shards.count, g->size, g->rank, &i, &d->shards.own_count);
   cddp__assign_shards(d->shards.owner, d->shards.count, g->size);
   if (desc->elastic) d->shards.own_count = 1; /* and its nodes are planned in each step */
   else
@@ -21426,7 +21445,7 @@ static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capaci
   m->capacity = capacity;
   m->ended_at = bytes;
   m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t)); /* aligned in a table */
-  m->self_joining = host->joined; /* until cddp__send_snapshot */
+  m->self_joining = host->joined; /* until cddp__send_snapshot has brought the weights */
   m->me = host->joined ? capacity /* no number yet */ : g->rank;
   m->unreachable = -1; /* none */
   m->members = (cddp__member *)cddp__calloc( /* one block: the other arrays follow */
@@ -21510,14 +21529,14 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   snprintf(self->name, sizeof self->name, "%s", host->name);
   self->gpu = m->group->gpu;
   r = cddp__random(&self->life, sizeof self->life);
-  self->life <<= 1; /* hello.group of links to it: even, as only ids of split groups are odd */
+  self->life <<= 1; /* links to it have it as hello.group: even, as an unknown odd id is refused */
   return r;
 }
 
 /* --- reports and the table --- */
 
-/* Whether a member's connection has ended for good: the member is lost, or its link was cut. Sets
-   m->ended if that proves its end, m->unreachable if its host does not answer. */
+/* Whether a member's connection has ended for good: the member is lost, or its link was cut. Also
+   notes the cause: m->ended if that proves its end, m->unreachable if its host does not answer. */
 static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connection *link) {
   const cddp__host *host = m->group->host;
   bool threads = host->one_process && host->slots != NULL; /* ranks are threads: have slots */
@@ -21546,7 +21565,8 @@ static bool cddp__retries_member(cddp__meeting *m, int member) {
   return false;
 }
 
-/* Counts a member as lost, until the table or, if it calls, cddp__revive_member. */
+/* Counts a member as lost, until the table or, if it calls, cddp__revive_member. A process that
+   joins also sleeps 10 ms. */
 static void cddp__remove_member(cddp__meeting *m, int member) {
   m->members[member].life = 0;
   if (cddp__has_no_number(m)) { /* this process joins, and next asks a rank for the new leader */
@@ -21590,7 +21610,7 @@ static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank
 static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   size_t n = (size_t)m->capacity;
   if (p >= m->capacity /* it joins */ || m->table_count == 0 /* this rank joins */ || life == 0 ||
-      m->lives[(m->table_count - 1) * n + (size_t)p] != life)
+      m->lives[(m->table_count - 1) * n + (size_t)p] != life /* another process */)
     return false;
   if (m->members[p].life == 0) {
     m->members[p].life = life;
@@ -21719,8 +21739,8 @@ static void cddp__answer_joins(cddp__meeting *m) {
 
 /* Begins to connect to a member, in m->links[member], and posts `data`: a report or a call. The
    hello names the member's life instead of a group. cddp__link_progress sends both. */
-static cddp_result cddp__meeting_connect(cddp__meeting *m, int member, const void *data,
-                                         size_t size) {
+static cddp_result cddp__connect_and_post(cddp__meeting *m, int member, const void *data,
+                                          size_t size) {
   cddp__connection **link = &m->links[member];
   cddp_result r =
       cddp__link_connect(m->net, member, CDDP__LINK_FRAMES, m->members[member].life, link);
@@ -21749,7 +21769,7 @@ static cddp_result cddp__continue_report(cddp__meeting *m, int member, bool *wai
   *waits = true;
   if (too_early) return CDDP_OK; /* its link was cut: a later call connects again */
   if (*link == NULL) /* the member can have counted this rank as lost: so this calls it */
-    r = cddp__meeting_connect(m, member, &m->members[m->me], sizeof *m->members);
+    r = cddp__connect_and_post(m, member, &m->members[m->me], sizeof *m->members);
   if (r == CDDP_OK && cddp__link_progress(m->net, *link)) /* it is UP */
     r = cddp__check_answer(*link); /* it reads, so it also detects the link's end */
   if (r != CDDP_OK) return r;
@@ -21828,7 +21848,7 @@ static void cddp__admit_joining(cddp__meeting *m) {
       joining->number = number;
       if (joining->host >= 2 * m->capacity) /* it shares no memory with the members */
         joining->host = m->capacity + number; /* counts as a host with one rank */
-      joining->since = m->epoch + 1;
+      joining->since = m->epoch + 1; /* the epoch of this table: cddp__meeting_apply */
       cddp__set_member(m, joining);
       cddp__drop_link_and_report(m, number); /* of a member that was lost in this meeting, if any */
       m->reports[number] = m->reports[k];
@@ -21915,7 +21935,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
                                       cddp__message **table) {
   cddp__message **reports = m->reports;
   cddp_result r;
-  int report_count = 0, cut_off, p;
+  int report_count = 0, cut_off, p; /* report_count: with this rank's own */
   reports[m->me] = mine;
   r = cddp__await_reports(m, deadline);
   if (r == CDDP_OK && m->lost_leader_called) {
@@ -21925,7 +21945,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
   }
   for (p = 0; p < m->capacity; p++) report_count += reports[p] != NULL;
   cut_off = m->unreachable < 0 ? cddp__find_cut_off(m) : -1;
-  if (cut_off >= 0) m->unreachable = cut_off; /* then a majority is needed */
+  if (cut_off >= 0) m->unreachable = cut_off; /* so a majority is needed, as without an answer */
   if (r == CDDP_OK && m->unreachable >= 0 && !cddp__has_majority(m))
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot continue: more than "
@@ -21971,7 +21991,7 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
   cddp__connection **link = &m->links[leader];
   cddp_result r;
   cddp__drop_link_and_report(m, leader); /* of an earlier attempt */
-  r = cddp__meeting_connect(m, leader, mine + 1 /* the report */, mine->head.size);
+  r = cddp__connect_and_post(m, leader, mine + 1 /* the report */, mine->head.size);
   if (r == CDDP_OK)
     *table = cddp__meeting_receive(m, leader, (size_t)m->capacity * m->report_bytes, deadline);
   if (*table != NULL && (r = cddp__fail_by_message(*table) /* a refusal */) == CDDP_OK) return r;
@@ -21985,8 +22005,8 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
   return r;
 }
 
-/* In a joining process that knows no member: enters the leader that the answer in cddp_init named.
-   If that one is lost, this asks ranks of the job again. */
+/* In a joining process that knows no member: enters the leader that the answer in cddp_init named,
+   and the model's token. If that one is lost, this asks ranks of the job again. */
 static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__host *host = m->group->host;
   cddp__leader_info *lead = &host->job_info->table.lead;
@@ -22013,7 +22033,8 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   return CDDP_OK;
 }
 
-/* Checks a table, which can be damaged: the numbers ascend, and all indices are in range. */
+/* Checks a table, which can be damaged: the numbers ascend, and all indices are in range. Ends each
+   name with a NUL. */
 static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), last = -1, k;
   bool sound = ranks > 0 && ranks <= m->capacity;

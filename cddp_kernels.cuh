@@ -3489,17 +3489,17 @@ static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
   return cddp__device_scratch(&d->gpu->scratch, bytes, out);
 }
 
-/* meet. *met: the ranks need not meet in a round on the host. With NCCL the watchers compare the
-   calls that are logged here. During a capture of a graph ranks are not compared. All
+/* meet. *no_round: the ranks need not meet in a round on the host. With NCCL the watchers compare
+   the calls that are logged here. During a capture of a graph ranks are not compared. All
    gradients must then be ready: only a round finds those that no rank has used.
      kind, check   the kind of the call, and a hash of its settings: in the log, the count */
-static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *met) {
+static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *no_round) {
   bool capturing = cddp__capturing(cddp__main_stream(d->group));
   cddp__call note;
   cddp_result r;
   int i;
-  *met = capturing || (!d->always_meets && d->plan.rebuilt);
-  if (!*met) return CDDP_OK;
+  *no_round = capturing || (!d->always_meets && d->plan.rebuilt);
+  if (!*no_round) return CDDP_OK;
   if (capturing && !d->plan.rebuilt && !d->desc.find_unused_parameters)
     return CDDP__REFUSE(
         "take two steps before you capture one in a CUDA graph: the first arranges the buckets");
