@@ -13264,7 +13264,7 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
   if (head->type != CDDP__FRAME_MESSAGE || work == NULL || work->filling /* by another link */ ||
       work->call.root == CDDP_ANY || head->count != work->call.count ||
       head->dtype != work->call.dtype || head->size != work->call.count * work->call.esize)
-    return NULL; /* with another count or dtype too: cddp__recv_fits reports the stored message */
+    return NULL; /* with another count or dtype too: cddp__require_fit reports the stored message */
   for (m = g->hosts->stored; m != NULL; m = m->next)
     if (m->head.type == head->type && m->head.number == head->number && m->from == from)
       return NULL; /* older, so the receive must get that one */
@@ -14529,11 +14529,15 @@ static void cddp__hosts_leave(cddp_group *g) {
      4. A thread that waits, in any group, serves the pending receives of its process.
      5. A receive without a handle polls the requests itself before it is put into the list. */
 
-#define CDDP__EAGER_MAX ((size_t)64 << 10) /* bytes; messages up to here are always copied */
+/* Bytes. Messages up to here are always copied, so their sends return before the receiver takes
+   them, unless too many are in flight. */
+#define CDDP__EAGER_MAX ((size_t)64 << 10)
 /* Result of a wait whose own limit, not the group's, has passed: the operation continues. */
 #define CDDP__CONTINUES CDDP__RESULT_COUNT
 enum { CDDP__NO_LIMIT = -1 }; /* `limit` of a wait that only the group's timeout_s ends */
-#define CDDP__POLLS_PER_SCAN 4 /* a scan for a message takes as long as 4 polls of a header */
+/* A scan for a message takes as long as 4 polls of a header: so a wait for a message makes a
+   quarter as many of them before it yields. */
+#define CDDP__POLLS_PER_SCAN 4
 
 /* This rank's send request `index`, counted through all blocks. Block i has CDDP__SENDS << i. */
 static cddp__send_request *cddp__send_at(const cddp_group *g, int index) {
@@ -14590,7 +14594,7 @@ static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
   int i, best = -1, n = cddp__send_count(g);
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
   CDDP__HELD(&g->p2p.lock);
-  if ((uint32_t)n > top) n = (int)top + 1; /* those used so far, and one never used */
+  if ((uint32_t)n > top) n = (int)top + 1; /* those used so far, and one never used: free */
   g->p2p.sends_open = g->p2p.sends_staged = 0; /* counted anew below */
   for (i = 0; i < n; i++) {
     cddp__send_request *request = cddp__send_at(g, i);
@@ -14620,7 +14624,7 @@ static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
 /* Whether the counted sends, of which the last has `bytes`, are within the limits: else a send
    without a handle waits. A single send can have any size. p2p.lock held. */
 static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
-  return g->p2p.sends_open <= CDDP__SENDS &&
+  return g->p2p.sends_open <= CDDP__SENDS /* to one rank: as many as a slot has */ &&
          g->p2p.sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
@@ -14630,7 +14634,7 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
   if (request->stage_size < bytes || request->stage == NULL) { /* its memory is too small */
-    size_t size = 4096; /* first the granule, of which the memory then is a multiple */
+    size_t size = 4096; /* first the granule: the memory's size is a multiple of it */
     while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
     size = cddp__round_up(bytes, size); /* bytes > 0: an empty message is inside its request */
     cddp__arena_free(g->host, request->stage);
@@ -14650,7 +14654,7 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const
 static int cddp__lost_peer(const cddp_work *work) {
   const cddp_group *g = work->group;
   int p, peer = work->call.root, gone = -1; /* gone: a rank that left */
-  int left = 1; /* number of ranks that left, and this one */
+  int left = 1; /* 1, for this rank, and the number of ranks that left */
   if (peer != CDDP_ANY) /* this rank itself lives */
     return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
   for (p = 0; p < g->size; p++) {
@@ -14697,23 +14701,25 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
     request = cddp__send_at(g, i);
     if (!eager && !to_self) /* the receiver can read the caller's buffer, if it is shared */
       request->u.ref = cddp__ref_of(g->host, call->send, bytes);
-    request->staged = eager || to_self /* else this rank would wait for its own receive */ ||
+    /* To itself: without a copy this rank would wait for its own receive. */
+    request->staged = eager || to_self ||
                       request->u.ref.kind == CDDP__REF_NONE /* private memory */;
     r = CDDP_OK;
     if (bytes <= sizeof request->u.bytes) cddp__copy(request->u.bytes, call->send, bytes);
     else if (request->staged) r = cddp__stage(g, request, call->send, bytes);
     else work->send = i; /* the receiver reads the caller's buffer */
-    if (r != CDDP_OK) request->staged = false; /* the request stays free */
+    if (r != CDDP_OK) request->staged = false; /* no memory for the copy: it stays free */
     cddp__store32(&request->tag, (uint32_t)call->tag);
     request->dtype = call->dtype;
     request->count = call->count;
-    cddp__store64_crash_safe(&request->number, ++g->p2p.send_number); /* receivers sort by it */
+    cddp__store64_crash_safe(&request->number, ++g->p2p.send_number); /* lowest: taken first */
     CDDP__POINT("post"); /* the request is filled, and receivers do not see it yet */
     if ((uint32_t)i >= cddp__load32(&slot->send_top)) /* receivers scan up to send_top */
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
     /* Receivers see it now. A full fence, as cddp__notify needs. */
     if (r == CDDP_OK) cddp__exchange32(&request->state, CDDP__POSTED_TO(call->root));
-    g->p2p.sends_open++; /* also after a failure: it may be too high, until the next scan */
+    /* Without a scan just now, or after a failure, it may be too high, until the next scan. */
+    g->p2p.sends_open++;
     if (request->staged) g->p2p.sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
     if (r == CDDP_OK) cddp__notify(g, call->root);
@@ -14727,7 +14733,8 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
 
 /* Returns the oldest send of rank work->from to this rank with work's tag, or NULL. It can miss one
    posted meanwhile in a request already passed. blocks: number to scan; 1: only the block in the
-   slot, which needs no p2p.lock. Without memory to map the others, work is done and has failed. */
+   slot, which needs no p2p.lock. Without memory to map the others, breaks the group, and completes
+   work with the failure. */
 static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
   uint32_t i, size = CDDP__SENDS /* requests of the present block */;
@@ -14765,7 +14772,7 @@ static cddp__send_request *cddp__find_send(cddp_group *g, cddp_work *work) {
 
 /* Whether a message's count and dtype are those of the receive. If not, breaks the group, and
    completes the receive with the failure. */
-static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint32_t dtype) {
+static bool cddp__require_fit(cddp_group *g, cddp_work *work, uint64_t count, uint32_t dtype) {
   const cddp__call *call = &work->call;
   if (count == call->count && dtype == call->dtype) return true;
   cddp__fail(
@@ -14781,7 +14788,7 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *work, uint64_t count, uint
    withdrawn it. With another count or dtype both fail. */
 static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *request) {
   size_t bytes = work->call.count * work->call.esize;
-  void *from = request->u.bytes; /* of a longer message: its address here, below */
+  void *from = request->u.bytes; /* a short message; the address of a longer one is set below */
   cddp_result r = CDDP_OK;
   CDDP__HELD(&g->p2p.lock);
   if (bytes <= sizeof request->u.bytes && request->count == work->call.count &&
@@ -14790,14 +14797,15 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     work->result = CDDP_OK;
     work->done = true;
     /* No compare-and-swap: a sender never withdraws a message inside its request. No full fence: a
-       sender waits for it only if many are in flight, and then looks again within 20 ms. */
+       sender waits for it only if many are in flight, and then looks again within
+       CDDP__SLEEP_MAX_S. */
     cddp__store32(&request->state, CDDP__SEND_DONE);
     cddp__notify(g, work->from);
     return;
   }
   if (!cddp__compare_swap32(&request->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN))
     return; /* the sender has withdrawn it: the receive stays pending */
-  if (!cddp__recv_fits(g, work, request->count, request->dtype)) {
+  if (!cddp__require_fit(g, work, request->count, request->dtype)) {
     cddp__exchange32(&request->state, CDDP__SEND_REFUSED); /* a sender that waits fails too */
   } else {
     CDDP__POINT("take");
@@ -14806,8 +14814,8 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
     /* If the group has failed, the sender may have stopped waiting for this copy (see
        cddp__finish_send) and changed the bytes. */
-    /* Not cddp__check_group, which notes this thread as one of g's rank: if ranks are threads, g
-       can be another rank's group. */
+    /* Not cddp__check_group, which notes that this thread works for g's rank: if ranks are threads,
+       g can be another rank's group. */
     if (r == CDDP_OK) r = cddp__check_failure(g);
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
@@ -14821,7 +14829,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
 static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, work->from, work->call.tag);
   if (m == NULL) return;
-  if (cddp__recv_fits(g, work, m->head.count, m->head.dtype)) {
+  if (cddp__require_fit(g, work, m->head.count, m->head.dtype)) {
     cddp__copy(work->call.recv, m + 1 /* its bytes */, m->head.size);
     work->result = CDDP_OK;
     work->done = true;
@@ -14885,7 +14893,7 @@ static bool cddp__spin_recv(cddp_work *work) {
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false; /* only served in the list */
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
-    bool found = cddp__scan_peer(g, work, 1 /* block */) != NULL;
+    bool found = cddp__scan_peer(g, work, 1 /* block */) != NULL; /* a look without the lock */
     /* Also at i == 0, to return early unless alone; and if later blocks, which are only read under
        the lock, have been used. */
     if (found || i == 0 ||
@@ -14895,7 +14903,9 @@ static bool cddp__spin_recv(cddp_work *work) {
       if (alone && (request = cddp__find_send(g, work)) != NULL) /* no other thread took it */
         cddp__take_send(g, work, request);
       pthread_mutex_unlock(&g->p2p.lock);
-      if (found || work->done || !alone) return work->done; /* false: the caller posts it */
+      /* false: the caller posts it. If found, another thread took that message, or it was withdrawn,
+         or the group broke. */
+      if (found || work->done || !alone) return work->done;
     }
     cddp__pause();
   }
@@ -14903,7 +14913,8 @@ static bool cddp__spin_recv(cddp_work *work) {
 }
 
 /* Sends waiting bytes and completes receives in each healthy group of the list cddp__served. Leaves
-   out a group if another thread holds its lock.
+   out a group if another thread holds its lock: cddp__serve_in_waits takes served_lock with
+   p2p.lock held, so waiting for p2p.lock here could deadlock.
      g   the group in which this thread waits; NULL: none
    Returns whether a receive was completed. Keeps this thread's error text. */
 static bool cddp__serve_all_recvs(cddp_group *g) {
@@ -14918,7 +14929,7 @@ static bool cddp__serve_all_recvs(cddp_group *g) {
     bool polls = s != g && s->hosts != NULL; /* cddp__poll_all_groups has served the links of g */
     if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0 /* in use */) continue;
     if (polls) (void)cddp__hosts_send_queued(s);
-    if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net); /* new links */
+    if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net); /* accepts links */
     if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* g: to read its links */
       served = cddp__serve_recvs(s) || served;
     pthread_mutex_unlock(&s->p2p.lock);
@@ -14994,10 +15005,10 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   return cddp__publish_wait(g, cddp__textf("cddp_%.150s" /* "cddp_recv from ..." */, where.s).s);
 }
 
-/* For calls that do not wait (cddp_test): whether the operation cannot succeed since the peer is
-   lost. Connects to a remote peer: only a connection shows its end. Looks once a millisecond, and
-   returns false in between. */
-static bool cddp__peer_is_lost(cddp_work *work) {
+/* For calls that do not wait, or not for long: whether the operation cannot succeed since the peer
+   is lost. Connects to a remote peer: only a connection shows its end. Looks once a millisecond,
+   and returns false in between. */
+static bool cddp__look_for_loss(cddp_work *work) {
   cddp_group *g = work->group;
   int p, peer = work->call.root;
   char text[CDDP__ERROR_MAX];
@@ -15026,7 +15037,8 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   bool shown = false; /* this thread's wait is published: cddp__show_message_wait */
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  /* Scans before the second loop, and yields. limit 0: the second loop looks once. */
+  /* spin: most scans of the first loop. limit 0: no scan there and no yield; the second loop looks
+     once. */
   int i, spin = limit == 0 ? 0 : cddp__spin_of(g->host) / CDDP__POLLS_PER_SCAN;
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s);
   w.yields = limit == 0 ? 0 : CDDP__YIELDS;
@@ -15044,7 +15056,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     /* The message is checked again: it can have arrived just before the peer ended. */
     if (cddp__lost_peer(work) >= 0 && !cddp__message_ready(work)) r = cddp__check_peer(work);
     /* A short limit, or 0, may leave no other time to look at a remote peer's connection. */
-    if (r == CDDP_OK && w.late && limit >= 0 && cddp__peer_is_lost(work))
+    if (r == CDDP_OK && w.late && limit >= 0 && cddp__look_for_loss(work))
       r = cddp__check_peer(work);
     if (r == CDDP_OK && w.late) r = cddp__message_timeout(work, limit);
     if (r != CDDP_OK) break;
@@ -15052,8 +15064,8 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, work->call.root, events); /* sleeps until bytes or events arrive */
     else {
-      cddp__add32(&slot->event_sleepers, 1); /* from now on peers that change a send notify it */
-      if (!cddp__message_ready(work)) /* no earlier change completes it */
+      cddp__add32(&slot->event_sleepers, 1); /* now peers that change a send wake this thread */
+      if (!cddp__message_ready(work)) /* a change before that woke no thread */
         cddp__wait_sleep(g, &w, &slot->event_sleepers, &slot->events, events);
       cddp__add32(&slot->event_sleepers, (uint32_t)-1);
     }
@@ -15071,7 +15083,8 @@ static cddp_result cddp__start_send(cddp_work *work, bool waits) {
   bool here = g->host_index[work->call.root] >= 0, fits = false;
   bool eager = work->call.count * work->call.esize <= CDDP__EAGER_MAX;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && !(here && eager)) /* short and here: cddp__post_send checks later */
+  /* A short message on this host: cddp__post_send checks the receiver after the post. */
+  if (r == CDDP_OK && !(here && eager))
     r = cddp__check_peer(work);
   if (r != CDDP_OK) return r;
   if (here) {
@@ -15095,7 +15108,7 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   cddp__wait w;
   cddp_result r;
   if (work->send < 0) return CDDP_OK; /* a copy: the buffer is not in use */
-  request = cddp__send_at(g, work->send); /* no lock: blocks do not move */
+  request = cddp__send_at(g, work->send); /* no p2p.lock: blocks do not move */
   r = cddp__message_wait(work, limit);
   if (r == CDDP__CONTINUES) return r;
   if (r == CDDP_OK && cddp__load32(&request->state) == CDDP__SEND_REFUSED)
@@ -15119,7 +15132,7 @@ static bool cddp__abort_recv(cddp_work *work) {
   pthread_mutex_lock(&work->group->p2p.lock);
   pending = !work->done;
   if (pending) {
-    if (work->filling) cddp__hosts_detach_receive(work->group, work); /* from the link that fills */
+    if (work->filling) cddp__hosts_detach_receive(work->group, work); /* from its link */
     work->result = CDDP_ABORTED;
     work->done = true;
   }
@@ -15174,7 +15187,8 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
    MPI determines the order of sums. After a failure MPI still uses the started operation's buffers:
    copies made for it stay allocated. send and recv do not use MPI. */
 
-#define CDDP__MPI_MAX_COUNT ((size_t)1 << 24) /* elements at a time: MPI's counts are int */
+/* Elements at a time: MPI's counts are int, and the f32 copy of halves then has at most 64 MiB. */
+#define CDDP__MPI_MAX_COUNT ((size_t)1 << 24)
 
 struct cddp__mpi {
   MPI_Comm comm;
@@ -15222,7 +15236,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
     code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
     pthread_mutex_unlock(&cddp__mpi_lock);
     if (code != MPI_SUCCESS || done) break;
-    if (i < g->spin) continue; /* polls first */
+    if (i < g->spin) continue; /* polls first; spin 0 (ranks share cores): never */
     sched_yield(); /* no sleep: MPI may progress only in MPI_Test */
     if (cddp__now() < w.next_check) continue; /* the rest: every 20 ms */
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
@@ -15256,7 +15270,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
   bool half = cddp__dtype_half(dtype), receives = root < 0 || root == g->rank;
   MPI_Datatype type = half ? MPI_FLOAT : cddp__mpi_type(dtype);
   MPI_Request request = MPI_REQUEST_NULL;
-  const void *in = send; /* MPI reads `in` and writes `out` */
+  const void *in = send; /* MPI reads `in` and writes `out`; of halves both are the f32 copy */
   void *out = recv;
   cddp_result r;
   int code;
@@ -15271,7 +15285,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
                   : MPI_Ireduce(in, receives ? out : NULL, (int)n, type, ops[call->op], root,
                                 g->mpi->comm, &request);
   r = cddp__mpi_wait(g, call, code, &request);
-  if (r != CDDP_OK) return r; /* MPI still uses the copy */
+  if (r != CDDP_OK) return r; /* MPI can still use the copy: it stays allocated */
   if (receives && call->op == CDDP_AVG) cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
   if (receives && half) cddp__convert(recv, dtype, out, CDDP_F32, n); /* rounds once */
   if (half) cddp__free(&g->host->allocator, out);
@@ -15462,7 +15476,8 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
                                   &cddp__mpi_attribute, NULL);
     if (code == MPI_SUCCESS) code = MPI_Comm_set_attr(MPI_COMM_SELF, cddp__mpi_attribute, NULL);
   }
-  if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Init_thread");
+  if (code != MPI_SUCCESS)
+    return cddp__mpi_fail(code, "MPI_Init_thread" /* or a call after it */);
   if (level < MPI_THREAD_SERIALIZED) /* threads call MPI in turn: cddp__mpi_lock */
     return cddp__fail(
         CDDP_MPI, "MPI was initialized for one thread only: ask MPI_Init_thread for "
@@ -15540,7 +15555,8 @@ static const cddp__carrier cddp__mpi_carrier = {
 #define CDDP__ENGINE_POLL_S 2e-4 /* first interval: a waiting thread can run the operation itself */
 #define CDDP__ENGINE_POLL_MAX_S 1.6e-3 /* longest; polls take the ranks' time if nothing is due */
 #define CDDP__ENGINE_IDLE_POLLS 10 /* polls without a new operation before the engine sleeps */
-#define CDDP__ENGINE_SPIN 250 /* polls of a round by an engine that shares its core */
+#define CDDP__ENGINE_SPIN 250 /* polls of a round by an engine that shares its core, in place of
+                                 CDDP__SPIN: training threads need the core */
 
 /* Frees a work, or makes the engine's own work free for the next collective. */
 static void cddp__work_free(cddp_work *work) {
@@ -15553,7 +15569,7 @@ static void cddp__work_free(cddp_work *work) {
 
 /* Zeroes all fields except the text. */
 static void cddp__work_init(cddp_work *work, cddp_group *g) {
-  memset(work, 0, offsetof(cddp_work, text)); /* the text is set by a failure only */
+  memset(work, 0, offsetof(cddp_work, text)); /* saves 512 bytes: only a failure sets it */
   work->group = g;
   work->send = -1; /* no send request */
 }
@@ -15615,7 +15631,7 @@ static void cddp__engine_run(cddp__engine *engine) {
   pthread_mutex_unlock(&engine->lock);
   if (cddp__own_engine == engine /* on its thread */ && g->host->cores < 2 * g->local_size) {
     /* The engine's thread shares a core: each rank's training thread needs one too. */
-    g->spin = g->oversubscribed ? 0 /* as before: cddp__spin_of */ : CDDP__ENGINE_SPIN;
+    g->spin = g->oversubscribed ? 0 /* as it was: cddp__spin_of */ : CDDP__ENGINE_SPIN;
     g->yields = 0; /* sleeps instead: a yield would give the core away for a whole time slice */
   }
   cddp__work_run(work);
@@ -15635,7 +15651,8 @@ static void cddp__engine_run(cddp__engine *engine) {
 static bool cddp__engine_run_held(cddp__engine *engine) {
   if (!cddp__compare_swap32(&engine->own_state, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&engine->own);
-  /* Ended. A thread that counts itself in `waiters` just now may get no signal: so it polls. */
+  /* Ended. A thread that counts itself in `waiters` just now may get no signal: so while it sees
+     OWN_RUNS, it sleeps at most CDDP__ENGINE_POLL_S at a time (cddp__engine_wait). */
   cddp__store32(&engine->own_state, CDDP__OWN_LENT);
   if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
     return true; /* no thread waits, and no operation is queued behind it */
@@ -15702,7 +15719,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
     engine->started = r == CDDP_OK;
     if (r != CDDP_OK) return r;
   }
-  work->pushed_at_poll = cddp__load32(&engine->poll_count);
+  work->pushed_at_poll = cddp__load32(&engine->poll_count); /* due once the count differs */
   /* Buckets (!anywhere) wake the engine themselves below: it need not poll for them. */
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
   if (work == &engine->own && cddp__load32(engine->works) == 0) { /* none is queued or running */
@@ -15739,14 +15756,16 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   for (;;) {
     busy = cddp__engine_queue_held(engine);
     if (work != NULL ? work->done : !busy && engine->first == NULL /* all are done */) break;
-    if (!busy && engine->first->anywhere && forever) { /* not busy: the queue is not empty */
+    /* Not busy, and not all is done: so the queue is not empty. */
+    if (!busy && engine->first->anywhere && forever) {
       cddp__engine_run(engine);
       continue;
     }
     if (!in_time) break; /* the look at `done` above was the last */
     if (forever) cddp__store32(&engine->awaited, 1); /* the engine now publishes its waits */
     until = deadline;
-    if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS) /* its end may not signal this thread */
+    /* Its end may not signal this thread: cddp__engine_run_held. */
+    if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS)
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
     in_time = cddp__cond_wait_until(&engine->changed, &engine->lock, until) ||
               until < deadline; /* else only this short sleep has ended */
@@ -15812,7 +15831,8 @@ static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
                       "the group of this message has been replaced, as ranks changed");
   if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
   if (work->run == NULL /* a send */) return cddp__finish_send(work, limit);
-  if (!outlived && !cddp__engine_wait(&work->group->engine, work, deadline)) /* at the deadline */
+  if (!outlived /* else it is done */ &&
+      !cddp__engine_wait(&work->group->engine, work, deadline)) /* the deadline has passed */
     return cddp__fail_unfinished(work, limit);
   return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
 }
@@ -15839,7 +15859,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cd
   cddp_work on_stack, *w = &on_stack; /* w: on the stack if this call waits, else on the heap */
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
-  if (waits) cddp__work_init(w, g); /* on the stack: cddp__work_free is not called for it */
+  if (waits) cddp__work_init(w, g); /* on the stack: needs no cddp__work_free, and holds no use */
   else if ((w = cddp__work_new(g, 0 /* more bytes */)) == NULL) return CDDP_OUT_OF_MEMORY;
   w->call = *call;
   w->record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype,
@@ -15890,7 +15910,7 @@ static bool cddp__message_done(cddp_work *work) {
   if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true; /* a copy */
   if (!cddp__message_ready(work)) {
     cddp__serve_all_recvs(NULL /* this thread waits in no group */);
-    if (cddp__peer_is_lost(work)) {
+    if (cddp__look_for_loss(work)) {
       char kept[CDDP__ERROR_MAX]; /* cddp_test sets no error text: cddp_wait will */
       memcpy(kept, cddp__error_text, sizeof kept);
       (void)cddp__check_peer(work); /* breaks the group */
@@ -15938,7 +15958,9 @@ static bool cddp__cpu_done(cddp_work *work) {
 
 #define CDDP__NT_MIN ((size_t)16 << 10) /* smallest chunk with non-temporal copies, bytes */
 #define CDDP__NT_LARGE ((size_t)64 << 10) /* bytes: chunks from here on have separate timings */
-#define CDDP__NT_SHARE ((size_t)32 << 20) /* bytes; from here on shares are copied past the cache */
+/* Bytes of a share, or of a direct broadcast: from here on results are copied past the cache,
+   without timings. */
+#define CDDP__NT_SHARE ((size_t)32 << 20)
 #define CDDP__TIMING_PERIOD 2048u /* chunks from one timing to the next */
 #define CDDP__TIMING_RUNS 4u /* chunks timed with each kind of copy: cached, then non-temporal */
 #define CDDP__NT_BLOCK 4096 /* bytes of a sum between two non-temporal copies */
@@ -16002,9 +16024,9 @@ static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
 }
 
 /* Counts a chunk, and ends its timing if it was timed. The first two of CDDP__TIMING_RUNS are left
-   out: they find the buffers as the other kind of copy has left them. Of the rest the fastest
-   replaces the time of the last period. */
-static void cddp__end_chunk_timing(cddp__copy_timing *timing, size_t bytes) {
+   out (n 0, 1): they find the buffers as the other kind of copy has left them. Of the rest the
+   fastest replaces the time of the last period. */
+static void cddp__count_chunk(cddp__copy_timing *timing, size_t bytes) {
   uint32_t n = timing->chunks % CDDP__TIMING_RUNS; /* timed chunks before, with this kind of copy */
   double *least = &timing->seconds[cddp__uses_nontemporal(timing)]; /* of the same kind of copy */
   double took = timing->clock / (double)bytes; /* seconds per byte, if the chunk was timed */
@@ -16065,7 +16087,9 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
              cddp__out_bytes(call, (int)p, chunk->begin, chunk->n));
     return CDDP_OK;
   }
-  if (cddp__is_sliced(g, call, chunk)) { /* leaves out this rank's slice: no peer reads that */
+  /* Leaves out this rank's slice: no peer reads that. The chunk is cut here as in
+     cddp__reduce_slices and cddp__exchange_slices. */
+  if (cddp__is_sliced(g, call, chunk)) {
     cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
     begin *= call->esize, end *= call->esize; /* of the slice, now in bytes */
     cddp__copy_by(space, from, begin, nontemporal);
@@ -16126,7 +16150,8 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, siz
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
   unsigned char sums[CDDP__NT_BLOCK]; /* nontemporal: a block's sums, before the copy */
-  size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES; /* at most */
+  /* Most bytes of a block: as `sums` holds, or between two looks at is_broken. */
+  size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES;
   size_t block; /* elements of the present block */
   int p;
   cddp__slice(n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
@@ -16159,6 +16184,7 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
   cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
   r = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0 /* no payload */);
   for (p = 0; r == CDDP_OK && p < g->size; p++, sums += apart) { /* slice p is in rank p's buffer */
+    /* the same cut as in cddp__reduce_slices */
     cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, p, &begin, &end);
     memcpy(recv + begin * call->esize, sums + begin * call->esize, (end - begin) * call->esize);
   }
@@ -16207,10 +16233,12 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool 
       cddp__read_staged(g, call, &k);
     if (CDDP__UNLIKELY(timing != NULL)) {
       cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
-      cddp__end_chunk_timing(timing, k.n * call->esize);
+      cddp__count_chunk(timing, k.n * call->esize);
     }
-    if (k.in_header && !cddp__is_one_sided(call)) /* else some ranks would prefetch in vain */
-      cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1)); /* the next round's */
+    /* The header that this rank writes next. Not after a one-sided call: peers can be reading the
+       line, so the prefetch costs more than it saves if one rank alone writes bytes. */
+    if (k.in_header && !cddp__is_one_sided(call))
+      cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   }
   return r;
 }
@@ -16222,8 +16250,8 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *call) {
          bytes <= g->round_max && bytes < CDDP__NT_MIN;
 }
 
-/* cddp__run_staged with fewer instructions: each one counts here. If GCC inlined it, 1 KiB would
-   take a seventh longer. */
+/* cddp__run_staged with fewer instructions: each one counts here. If GCC inlined it, a
+   call of 1 KiB would take a seventh longer. */
 CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *call) {
   size_t bytes = call->count * call->esize, apart, i;
   cddp__chunk all = {0 /* begin */, call->count, bytes <= CDDP__PAYLOAD /* in_header */};
@@ -16255,6 +16283,7 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
   for (p = 0; p < g->size; p++, space += apart)
     srcs[p] = p == g->rank ? call->send /* faster: `space` can be in a peer's cache */ : space;
   cddp__reduce(call->recv, srcs, g->size, call->count, (cddp_dtype)call->dtype, (cddp_op)call->op);
+  /* as cddp__run_staged does; a broadcast, which is one-sided, has returned above */
   if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
 }
@@ -16338,14 +16367,14 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     theirs = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
-    g->buffers[p] = NULL; /* until its address here is known */
+    g->buffers[p] = NULL; /* stays if no rank reads it (UNUSED), or can (NONE) */
     if (theirs->kind == CDDP__REF_NONE) { /* p's buffer is private: do others need it? */
       direct = direct && !cddp__is_read(call, p);
     } else if (theirs->kind != CDDP__REF_UNUSED) {
       written = written && !cddp__is_read(call, p); /* p has an address, so it has staged nothing */
       if (p == g->rank) /* needs no mapping */
         g->buffers[p] = (void *)(uintptr_t)call->send;
-      else if (direct) { /* else the call runs staged, and needs no mapping */
+      else if (direct) { /* so far; else the call runs staged, and needs no mapping */
         r = cddp__map_ref(g->host, theirs, &g->buffers[p]);
         if (r != CDDP_OK) r = cddp__break(g, r);
       }
@@ -16358,7 +16387,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
     if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0 /* no payload */);
   }
-  return cddp__end_access(g, r); /* harmless without cddp__begin_access */
+  return cddp__end_access(g, r); /* staged: harmless without cddp__begin_access */
 }
 
 /* Runs a call in one round if that is fast: up to round_max bytes; half as many on one host for
@@ -16391,7 +16420,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
     most = cddp__max(most, cddp__max(call->shares[p].out, call->shares[p].in));
   for (p = 0; p < g->size; p++) {
     sent[p].count = call->shares[p].out;
-    /* becomes peer_at there */
+    /* becomes peer_at on rank p: where p reads (one host), or where its bytes are written */
     sent[p].at = g->hosts == NULL ? call->shares[p].out_at : call->shares[p].in_at;
     sent[p].most = most;
     sent[p].on_host = *host_memory;
@@ -16538,7 +16567,8 @@ static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
       at += packet->sizes[i];
     }
   }
-  cddp__packet_begin(packet, packet->g, packet->root); /* empties it, also after a failure */
+  /* Empties it, also after a failure: cddp__packet_add then still has room. */
+  cddp__packet_begin(packet, packet->g, packet->root);
   return r;
 }
 
@@ -16549,7 +16579,7 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
   size_t bytes = count * cddp__dtype_size(dtype);
   cddp__call c = cddp__broadcast_call(data, count, dtype, packet->root);
   cddp_result r = CDDP_OK;
-  if (bytes > sizeof packet->bytes / 4) return cddp__run_call(packet->g, &c); /* a long array */
+  if (bytes > sizeof packet->bytes / 4) return cddp__run_call(packet->g, &c); /* long: alone */
   if (bytes == 0) return CDDP_OK;
   if (packet->count == CDDP__PACKET_ARRAYS || bytes > sizeof packet->bytes - packet->used)
     r = cddp__packet_broadcast(packet); /* it is full: empties it */
@@ -16718,7 +16748,7 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
 }
 
 /* Whether the host can read p: not if it is device memory. The kernel reads 8 bytes there (else
-   EFAULT), then refuses `how`. */
+   EFAULT), then refuses `how`: no signal mask changes. */
 static bool cddp__host_reads(const void *p) {
   uintptr_t word = (uintptr_t)p & ~(uintptr_t)7; /* does not cross into the next page */
   return syscall(SYS_rt_sigprocmask, -1 /* how */, word, NULL /* old */, 8 /* bytes */) == 0 ||
@@ -16826,7 +16856,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->rank = rank;
   g->size = size;
   g->block = (cddp__control_block *)(void *)block;
-  g->block_generation = cddp__load32(&g->block->generation);
+  g->block_generation = cddp__load32(&g->block->generation); /* differs once the block is freed */
   g->timeout_s = timeout_s;
   for (i = 0; i < size; i++) g->local_size += g->host_index[i] >= 0; /* ranks of this host */
   for (i = 0; i < size; i++) /* ranks of other hosts share the slot behind this host's */
@@ -16837,7 +16867,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   /* Bytes of the second-level cache; 0: unknown. In a small one large buffers are slower. */
   l2 = CDDP__L2;
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
-  /* The first rank's choice stays: caches can differ. */
+  /* The first rank's choice stays: caches can differ, but all ranks must use one size. */
   (void)cddp__compare_swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging)
                                           : 0; /* several hosts: cddp__sort_hosts sets it */
@@ -16845,7 +16875,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
                          ? SIZE_MAX /* all have memory: cddp__commit_block */ : 0;
   g->backend = &cddp__cpu_backend;
   g->carrier = &cddp__shm_carrier;
-  (void)cddp__compare_swap32(&g->block->cores, 0, (uint32_t)host->cores); /* first rank's, so far */
+  /* The first rank's number, which cddp__init replaces in the job's first group. */
+  (void)cddp__compare_swap32(&g->block->cores, 0, (uint32_t)host->cores);
   cddp__set_wait_policy(g);
   g->yields = CDDP__YIELDS;
   pthread_mutex_init(&g->fail_lock, NULL);
@@ -16863,7 +16894,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->next = host->groups;
   host->groups = g;
   pthread_mutex_unlock(&host->lock);
-  pthread_mutex_lock(&host->lead->lock);
+  pthread_mutex_lock(&host->lead->lock); /* refs are counted in the lead, for all its hosts */
   host->lead->refs++;
   pthread_mutex_unlock(&host->lead->lock);
   *out = g;
@@ -17090,7 +17121,8 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   (void)cddp__end_access(g, CDDP_OK);
   r = cddp__agree(g, built); /* all ranks get the failure of one */
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts' leaders connect */
-    r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0 /* no payload */);
+    r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, NULL,
+                    0 /* no payload */);
   if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank /* key: the same order */);
   if (*out != NULL && r != CDDP_OK) { /* built, but this or another rank failed later */
     cddp__group_leave(*out);
@@ -17136,7 +17168,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
     if (!cddp__arena_lock(host, F_WRLCK, host->index, 1 /* byte */) ||
         !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size /* bytes */))
       return cddp__fail_errno("lock on the shared memory");
-    for (i = 0; i < host->size; i++) host->ranks[i].use_locked = i != host->index;
+    for (i = 0; i < host->size; i++) host->ranks[i].use_locked = i != host->index; /* of peers */
     if (host->index == 0 && /* the first rank of the host commits it for all */
         (r = cddp__commit_block(host, 0 /* base */, size, host->size)) != CDDP_OK) return r;
   }
@@ -17241,7 +17273,7 @@ static void cddp__discard_record(const cddp__host *host) {
   cddp__record_discard(host->record, host->joined ? host->job_info->table.record_number : 0);
 }
 
-/* cddp_init, except the device. d: with defaults. */
+/* cddp_init, except the device. d: the caller's desc, with defaults set. */
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__config config;
   cddp__host *host;
@@ -17327,7 +17359,7 @@ typedef struct cddp__sparse {
   size_t rows, width, row_bytes; /* rows of the parameter; elements and bytes of each */
   cddp__rows added; /* not packed yet, in order of arrival; numbers can repeat */
   cddp__row_order *order; /* [order_capacity] scratch to sort them */
-  size_t order_capacity; /* at least added.n */
+  size_t order_capacity; /* at least added.n, so that packing needs no memory */
   cddp__rows mean; /* result of the last wait or step; numbers ascend and do not repeat */
   char *zeros; /* one row of zeros: the value in a shard that lacks a row */
 } cddp__sparse;
@@ -17447,7 +17479,7 @@ static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list
 static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = sparse->order;
-  cddp__row_list list; /* only for the place of the values */
+  cddp__row_list list; /* only for the place of the values: cddp__rows_merge finds them there */
   const void *addends[2]; /* a packed row, and an added one with the same number */
   int64_t *number; /* of the packed rows */
   size_t i;
@@ -17631,7 +17663,8 @@ struct cddp__update {
   char *master; /* address of its first element; NULL: no master_weights, or the weights are f32 or
                    f64 */
   bool init_master; /* copy the weights to the master first: cddp_optim.init_master */
-  /* For cddp__fuse: a data-parallel step of an f32 parameter. NULL: this step needs blocks. */
+  /* For cddp__fuse: a data-parallel step of an f32 parameter. NULL: no loop computes this step (see
+     `begin`), so it needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
 
@@ -17752,7 +17785,7 @@ static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *upda
   s->eps = d->eps;
   s->maximize = d->maximize != 0;
   s->amsgrad = d->amsgrad != 0;
-  if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop; /* has no third state */
+  if (!s->amsgrad) update->loop = update->loops[CDDP_F32].adamw_loop; /* 2 states only */
 }
 
 static void cddp__adamw_block(const cddp__update *update, void *weights, const void *gradient,
@@ -17874,7 +17907,7 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
         : (rules & CDDP__RULE_TRAINED) != 0 && !cddp__dtype_trains(p->dtype)
             ? "must be f32, f64, f16 or bf16"
         : !cddp__dtype_ok(p->dtype)   ? "has a dtype that is no cddp_dtype"
-        : p->count > SIZE_MAX / 64    ? "has too many elements" /* so multiples of its bytes fit */
+        : p->count > SIZE_MAX / 64    ? "has too many elements" /* so 8 times its bytes fit */
         : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0 /* else empty */
             ? "has data NULL"
         : p->count > 0 && cddp__misaligned(p->data, cddp__dtype_size(p->dtype))
@@ -18006,7 +18039,7 @@ static void cddp__step_sparse(cddp_optim *optim, int i, const cddp__sparse *spar
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
   bool all_rows = optim->state_count > 0; /* momentum changes rows without a gradient too */
   bool has_gradient; /* `row` is in the mean */
-  size_t k = 0, row; /* index of the next row of the mean; index of the row in the parameter */
+  size_t k = 0, row; /* index of the next row of the mean; number of the row in the parameter */
   /* Visits each row of the parameter, or (!all_rows) each row of the mean. */
   for (row = 0; all_rows ? row < sparse->rows : k < sparse->mean.n; row++, k += has_gradient) {
     if (!all_rows) row = (size_t)sparse->mean.number[k];
@@ -18098,7 +18131,7 @@ static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes
   return CDDP_OK;
 }
 
-static void cddp__cpu_leave(cddp_optim *optim) { /* pointers to shared states are NULL by now */
+static void cddp__cpu_leave(cddp_optim *optim) { /* shared states: NULL since optim->unshare */
   int i;
   for (i = 0; i < optim->count * optim->state_count; i++)
     cddp__free(NULL /* allocator */, optim->state[i]);
@@ -18142,7 +18175,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
             ? "has no gradient: set grad, let cddp_ddp_create allocate it, or (sparse rows) set "
               "ddp in cddp_sgd_desc"
             : NULL;
-    if (cddp__optim_skips(optim, i)) continue; /* `wrong` does not matter */
+    if (cddp__optim_skips(optim, i)) continue; /* needs no data, gradient or states */
     if (sparse) CDDP__TRY(cddp__check_rows(optim, i)); /* no weight has changed so far */
     if (wrong != NULL)
       return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(optim->params, i).s, wrong);
@@ -18178,7 +18211,7 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
         p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__STORAGE_COPIED);
     if (separate) CDDP__TRY((optim->backend->zero)(optim, p->grad, bytes, CDDP__NO_WAIT));
     if (cddp__optim_sparse(optim, i) != NULL)
-      optim->sparse[i]->added.n = optim->sparse[i]->mean.n = 0;
+      optim->sparse[i]->added.n = optim->sparse[i]->mean.n = 0; /* no rows: all are zero */
   }
   return CDDP_OK;
 }
@@ -18226,7 +18259,7 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *optim) {
   cddp__free(NULL /* allocator: malloc's */, optim);
 }
 
-/* Refuses x unless 0 <= x < below. below: 1, or INFINITY: x must be finite. */
+/* Refuses x unless 0 <= x < below. below: 1; INFINITY: x must only be finite. */
 static cddp_result cddp__check_number(const char *what, double x, double below) {
   if (x >= 0 && x < below && x <= DBL_MAX) return CDDP_OK; /* NaN: false */
   return CDDP__REFUSE("%s is %g; it must be finite and at least 0%s", what, x,

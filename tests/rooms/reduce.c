@@ -632,11 +632,11 @@ static void test_paces(void) {
     CHECK(cddp__is_timed(&p));
     CHECK_EQ(cddp__uses_nontemporal(&p), i >= (int)CDDP__TIMING_RUNS);
     p.clock = i % 4 < 2 ? 0 : i < 4 ? 5 - i : i - 3; /* 3, 2; 3, 4 */
-    cddp__end_chunk_timing(&p, 1);
+    cddp__count_chunk(&p, 1);
   }
   CHECK(!cddp__is_timed(&p) && !cddp__uses_nontemporal(&p));
   p.clock = 1;
-  cddp__end_chunk_timing(&p, 1);
+  cddp__count_chunk(&p, 1);
   CHECK(p.seconds[0] == 2 && p.seconds[1] == 3);
   p.seconds[0] = 4;
   CHECK(cddp__uses_nontemporal(&p));
