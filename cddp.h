@@ -22287,7 +22287,7 @@ struct cddp__elastic {
   cddp__elastic_call last_update; /* this rank's last update; kind 0: none since it joined */
   /* memory of the ranks on this host: */
   bool one_host; /* all members are on this host and read each other's memory */
-  cddp__published *own; /* this rank's; NULL: on a GPU, whose memory the others do not map */
+  cddp__published *own; /* this rank's; NULL: on a GPU: the others do not map its memory */
   cddp__published **published; /* [shards] by member number; set for members on this host, no GPU */
   cddp__lost_block *lost_blocks; /* [lost_count] cddp__free_lost frees those that this rank owns */
   size_t lost_count, lost_capacity; /* elements of lost_blocks in use, and allocated */
@@ -22639,7 +22639,8 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
 
 /* --- the reduction --- */
 
-/* Fails unless `other`, the last update of `member`, is the same call as this rank's. */
+/* Fails unless `other`, the last update of `member`, is the same call as this rank's. The members
+   fail alone or together: cddp__check_updates decides. */
 static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *other,
                                         int member) {
   const cddp__elastic_call *mine = &d->elastic->last_update;
@@ -22687,7 +22688,7 @@ static cddp_result cddp__check_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   const cddp__member *members = elastic->meeting.members;
   cddp__elastic_call call, job = elastic->last_update; /* job: that of the oldest member */
-  int k, member, oldest = -1;
+  int k, member, oldest = -1 /* no member has made an update yet */;
   cddp_result r;
   for (k = 0; k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
@@ -23969,8 +23970,8 @@ struct cddp_safetensors { /* constant once it is open */
   uint64_t *next_shape;    /* while parsing: end of the shapes so far, where the next is written */
   size_t count, metadata_count;
   bool has_metadata; /* __metadata__ was read: a second one is an error */
-  int fd; /* the open file, set by cddp__st_open; -1: the text has come by broadcast (cddp_load on
-             ranks above 0), or cddp_save only parses what it will write */
+  int fd; /* the open file, set by cddp__st_open; -1: the text was broadcast (cddp_load on ranks
+             above 0), or is the new header that cddp_save parses */
 };
 
 /* The caller writes the JSON, of text_size bytes, to `text`. NULL if memory is exhausted. */
@@ -24232,7 +24233,7 @@ static int cddp__st_by_position(const void *a, const void *b) {
 /* Sorts the tensors by position. Checks that each byte of the data belongs to exactly one. An empty
    tensor must come before another that begins at the same byte. */
 static cddp_result cddp__st_check_offsets(cddp_safetensors *file) {
-  uint64_t at = 0; /* end of the tensors so far */
+  uint64_t at = 0; /* end of the tensors so far, where the next must begin */
   size_t i;
   if (file->count > 1)
     qsort(file->tensors, file->count, sizeof *file->tensors, cddp__st_by_position);
@@ -24493,7 +24494,7 @@ typedef struct cddp__ckpt {
   int fd; /* of the temporary file, locked; -1: not open: not yet, closed, or not rank 0 */
   /* load: */
   cddp_safetensors *file; /* only rank 0's has a descriptor */
-  bool has_lr; /* the file contains the learning rate, and so an optimizer */
+  bool has_lr; /* the caller has an optimizer; the file a learning rate, and so an optimizer */
   uint64_t numbers[CDDP__META_COUNT]; /* by cddp__meta_keys; valid for keys in `found` */
   unsigned found; /* set of the keys that the caller wants and the file has */
 } cddp__ckpt;
@@ -25207,8 +25208,9 @@ static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, siz
    result so far. */
 static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
-  uint64_t sizes[2] = {0, 0}; /* of the text and the data in rank 0's file */
-  size_t needed = 0; /* bytes of desc->text for all values, with their NULs */
+  uint64_t sizes[2] = {0, 0}; /* of the text and the data in rank 0's file; set on rank 0, received
+                                 on the others */
+  size_t needed = 0; /* bytes of desc->text that cddp_load fills: all values, with their NULs */
   int i;
   if (r == CDDP_OK && ckpt->root) r = cddp__st_open(&ckpt->file, ckpt->allocator, ckpt->path);
   if ((r = cddp__compare_calls(ckpt, r)) != CDDP_OK) return r;
@@ -25271,7 +25273,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     cddp__st_item item = ckpt->items[i];
     cddp_dtype dtype = item.dtype;
     cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0 /* root */);
-    void *part = item.data; /* of this rank */
+    void *part = item.data; /* of this rank; from cddp__match_items */
     if (item.file_tensor == NULL /* not in the file */ || item.state_pointer == NULL /* no state */)
       continue;
     item.data = whole;
@@ -25352,7 +25354,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
     if (!optim->backend->on_device) {
       cddp__free(NULL /* malloc */, *item->state_pointer);
       *item->state_pointer = item->data; /* NULL if not found */
-      item->data = NULL; /* else cddp__ckpt_end would free the optimizer's state */
+      item->data = NULL; /* else cddp__ckpt_end would free it, which the optimizer owns now */
     } else if (!found) { /* found ones were read into this memory */
       r = (optim->backend->zero)(optim, *item->state_pointer, cddp__kept_bytes(ckpt, item),
                                  CDDP__WAIT);
@@ -25691,7 +25693,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   bool known; /* `status` is the child's exit status; false: it is lost */
   cddp__wait wait;
   int i, status;
-  cddp__wait_begin(&wait, 0.1 /* s */); /* for all children together */
+  cddp__wait_begin(&wait, 0.1 /* s */); /* for all children together; used only if got < 0 */
   for (i = 0; i < job->n; i++) {
     cddp__child *child = &job->children[i];
     pid_t pid = child->pid, got; /* waitpid's result */
