@@ -11792,7 +11792,7 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
   size_t size = (size_t)m->head.size, without_hosts = cddp__table_bytes(ranks, 0 /* hosts */),
          host_count = size > without_hosts ? (size - without_hosts) / sizeof(cddp__host_entry) : 0;
   if (host_count == 0 || host_count > (size_t)ranks ||
-      size != cddp__table_bytes(ranks, (int)host_count) /* a remainder */)
+      size != cddp__table_bytes(ranks, (int)host_count) /* not whole hosts */)
     return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
   rdv->net = cddp__net_new(&rdv->host->allocator, ranks, (int)host_count);
   if (rdv->net == NULL) return CDDP_OUT_OF_MEMORY;
@@ -11880,7 +11880,7 @@ static cddp_result cddp__plan_next_look(cddp__rendezvous *rdv, cddp_result r, bo
   root->port_blocked = port_blocked;
   root->next_look = now;
   if (root->next < root->address_count) return CDDP_OK; /* the next address immediately */
-  root->next_look += root->pause * (0.5 + (double)jitter / 1024); /* spreads the nodes' tries */
+  root->next_look += root->pause * (0.5 + (double)jitter / 1024); /* 0.5 to 1.5 times, by node */
   root->pause = root->pause < 0.125 ? 2 * root->pause : 0.25; /* at most 0.25 s */
   return CDDP_OK;
 }
@@ -12406,7 +12406,7 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
     if (cddp__address_is_loopback(&a)) net->hosts[entry->host].address = rdv->address.v6;
   }
   (void)cddp__complete_table(net, rdv->config->rank); /* completes this table, which is correct */
-  return cddp__random(net->token, 16 /* bytes: the job's token */);
+  return cddp__random(net->token, 16 /* bytes of the job's token: cddp__table_bytes */);
 }
 
 /* Prepares this rank for the table's use: sets its listener and the secret for links. If another
@@ -12430,7 +12430,7 @@ static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
     rdv->children[i].end_is_loss =
         rdv->children[i].rank_received && rdv->registered[rdv->children[i].entry].fits;
   net->listener = rdv->registered[0].link_fd;
-  rdv->registered[0].link_fd = -1;
+  rdv->registered[0].link_fd = -1; /* the net closes it */
   if (rdv->job->secret[0] == 0 /* none */ || rdv->config->launcher_secret /* not for links */ ||
       net->host_count == 1 /* no links */)
     return CDDP_OK;
@@ -12512,7 +12512,7 @@ static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
     count += missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
   for (rank = 0; rank < size && !missing[rank]; rank++) {} /* rank: the first that is missing */
   many = count > 1;
-  list = cddp__list_ranks(missing, size, 128 /* bytes */);
+  list = cddp__list_ranks(missing, size, 128 /* most bytes, so that the rest of the text fits */);
   refused = rdv->root.refused_count > 0
                 ? cddp__textf("%d connection%s with another CDDP_SECRET, or none, or with "
                               "CDDP_JOIN=1, %s refused; ",
@@ -12750,7 +12750,8 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
   if (r == CDDP_OK) return; /* only misfits have failed: the job continues */
   if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote)); /* for ranks that use it already */
   if (rdv->host->net != NULL) /* ranks of other hosts can use group 0 already, too */
-    cddp__send_notices(rdv->host->net, 0 /* group */, NULL, rdv->net->size, (uint32_t)r, remote);
+    cddp__send_notices(rdv->host->net, 0 /* group */, NULL /* world: the same */, rdv->net->size,
+                       (uint32_t)r, remote);
   cddp__fail(r, "%s", text); /* this thread's error again */
 }
 
@@ -12811,6 +12812,7 @@ static void cddp__join_listen(cddp__host *host) {
   /* for processes on other hosts: */
   if (job->table.several_hosts != 0 && job->port != 0 && host->joins.tcp_fd < 0) {
     a = cddp__internet_address(&job->table.address);
+    /* others may use another address of this host; at loopback only its own processes call */
     if (!cddp__address_is_loopback(&a)) cddp__address_to_all(&a);
     cddp__address_set_port(&a, job->port);
     if (cddp__listen_address(&a, &host->joins.tcp_fd) == 0) /* else another rank listens */
@@ -13357,7 +13359,7 @@ static void cddp__hosts_disconnect(cddp_group *g) {
   for (i = 0; i < 2 * g->size; i++) { /* two links for each peer */
     const cddp__connection *link = /* without the lock: cddp__add_link stored it atomically */
         __atomic_load_n(&g->hosts->peers[i / 2].link[i % 2], __ATOMIC_ACQUIRE);
-    if (link != NULL) shutdown(link->fd, SHUT_WR);
+    if (link != NULL) shutdown(link->fd, SHUT_WR); /* the peer reads an end of the stream */
   }
 }
 
@@ -13634,7 +13636,7 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
     }
     *moved = *moved || done; /* a whole frame can leave `sent` and `got` at 0, as before */
     if (done) continue; /* the frame is no longer posted */
-    peer->stuck_pass[frame.out] = hosts->pass; /* the rank's later frames wait for this one */
+    peer->stuck_pass[frame.out] = hosts->pass; /* the rank's later frames in this direction wait */
     hosts->posted[kept++] = frame;
     if ((!frame.out || frame.step < due_step) && /* the caller must wait for it */
         (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0)) /* a lost rank stays `late` */
@@ -13773,7 +13775,8 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
       for (k = 0; k < n; k++)
         in_limit += (size_t)hosts->group_hosts[(from + k) % count].size *
                     (CDDP__HEADER_BYTES + g->staging_size);
-      if (known > 1) /* with more than CDDP__DIRECT_HOSTS no shares: n hosts' headers */
+      /* With more than CDDP__DIRECT_HOSTS no shares: n hosts' headers, up to the next host's. */
+      if (known > 1)
         out_bytes = hosts->group_hosts[(hosts->mine + n) % count].headers_at;
       cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT,
                        cddp__rank_on(hosts, to, 0 /* leader */), hosts->headers, out_bytes);
@@ -14359,8 +14362,8 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void 
   cddp__flow f = cddp__flow_of(g, c);
   cddp_result r;
   int t;
-  f.n = c->count;
-  for (t = 0; t < g->local_size; t++) g->buffers[t] = arrays[t]; /* the views */
+  f.n = c->count; /* one chunk has all, from begin 0 */
+  for (t = 0; t < g->local_size; t++) g->buffers[t] = arrays[t]; /* the views; none in scratch */
   cddp__set_leaves(g, hosts, CDDP__LEAVES_PRESENT);
   r = cddp__move_chunk(&f);
   cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL); /* for other calls */
