@@ -14906,8 +14906,8 @@ static bool cddp__spin_recv(cddp_work *work) {
       if (alone && (request = cddp__find_send(g, work)) != NULL) /* no other thread took it */
         cddp__take_send(g, work, request);
       pthread_mutex_unlock(&g->p2p.lock);
-      /* false: the caller posts it. If found, another thread took that message, or it was withdrawn,
-         or the group broke. */
+      /* false: the caller posts it. If found, another thread took that message, or it was
+         withdrawn, or the group broke. */
       if (found || work->done || !alone) return work->done;
     }
     cddp__pause();
