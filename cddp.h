@@ -5515,7 +5515,7 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
 static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
   cddp__connection *c = &client->connection;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0; /* between commands */
-  int got = 0;
+  int got = 0; /* as cddp__connection_fill returns: above 0 if bytes came; -1: no more will */
   if (c->fd < 0) return; /* closed since epoll_wait returned; cddp__server_settle frees it later */
   if (events & EPOLLIN)
     got = cddp__connection_fill(c, 256 /* bytes of space */);
@@ -5609,7 +5609,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
 /* Accepts up to 64 connections. If no descriptor is left, closes spare_fd to accept one, which then
    replaces a client or is refused. */
 static void cddp__server_accept(cddp__server *server, int listener) {
-  int i, fd = 0; /* -1: no connection waits, or none can be accepted */
+  int i, fd = 0; /* 0 begins the loop; -1: no connection waits, or none can be accepted */
   for (i = 0; i < 64 && fd >= 0; i++) {
     bool exhausted;
     fd = cddp__accept(listener);
@@ -5892,7 +5892,7 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
 
 /* CDDP_TIMEOUT: another thread's operation has not ended by the deadline. */
 static cddp_result cddp__store_lock(cddp_store *store, double deadline) {
-  struct timespec t = {0, 0}; /* the first try does not wait */
+  struct timespec t = {0, 0}; /* in the past: the first try does not wait */
   while (pthread_mutex_timedlock(&store->lock, &t) != 0) {
     if (cddp__now() >= deadline)
       return cddp__fail(CDDP_TIMEOUT,
@@ -6935,7 +6935,7 @@ static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *d
   const char *backend = cddp__backend_name(desc);
   bool given = desc->world_size > 0; /* rank and size are the caller's, else the environment's */
   bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0; /* a GPU */
-  uint64_t key; /* cddp__job_key */
+  uint64_t key; /* cddp__job_key; 0: nothing identifies the job */
   int first, last; /* ports of CDDP_PORTS; not used here */
   cddp_result r;
   memset(config, 0, sizeof *config);
@@ -7170,7 +7170,7 @@ static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uin
     else
       low = middle + 1;
   }
-  *at = low;
+  *at = low; /* behind segments with the same key or a lower one */
   return low > 0 ? table->list[low - 1] : NULL; /* all from index `low` on begin behind key */
 }
 
@@ -7630,9 +7630,9 @@ static int cddp__container_cores(void) {
    number: a launcher can bind each rank to other processors. Of this process's own at most
    host->container_cores count. */
 static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
-  uint64_t mine[CDDP__PROCESSORS / 64], bits, old; /* old: 64 bits of `all` */
+  uint64_t mine[CDDP__PROCESSORS / 64], bits, old; /* bits, old: 64 bits of mine and of `all` */
   int allowed = host->container_cores, n = 0, i; /* n: processors in `all` */
-  memset(mine, 0, sizeof mine);
+  memset(mine, 0, sizeof mine); /* the system writes only the bytes that its processors need */
   (void)syscall(SYS_sched_getaffinity, 0 /* this thread */, sizeof mine, mine); /* fails: zeros */
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
     for (bits = mine[i]; bits != 0; bits &= bits - 1) /* keeps the first `allowed` processors */
@@ -7743,7 +7743,7 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
    used. */
 static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   struct cddp__segments *peers = &host->arena.peers;
-  cddp__extent *extent = NULL; /* an own one, for cddp__next_extent */
+  cddp__extent *extent = NULL; /* an own one, for cddp__next_extent; NULL: before the first */
   const cddp_group *g;
   size_t at = 0 /* for cddp__next_extent */, kept = 0 /* segments that stay in the table */, i;
   pthread_mutex_lock(&host->lock);
@@ -7841,7 +7841,7 @@ static void cddp__name_host(cddp__host *host) {
   size_t size, most; /* bytes of the id; bytes that fit */
   gethostname(host->name, sizeof host->name - 1); /* the NUL remains from calloc */
   if (id == NULL) return;
-  host->name[40] = 0; /* cuts a longer name (64 bytes at most), so that an id fits behind it */
+  host->name[40] = 0; /* cuts a longer name (64 bytes at most): 26 bytes or more are for the id */
   size = strlen(id);
   most = 67 - 1 /* slash */ - strlen(host->name);
   if (size <= most)
@@ -7888,7 +7888,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
 }
 
 /* Takes ownership of the memfd of `size` ranks, which this process or another one has created. Its
-   file size tells the size of a window. */
+   file size tells the size of a window: the bits that cddp__create_memfd has chosen. */
 static void cddp__take_memfd(cddp__host *host, int fd, int size) {
   /* + 1: space for the first group's block, as large as a window. The file has these windows, or
      (for joining processes) many more of CDDP__WINDOW_BITS, at which the loop then ends. */
@@ -8562,7 +8562,7 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
   fold->op = op == CDDP_AVG ? CDDP_SUM : op;
   fold->esize = cddp__dtype_size(dtype);
   fold->flip = op == CDDP_MAX ? -1 : 0;
-  if (cddp__dtypes[dtype].cls == CDDP__CLASS_UNSIGNED) /* signed comparisons order the result */
+  if (cddp__dtypes[dtype].cls == CDDP__CLASS_UNSIGNED) /* INT_KERNEL compares signed: highest bit */
     fold->flip ^= (int64_t)((uint64_t)1 << (8 * fold->esize - 1));
   fold->compute_size = cddp__dtype_size(cddp__compute_type(dtype));
   fold->uses_sum = fold->op == CDDP_SUM && fold->compute_loops->sum != NULL;
@@ -9011,7 +9011,7 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
   } open[CDDP__DTYPE_COUNT] /* by dtype */, *own; /* own: of the parameter's dtype */
   int i, b, created = 0, closed = 0; /* numbers of buckets so far */
   CDDP_ASSERT(limit_count >= 1);
-  memset(open, 0, sizeof open); /* limit 0: limits[0] is first */
+  memset(open, 0, sizeof open); /* index 0 as limit: limits[0] is first */
   for (b = 0; b < CDDP__DTYPE_COUNT; b++) open[b].bucket = -1;
   for (i = 0; i < count; i++) {
     const cddp_param *p = &params[order != NULL ? order[i] : i];
@@ -9202,7 +9202,7 @@ static const char *const cddp__op_names[/* cddp_op */] = {
 CDDP__STATIC_ASSERT(sizeof cddp__op_names / sizeof *cddp__op_names == CDDP_BXOR + 1,
                     "a name for each operation");
 
-/* A call and its phase in 32 bits, for headers and logs. */
+/* A call and its phase in 32 bits, for headers and logs: a byte each for kind, dtype, op, phase. */
 static uint32_t cddp__call_code(const cddp__call *call, uint32_t phase) {
   return (uint32_t)call->kind | (uint32_t)call->dtype << 8 | (uint32_t)call->op << 16 |
          (phase << 24);
@@ -9430,7 +9430,7 @@ static cddp_result cddp__check_failure(cddp_group *g) {
 /* Makes r and this thread's error text the group's failure; the text is copied to this rank's slot.
    Wakes no rank: cddp__announce_failure does. Returns false if the group is already broken. */
 static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
-  bool first = false;
+  bool first = false; /* this call has broken the group */
   pthread_mutex_lock(&g->fail_lock); /* the threads of this rank share the slot's text */
   if (!cddp__is_broken(g)) {
     memcpy(g->slots[g->local_rank].failure, cddp__error_text, CDDP__ERROR_MAX);
@@ -9469,7 +9469,7 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
    their result is CDDP_PEER_LOST. Then this returns r. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   bool own_reason = r == CDDP_OUT_OF_MEMORY || r == CDDP_SYSTEM || r == CDDP_CUDA; /* no peer's */
-  char text[CDDP__ERROR_MAX]; /* this rank's own error */
+  char text[CDDP__ERROR_MAX]; /* this rank's own error: a copy, as the calls below replace it */
   /* In an elastic model the text below names the rank. */
   if (!g->elastic && r == CDDP_OUT_OF_MEMORY && !cddp__is_broken(g) &&
       strncmp(cddp__error_text, "rank ", 5) != 0 /* names no rank yet */)
@@ -9554,7 +9554,7 @@ static bool cddp__process_gone(cddp__host *host, int window) {
   uint32_t pid;
   uint64_t start;
   char state;
-  struct iovec byte = {&state, 1}; /* a byte from any address: only ESRCH matters */
+  struct iovec byte = {&state, 1}; /* own byte, and the address to read there: any, only ESRCH matters */
   if (cddp__life_byte_is_locked(host, window)) return false;
   if ((pid = cddp__process_at(host, window).pid) == 0) return true; /* unknown: the lock decides */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
@@ -9762,8 +9762,8 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 /* Breaks the group if a rank of this host that the round still needs has ended or left. */
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
-  /* A freed block can be another group's now, with its `broken`. Blocks of other kinds live as long
-     as g. */
+  /* A freed block can be another group's now, with its `broken`: so this does not break g, which
+     would write to it. Blocks of other kinds live as long as g. */
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
       cddp__load32(&g->block->generation) != g->block_generation)
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
@@ -9842,7 +9842,7 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__slot *slot = cddp__wait_slot(g, rank);
   char where[CDDP__WHERE_MAX];
   bool waits, multithreaded;
-  cddp__text none = {""};
+  cddp__text none = {""}; /* not known */
   if (slot == NULL) return none;
   waits = cddp__load64(&slot->wait) != 0;
   cddp__copy_text(where, slot->where, sizeof where);
@@ -9889,7 +9889,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
     call = cddp__describe_call(header->call, header->count, header->root);
     /* The public function that the program has called says more, if it is known. */
     if (cddp__this_site.function != NULL) call = cddp__textf("%s", cddp__this_site.function);
-    /* 90 bytes leave space in `where` for the site */
+    /* 90 bytes: of the CDDP__WHERE_MAX bytes of slot.where the rest is for the site */
     call = cddp__textf("%.90s%s", call.s, cddp__describe_site().s);
     where = call.s;
     wait = (uint64_t)(uint32_t)g->id << 32 | g->round; /* see slot.wait */
@@ -9919,7 +9919,7 @@ static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *other, int p)
   int low = p_first ? p : g->rank, high = p_first ? g->rank : p; /* ranks of g */
   char low_where[CDDP__WHERE_MAX], high_where[CDDP__WHERE_MAX];
   cddp_result r;
-  bool broke_other; /* false: it was broken already */
+  bool broke_other; /* false: it was broken already, by a rank that wakes the others */
   cddp__copy_text(low_where, cddp__wait_slot(g, low)->where, sizeof low_where);
   cddp__copy_text(high_where, cddp__wait_slot(g, high)->where, sizeof high_where);
   r = cddp__fail(CDDP_MISMATCH,
@@ -10039,6 +10039,7 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
     if (r != CDDP_OK || cddp__has_remote_headers(g)) return r; /* the headers: the wait continues */
   }
   n = cddp__find_late(g, late);
+  /* n stays 0, as only the list below needs it: the first loop names this rank. */
   if (n == 0 && awaited >= 0) late[awaited] = true; /* its frame is missing */
   if (n == 0 && awaited < 0) cddp__append(names, sizeof names, "a rank"); /* arrived meanwhile */
   for (p = 0; p < g->size && named < 3 /* for more, texts have no space */; p++) {
