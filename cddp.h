@@ -9554,7 +9554,7 @@ static bool cddp__process_gone(cddp__host *host, int window) {
   uint32_t pid;
   uint64_t start;
   char state;
-  struct iovec byte = {&state, 1}; /* own byte, and the address to read there: any, only ESRCH matters */
+  struct iovec byte = {&state, 1}; /* also the address to read there: any, only ESRCH matters */
   if (cddp__life_byte_is_locked(host, window)) return false;
   if ((pid = cddp__process_at(host, window).pid) == 0) return true; /* unknown: the lock decides */
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
