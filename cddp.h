@@ -18507,7 +18507,8 @@ static size_t cddp__count_norm_blocks(size_t begin, size_t end) {
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
-/* The bytes of the model that parameter i has in part `part` of `parts`; false: none. */
+/* The bytes of the model that parameter i has in part `part` of `parts`; false: none. Cuts as
+   cddp__part_of does, which has parts = cddp__part_count. */
 static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
                              size_t *end) {
   const cddp__tensor *tensor = &d->tensors[i];
@@ -18646,7 +18647,8 @@ static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
           arena + d->tensors[i].arena_offset;
 }
 
-/* Sets the addresses of all that is in a rank's arena: gradients, then slots, then squares. */
+/* Sets the addresses of all that is in a rank's arena: gradients, then slots, then squares, as
+   arena_bytes in cddp__set_layout counts them. */
 static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
   cddp__set_gradient_addresses(d, rank, arena);
   d->addresses.slots[rank] = arena + d->layout.bytes;
@@ -18949,13 +18951,13 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
 }
 
 /* Takes the mean of a chunk, n elements for each rank, from offset `at` of the model, into `out`.
-     1. Each rank receives its n elements of all nodes, in `most` exchanges: as many as a rank has
-        nodes at most. In the i-th, each rank sends its i-th node, own_nodes[i]. In d->shards.nodes
-        `slot` is that i, not a place in the rank's memory.
+     1. Each rank receives its n elements of all nodes, in most_nodes exchanges: as many as a rank
+        has nodes at most. In the i-th, each rank sends its i-th node, own_nodes[i]. In
+        d->shards.nodes `slot` is that i, not a place in the rank's memory.
      2. It takes their mean, in its place in `out`.
      3. All ranks gather the means. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
-                                      int most) {
+                                      int most_nodes) {
   cddp_dtype wide = cddp__compute_type(dtype);
   size_t ranks = (size_t)d->control->size;
   size_t bytes = n * cddp__dtype_size(wide); /* of n elements of a node */
@@ -18965,12 +18967,12 @@ static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, 
       cddp__make_call( /* step 3 */
           CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM /* unused */, -1 /* no root */);
   cddp__call nodes; /* one exchange of step 1 */
-  /* [most][ranks] the received elements. NULL: one rank, which reads its own slots instead. */
+  /* [most_nodes][ranks] the received elements. NULL: one rank, which reads its own slots. */
   void *scratch = NULL;
   cddp_result r = CDDP_OK;
-  int exchanges = ranks > 1 ? most : 0; /* one rank has all nodes */
+  int exchanges = ranks > 1 ? most_nodes : 0; /* one rank has all nodes */
   int i;
-  if (ranks > 1) r = d->memory->scratch(d, (size_t)most * ranks * bytes, &scratch);
+  if (ranks > 1) r = d->memory->scratch(d, (size_t)most_nodes * ranks * bytes, &scratch);
   if (r != CDDP_OK) return r;
   to = (char *)scratch;
   for (i = 0; r == CDDP_OK && i < exchanges; i++, to += ranks * bytes) {
@@ -19002,16 +19004,16 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize; /* n: elements of a chunk per rank */
   size_t chunk = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
   cddp_result r = CDDP_OK;
-  int dtype, i, most = 0; /* most: largest number of nodes that a rank has */
+  int dtype, i, most_nodes = 0; /* most_nodes: largest number of nodes that a rank has */
   for (i = 0; i < d->shards.node_count; i++) /* slot: the node's index among those of its rank */
-    if (d->shards.nodes[i].slot >= most) most = d->shards.nodes[i].slot + 1;
+    if (d->shards.nodes[i].slot >= most_nodes) most_nodes = d->shards.nodes[i].slot + 1;
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
     size_t end = d->layout.starts[dtype + 1];
     esize = cddp__dtype_size((cddp_dtype)dtype);
     for (at = d->layout.starts[dtype]; r == CDDP_OK && at < end; at += n * ranks * esize) {
       n = ((end - at) / esize + ranks - 1) / ranks; /* of all that is left, rounded up */
       n = cddp__round_up(cddp__min(n, chunk), CDDP__CACHE_LINE / esize); /* whole cache lines */
-      r = cddp__gather_chunk(d, out + at, (cddp_dtype)dtype, at, n, most);
+      r = cddp__gather_chunk(d, out + at, (cddp_dtype)dtype, at, n, most_nodes);
       CDDP__POINT("elastic piece");
     }
   }
@@ -19680,7 +19682,7 @@ static size_t cddp__norm_block_of(const cddp__tensor *tensor, size_t at) {
 
 /* Sets this rank's sums of squares of the norm blocks in [begin, end) of the model, all of
    parameter i. grad: its mean gradient from `begin` on. */
-static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
+static void cddp__set_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   double *sums = d->addresses.squares[d->me];
   size_t at, n;
   for (at = begin; at < end; at += n) { /* to the end of a norm block, or of the range */
@@ -19735,7 +19737,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *tensor = &d->tensors[i];
     if (d->step.used[i] && cddp__dense_count(d, i) > 0)
-      cddp__add_squares(
+      cddp__set_squares(
           d, i, (char *)d->params[i].grad, tensor->offset, tensor->offset + tensor->bytes);
   }
   /* One part: this rank has the whole mean, and all its squares. */
@@ -19807,7 +19809,7 @@ static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) 
   if (!pass->averaged) /* else the reduction has left the mean there */
     cddp__mean_block(pass->d, i, mean, at, n);
   if (pass->d->desc.max_grad_norm > 0) /* a clip follows */
-    cddp__add_squares(pass->d, i, mean, at, at + n * cddp__dtype_size(pass->d->params[i].dtype));
+    cddp__set_squares(pass->d, i, mean, at, at + n * cddp__dtype_size(pass->d->params[i].dtype));
   CDDP__POINT("elastic mean");
 }
 
@@ -19905,7 +19907,7 @@ static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
       continue;
     }
     for (; at < high; at += n * esize) {
-      /* A block ends at a multiple of `block`, since cddp__add_squares sums whole norm blocks. */
+      /* A block ends at a multiple of `block`, since cddp__set_squares sums whole norm blocks. */
       n = cddp__min(block - at % block, high - at) / esize; /* elements */
       if (steps) cddp__fuse_block(pass, i, &u, at, n);
       else cddp__keep_mean(pass, i, at, n);
@@ -19996,7 +19998,8 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
     if (!cddp__optim_skips(optim, i)) r = cddp__ensure_states(optim, i);
   if (r != CDDP_OK) return r;
   pass->alone = true;
-  /* A part for each rank of all hosts, unlike cddp__part_of. */
+  /* A part for each rank of all hosts, unlike cddp__part_of: the same cut as of the states in
+     cddp__partition_states, and of the broadcast below. */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin,
               &end);
   cddp__run_pass(pass, begin, end);
@@ -20036,7 +20039,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   CDDP__POINT("fuse");
   pass.steps = true;
   if (optim->partitioned) return cddp__partitioned_step(&pass);
-  cddp__part_of(d, d->me, &begin, &end);
+  cddp__part_of(d, d->me, &begin, &end); /* me: local_rank, as in cddp__mean_part */
   cddp__run_pass(&pass, begin, end);
   for (i = 0; i < d->count; i++) { /* sparse rows: each rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
@@ -20493,6 +20496,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   if (d->uneven.absent != 0) /* no cddp_ddp_ready will fill the buckets */
     for (i = 0; i < d->count; i++) {
       cddp__tensor *tensor = &d->tensors[i];
+      /* ready: cddp__settle_unused has counted it already */
       if (!tensor->ready) d->plan.buckets[tensor->bucket].remaining--;
       tensor->ready = true;
     }
@@ -20530,12 +20534,12 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   d->step.reduces_early = cddp__reduces_early(d, stepped);
   d->step.sums = stepped && d->step.divides; /* the next call is assumed to be a step too */
   d->step.present = d->step.active_count;
-  d->shards.taken = d->shards.own_node_count = 0; /* no shard of the next step is done */
+  d->shards.taken = d->shards.own_node_count = 0; /* the next step has begun none of its shards */
   d->shards.current = -1;
   d->steps++;
   /* With unused parameters an order is incomplete, so the first plan stays, as in PyTorch. */
   if (!d->plan.rebuilt && !d->desc.find_unused_parameters) {
-    r = cddp__broadcast(
+    r = cddp__broadcast( /* a completed step has a rank with data: active[0] */
         d->control, d->plan.arrival, (size_t)d->count * sizeof *d->plan.arrival, d->step.active[0]);
     if (r == CDDP_OK) cddp__set_plan(d, d->plan.arrival);
     d->plan.rebuilt = r == CDDP_OK;
@@ -21097,6 +21101,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   CDDP__TAKE(d->shards.widths, shards);
   CDDP__TAKE(d->rows.sparse, n);
   CDDP__TAKE(d->rows.lists, shards);
+  /* + size: the borders of the ranks' parts cut arrays in two, each with its own broadcast. */
   CDDP__TAKE(d->scratch.calls, n + (size_t)desc->buffer_count + size);
   CDDP__TAKE(d->scratch.buffers, shards);
   CDDP__TAKE(d->scratch.sources, shards);
@@ -21220,7 +21225,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
     const cddp__tensor *tensor = &d->tensors[i];
     cddp_partition *part = &d->partitions[d->partition_count]; /* the next free entry */
     size_t esize = cddp__dtype_size(d->params[i].dtype);
-    if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL) /* dense */
+    if (tensor->storage == CDDP__STORAGE_PLACED && cddp__sparse_of(d, i) == NULL) /* else rows */
       d->params[i].grad = d->arena + tensor->arena_offset;
     if (tensor->begin >= tensor->end) continue; /* no part of it is this rank's */
     part->param = i;
@@ -21351,7 +21356,7 @@ typedef struct cddp__meeting {
   cddp__connection **links; /* [capacity + JOIN_REQUESTS] by number: to the leader, or (leader) to
                                the members; from [capacity] on to joining processes */
   cddp__message **reports; /* [capacity + JOIN_REQUESTS] the reports from these links */
-  int requests; /* joining processes: entries of links and reports from [capacity] on */
+  int requests; /* number of joining processes: entries of links and reports from [capacity] on */
   int unreachable; /* a member lost without proof that it ended; -1: none. While it is set, a table
                       needs a majority */
   bool lost_leader_called; /* a member that this rank counted as lost has called as leader. So it
@@ -21545,7 +21550,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
       datagrams = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0 /* UDP */);
       if (datagrams >= 0 && connect(datagrams, &address.any, address.size) != 0)
         cddp__close_fd(&datagrams); /* sets -1 */
-      self->host = 2 * m->capacity; /* counts as another host; cddp__admit_joining numbers it */
+      self->host = 2 * m->capacity; /* until cddp__admit_joining sets its host's number */
     }
     r = cddp__own_address(datagrams, &address); /* -1: loopback, unless CDDP_IFNAME is set */
     cddp__close_fd(&datagrams);
@@ -21618,8 +21623,9 @@ static void cddp__remove_member(cddp__meeting *m, int member) {
   cddp__record_event(m->group, "lost", (uint64_t)m->members[member].rank, CDDP_PEER_LOST);
 }
 
-/* Waits for data on the links, or a new connection. At most 5 ms, as the caller also serves sockets
-   that are not polled here: those of joining processes and of net->incoming. */
+/* Waits for data on the links, or a new connection, then serves the program's receives. Waits at
+   most 5 ms, as the caller also serves sockets that are not polled here: those of joining processes
+   and of net->incoming. */
 static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links, int n) {
   int listener = m->net->listener;
   (void)cddp__connections_poll(&m->net->allocator, links, (size_t)n, &listener, 1 /* listeners */,
@@ -21661,7 +21667,7 @@ static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
 static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
                               const cddp__member *caller) {
   int p = link->peer; /* the caller's number; capacity: it has none */
-  bool lost = p < m->capacity && m->members[p].life == 0; /* this rank counted it as lost */
+  bool lost = p < m->capacity && m->members[p].life == 0; /* here, until it is revived below */
   if (!cddp__revive_member(m, p, caller->life)) return false;
   m->lost_leader_called = m->lost_leader_called || lost;
   return true;
@@ -21883,7 +21889,7 @@ static void cddp__admit_joining(cddp__meeting *m) {
     cddp__free(&m->group->host->allocator, cddp__connection_receive(link, 0 /* most bytes */));
     if (r == CDDP_OK && link->state != CDDP__CONNECTION_ENDED) {
       joining->number = number;
-      if (joining->host >= 2 * m->capacity) /* it shares no memory with the members */
+      if (joining->host >= 2 * m->capacity) /* by cddp__open_own_member: it shares no memory */
         joining->host = m->capacity + number; /* counts as a host with one rank */
       joining->since = m->epoch + 1; /* the epoch of this table: cddp__meeting_apply */
       cddp__set_member(m, joining);
