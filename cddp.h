@@ -14536,7 +14536,7 @@ static void cddp__hosts_leave(cddp_group *g) {
 /* Bytes. Messages up to here are always copied, so their sends return before the receiver takes
    them, unless too many are in flight. */
 #define CDDP__EAGER_MAX ((size_t)64 << 10)
-/* Result of a wait whose own limit, not the group's, has passed: the operation continues. */
+/* Result of a wait that ended at its own limit, not at the group's: the operation continues. */
 #define CDDP__CONTINUES CDDP__RESULT_COUNT
 enum { CDDP__NO_LIMIT = -1 }; /* `limit` of a wait that only the group's timeout_s ends */
 /* A scan for a message takes as long as 4 polls of a header: so a wait for a message makes a
@@ -14546,7 +14546,8 @@ enum { CDDP__NO_LIMIT = -1 }; /* `limit` of a wait that only the group's timeout
 /* This rank's send request `index`, counted through all blocks. Block i has CDDP__SENDS << i. */
 static cddp__send_request *cddp__send_at(const cddp_group *g, int index) {
   int block = 0, size = CDDP__SENDS;
-  for (; index >= size; block++, size *= 2) index -= size; /* ends as the index in `block` */
+  /* Ends with the index in `block`. cddp__scan_peer divides peers' requests in the same way. */
+  for (; index >= size; block++, size *= 2) index -= size;
   return &g->p2p.sends[block][index];
 }
 
@@ -15205,7 +15206,8 @@ static pid_t cddp__mpi_finalizer; /* the process that finalizes MPI at exit; its
 /* 1: an operation of a failed group did not finish, so MPI_Finalize would block. */
 static cddp__atomic_u32 cddp__mpi_stuck;
 static struct cddp__mpi *cddp__mpi_groups; /* this process's groups with a communicator; mpi_lock */
-/* Attribute of MPI_COMM_SELF: MPI calls cddp__mpi_at_finalize when it deletes this. */
+/* Attribute of MPI_COMM_SELF: MPI calls cddp__mpi_at_finalize when it deletes this. INVALID: no
+   group of this process has started MPI yet. */
 static int cddp__mpi_attribute = MPI_KEYVAL_INVALID;
 
 /* Fails with MPI's text. code: of MPI; what: the call that returned it. */
@@ -15575,7 +15577,7 @@ static void cddp__work_free(cddp_work *work) {
 static void cddp__work_init(cddp_work *work, cddp_group *g) {
   memset(work, 0, offsetof(cddp_work, text)); /* saves 512 bytes: only a failure sets it */
   work->group = g;
-  work->send = -1; /* no send request */
+  work->send = -1; /* no send request, since 0 is one */
 }
 
 /* A new work of the heap; NULL: no memory. more: bytes behind the cddp_work. */
@@ -15849,7 +15851,7 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   cddp__detect_second_thread(g->host); /* marks the rank if several threads use cddp */
   r = (g->backend->wait)(work, limit);
   if (r == CDDP__CONTINUES) return CDDP_TIMEOUT;
-  if (work->run == NULL) /* a message; of a collective `run` has recorded the end */
+  if (work->run == NULL) /* a message. The end of a collective is recorded by its `run` */
     cddp__record_finish(g, work->record, r); /* on a stream work->record is 0: does nothing */
   cddp__work_free(work);
   /* To a caller with a limit, CDDP_TIMEOUT would mean that the operation continues. */
@@ -16576,8 +16578,9 @@ static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   return r;
 }
 
-/* Adds an array to the packet, which is broadcast first if it is full. Broadcasts a long array now.
-   All ranks add the same sizes in the same order. */
+/* Adds an array to the packet, which is broadcast first if it is full. Broadcasts a long array now,
+   before the packet: its bytes take longer than a round. All ranks add the same sizes in the same
+   order. */
 static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t count,
                                     cddp_dtype dtype) {
   size_t bytes = count * cddp__dtype_size(dtype);
@@ -16840,13 +16843,13 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
      members   [size] their indices on this host; -1: on another host; NULL: all ranks of the job */
 static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int rank, int size,
                                      const int *members, char *block, double timeout_s) {
-  /* Bytes of 4 arrays behind the group: buffers, slices; host_index, slot_index. */
+  /* Bytes of 4 arrays behind the group: pointers buffers, slices; ints host_index, slot_index. */
   size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *));
   size_t bytes, l2; /* bytes of a staging buffer; of the cache */
   cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
   int i, slot_count = 0; /* slots given to ranks of this host so far */
-  *out = NULL;
+  *out = NULL; /* also after a failure */
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
   g->buffers = (void **)(void *)(g + 1);
   g->slices = g->buffers + size;
@@ -16943,7 +16946,8 @@ static int cddp__members_of_color(const cddp_group *g, int color, int *members) 
 
 /* Allocates the pages of a control block, at `base` in the memfd. On one host leaves out the
    staging buffers, which cddp__commit_staging adds at their first use: those of 2 ranks would make
-   their cddp_init a third slower. On several hosts these buffers are small, and included. */
+   their cddp_init a third slower. On several hosts these buffers are small, and included: so
+   cddp__group_build sets staging_ready to SIZE_MAX there. */
 static cddp_result cddp__commit_block(cddp__host *host, uint64_t base, int size, int local_size) {
   size_t bytes = local_size < size ? cddp__block_bytes(size, local_size)
                                    : cddp__head_bytes(size, local_size);
@@ -17015,7 +17019,8 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
    continues. The block stays if one ends later, when all others have left. */
 static void cddp__leave_for_ended(cddp_group *g) {
   int k;
-  if (g->host->arena.fd < 0) return; /* ranks are threads, or one alone: no process to leave for */
+  /* No memfd: the ranks are threads, or this one is alone on its host: no process to leave for. */
+  if (g->host->arena.fd < 0) return;
   for (k = 0; k < g->size; k++) {
     cddp__slot *slot = cddp__slot_of(g, k);
     if (k != g->rank && g->host_index[k] >= 0 /* on this host */ &&
@@ -17385,7 +17390,7 @@ typedef struct cddp__row_list {
 typedef struct cddp__row_head {
   uint64_t n, bound; /* number of rows; number for which the list has memory: n, and the added rows
                         that were summed into others */
-  unsigned char pad[CDDP__CACHE_LINE - 16]; /* numbers begin at a cache line */
+  unsigned char pad[CDDP__CACHE_LINE - 16 /* n, bound */]; /* numbers begin at a cache line */
 } cddp__row_head;
 
 static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
@@ -17462,7 +17467,7 @@ static int cddp__by_number(const void *x, const void *y) {
   return a->arrival < b->arrival ? -1 : a->arrival > b->arrival;
 }
 
-/* Bytes of a packed list of n rows. */
+/* Bytes of a packed list with memory for n rows: the layout of cddp__row_list_open. */
 static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t n) {
   return sizeof(cddp__row_head) + cddp__round_up(n * sizeof(int64_t), CDDP__CACHE_LINE) +
          cddp__round_up(n * sparse->row_bytes, CDDP__CACHE_LINE);
@@ -18071,7 +18076,8 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
 }
 
 /* Allocates parameter i's missing states, zeroed, as many elements as this rank keeps. Large ones
-   are on huge pages: a step takes up to a third less. With malloc, since no group need exist. */
+   are on huge pages: a step takes up to a third less. With malloc, since no group need exist:
+   cddp__cpu_leave frees them the same way. */
 static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
@@ -18135,7 +18141,7 @@ static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes
   return CDDP_OK;
 }
 
-static void cddp__cpu_leave(cddp_optim *optim) { /* shared states: NULL since optim->unshare */
+static void cddp__cpu_leave(cddp_optim *optim) { /* states that were shared: NULL */
   int i;
   for (i = 0; i < optim->count * optim->state_count; i++)
     cddp__free(NULL /* allocator */, optim->state[i]);
