@@ -1822,8 +1822,9 @@ typedef struct cddp__send_request {
                                                receiver reads no other */
     cddp__ref ref; /* a longer message: where it is, the program's buffer or `stage` */
   } u;
-  void *stage CDDP__OWN_LINE; /* the sender's memory for copies of messages, kept for reuse. From
-                                 here on only the sender reads */
+  void *stage CDDP__OWN_LINE; /* the sender's memory for copies of messages, kept for reuse; NULL:
+                                 none yet, or freed by cddp__scan_sends. From here on only the
+                                 sender reads */
   size_t stage_size; /* bytes of `stage` */
   bool staged; /* `u` has, or refers to, a copy, so no call waits for the receiver: the sender's
                   next look at a DONE request frees it */
@@ -1852,7 +1853,7 @@ typedef struct cddp__logged_call {
     int32_t root;
     uint64_t count;
   } what;
-  uint64_t hash; /* of `what` of this call and all before it */
+  uint64_t hash; /* of `what` of this call and all before it: equal hashes, equal calls so far */
   char site[96]; /* text of the call site, cut to this size so that an entry has 128 bytes; "": not
                     known */
 } cddp__logged_call;
@@ -1881,8 +1882,9 @@ typedef struct cddp__slot {
   cddp__atomic_u32 send_top; /* 1 + the highest index of a send request that was ever used: only
                                 requests below it are scanned */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
-  cddp__atomic_u32 works; /* operations queued or running in the rank's engine. Peers read it: while
-                             it is not 0, the rank can continue, so it is in no deadlock */
+  cddp__atomic_u32 works; /* operations queued or running in the rank's engine, except one that
+                             engine.own has outside the queue. Peers read it: while it is not 0,
+                             the rank can continue, so it is in no deadlock */
   cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | its wait status, as
                              waitpid has it; 0: not known. Writer: the rank before this one on the
                              host, which has a pidfd of the process */
@@ -1939,7 +1941,7 @@ typedef struct cddp__control_block {
                                   earlier block was freed */
   cddp__atomic_u32 size; /* number of the group's ranks on the host: when `left` reaches it, the
                             block is freed. 0: the block is being made, or is the first group's */
-  cddp__atomic_u32 staging; /* bytes of a staging buffer: the choice of the host's first rank, since
+  cddp__atomic_u32 staging_bytes; /* of a staging buffer: chosen by the host's first rank, since
                                ranks can find different caches */
   cddp__atomic_u32 cores; /* number that all ranks of the host together can use; until that is
                              known, the first rank's number */
@@ -1972,8 +1974,9 @@ typedef struct cddp__arena {
                       job's first control block is before window 0 */
   uint64_t used_end; /* end of the used part of the window, an offset in the memfd. Segments have
                         such offsets without a memfd too */
-  cddp__atomic_u64 lowest, highest; /* bounds of the addresses of shared memory: cddp__ref_of finds
-                                       without a lock that other memory is private */
+  cddp__atomic_u64 lowest, highest; /* bounds of the addresses of shared memory, 0: it has none:
+                                       cddp__ref_of finds without a lock that other memory is
+                                       private */
   uint32_t generation; /* block.generation of the last control block that this rank made */
   struct cddp__segments own; /* this rank's, sorted by address */
   struct cddp__segments peers; /* other ranks', mapped here; sorted by offset in the memfd */
@@ -1985,14 +1988,14 @@ typedef struct cddp__arena {
 /* A process of the host. Owner: the thread that trains. Others read it through cddp__process_at. */
 typedef struct cddp__process {
   int window; /* arena.window of that process */
-  uint32_t pid; /* 0: not known */
+  uint32_t pid; /* 0: not known: ranks are threads, or the process is no member of the model yet */
   int pidfd; /* to learn how the process ended (slot.ended). Only of the next rank on the host, and
-                of processes that joined; -1: none */
+                of processes that joined; -1: another rank's, or the system forbids pidfd_open */
   bool member; /* the process is a member of this rank's elastic model */
   bool use_locked; /* this rank holds a lock on the process's use byte (>>arena): no process frees
                       that memory, so this rank can map it */
-  uint64_t lost_in_step; /* 1 + the step in which the model lost it; 1 too if it never was a member;
-                            0: not lost, or its memory is freed */
+  uint64_t lost_in_step; /* 1 + the step in which the model lost it: a later one frees its memory.
+                            1 too if it never was a member; 0: not lost, or freed already */
   struct cddp__process *next; /* in host.others */
 } cddp__process;
 
@@ -2004,10 +2007,10 @@ struct cddp__join_listeners {
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
   struct cddp__connection *spare; /* memory for the next accepted connection, allocated before it is
                                      accepted; NULL: none yet */
-  double pause_end; /* until then joining processes are not served, so that they take at most a
-                       tenth of the time of training */
-  double wait_end; /* until then cddp__join_serve does not wait for messages of joining processes,
-                      because it has just waited long for some */
+  double pause_end; /* until then joining processes are not served: for ten times the processor time
+                       that the last service took, so training loses at most a tenth */
+  double wait_end; /* until then cddp__join_serve does not wait for their messages: for ten times as
+                      long as its last long wait */
 };
 
 /* The ranks of one host, which share memory, as one of them sees them. Created by cddp_init or
@@ -2016,8 +2019,8 @@ typedef struct cddp__host {
   cddp_allocator allocator; /* the program's; no functions: libc's */
   cddp_logger logger; /* the program's; log NULL: no messages */
   pthread_mutex_t lock; /* of fields with "lock" or "host.lock", and of the arena */
-  int refs; /* in `lead`: references to lead and its siblings: one for each group, and one for each
-               function that creates a host, until it returns; lead's lock */
+  int refs; /* in `lead` only, for all hosts linked to it: one for each group, and one for each host
+               that its creator still holds; lead's lock */
   struct cddp__host *lead; /* this host; if ranks are threads: rank 0's, which counts for all */
   struct cddp__host *sibling; /* if ranks are threads: the next rank's host, freed with `lead`;
                                  NULL: the last */
@@ -2026,10 +2029,11 @@ typedef struct cddp__host {
   cddp_record_header *record; /* the flight recorder's file, mapped; NULL: no CDDP_RECORD */
   char name[72]; /* MACHINE, or MACHINE/CDDP_HOST_ID, for texts: cddp__name_host */
   int cores; /* usable by all ranks together; before the rendezvous by this rank */
-  int container_cores; /* number that this rank's container can use; INT_MAX: no limit */
+  int container_cores; /* limit of processor time of this rank's container, in cores; INT_MAX:
+                          none */
   /* The ranks. */
-  bool one_process; /* this process has all ranks: threads, or one that no process can join. So
-                       there is no memfd */
+  bool one_process; /* this process has all ranks of the job: they are threads, or there is one, and
+                       no process can join it. So there is no memfd */
   int size, index; /* number of ranks of the job's first group on this host; this rank's index */
   cddp__process *ranks; /* [size] the processes of these ranks */
   cddp__process *others; /* processes that joined, until their memory is freed: a list; lock */
@@ -2168,7 +2172,8 @@ struct cddp_work {
   cddp__call call;
   bool done; /* `result` is valid */
   cddp_result result;
-  uint64_t record; /* number of the operation's flight record; 0: none */
+  uint64_t record; /* number of the operation's flight record; 0: none, as without CDDP_RECORD, on a
+                      stream, or for a bucket: cddp__reduce_bucket makes that */
   cddp__site site; /* where the program called the operation */
 
   /* Work of the engine. */
@@ -2176,7 +2181,8 @@ struct cddp_work {
   void *context; /* for run; if staged through the host: the result's address on the device */
   uint32_t fp_mode; /* 1 + cddp__fp_mode() of the thread that made the call: `run` computes in that
                        mode on any thread */
-  bool anywhere; /* a thread that waits can run it too; false (buckets): only the engine's */
+  bool anywhere; /* a thread that waits can run it too; false (buckets): only the engine's, and it
+                    is due immediately */
   uint32_t pushed_at_poll; /* engine.poll_count at the push: due when poll_count differs */
 
   /* Messages. p2p.lock */
@@ -2224,15 +2230,17 @@ typedef struct cddp__engine {
    has waited for it frees it. */
 enum {
   CDDP__OWN_FREE, /* not in use: the next collective takes it */
-  CDDP__OWN_HELD, /* the only operation in flight; not queued, so waiting for it needs no lock */
-  CDDP__OWN_RUNS, /* outside the queue, run by the thread that waits for it */
+  CDDP__OWN_HELD, /* the only operation in flight; no thread runs it yet. Not queued, so waiting for
+                     it needs no lock; nor counted in slot.works (cddp__works_visible) */
+  CDDP__OWN_RUNS, /* outside the queue and slot.works, run by the thread that waits for it */
   CDDP__OWN_LENT  /* in the queue, or done */
 };
 
 /* How fast ranks copy chunks of one kind of collective and of similar sizes: >>collectives. */
 typedef struct cddp__copy_timing {
-  double seconds[2]; /* least seconds per byte so far by [CDDP__COPY_CACHED], [_NONTEMPORAL] */
-  double clock; /* seconds of the chunk being timed, so far */
+  double seconds[2]; /* per byte, by [CDDP__COPY_CACHED], [_NONTEMPORAL]: the least of the latest
+                        period of timing; 0: none so far, so the copy is cached */
+  double clock; /* seconds of the chunk being timed, so far; while it runs, less the start */
   uint32_t chunks; /* number of chunks so far, timed or not: decides which kind of copy is timed
                       next. The same on all ranks */
 } cddp__copy_timing;
@@ -2284,7 +2292,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__control_block *block; /* behind it headers, slots, staging buffers */
   cddp__slot *slots; /* [local_size], then one for all ranks of other hosts; see slot_index */
   char *staging; /* the staging buffers, two for each rank of this host */
-  size_t staging_size; /* bytes of a staging buffer; 0: the group has none */
+  size_t staging_size; /* bytes of a staging buffer; 0: none, as with more than CDDP__DIRECT_HOSTS
+                          hosts: then leaders send no shares */
   size_t staging_ready; /* bytes of each of this rank's two buffers that already have memory: grows
                            with the chunks. Without a memfd, or on several hosts: SIZE_MAX, all */
   cddp__ref block_ref; /* EXTENT: freed when all ranks have left; NONE: the job's first group;
@@ -2358,8 +2367,8 @@ typedef struct cddp__tensor {
   bool shared; /* its weights are in shared memory on all ranks */
   float restored_steps; /* in a rank that joined: the parameter's step count, from the snapshot */
   const void *data; /* elastic: param.data, for cddp__elastic_set_optim in any thread */
-  int bucket; /* index in plan.buckets */
-  uint32_t last_optim; /* cddp_optim.number of the optimizer that stepped it last; 0: none */
+  int bucket; /* index in plan.buckets, which changes when plan.rebuilt is set */
+  uint32_t last_optim; /* cddp_optim.number of the optimizer that stepped it last; 0: none yet */
 } cddp__tensor;
 
 /* --- elastic models --- */
@@ -2417,9 +2426,9 @@ typedef struct cddp__member {
   int32_t host; /* index of its host in net.hosts */
   int32_t index; /* of its process on that host: cddp__process.window */
   uint64_t life; /* random number of the process; 0: the rank has no process now */
-  uint64_t since; /* the epoch in which it became a member; the oldest members lead */
+  uint64_t since; /* the epoch in which it became a member: the members with the lowest lead */
   uint64_t gpu; /* cddp_group.gpu: hash of its host and GPU; 0: none, or ranks can share it */
-  char name[72]; /* of its host */
+  char name[72]; /* of its host, for texts: cddp__host.name */
 } cddp__member;
 
 /* Ranks exchange it to create a model; joining ones get the leader's. */
@@ -2496,7 +2505,8 @@ typedef struct cddp__step {
 typedef struct cddp__shards {
   int count; /* in each step: desc.shards, or one per rank */
   int *owner; /* [count] each shard's rank; elastic: in the epoch's groups, see member_of_rank */
-  int own_count; /* number of this rank's shards; elastic: not used, as each step assigns anew */
+  int own_count; /* number of this rank's shards; elastic: not used, as each step assigns anew,
+                    to the ranks that live */
   int taken; /* number of shards that cddp_ddp_next_shard returned in this step; not elastic */
   int current; /* the shard that the caller computes now; -1: none */
   bool uses_slots; /* the sums of own_nodes are in slots: there are more shards than ranks, or
@@ -2510,7 +2520,8 @@ typedef struct cddp__shards {
 
 /* Gradients that are rows. Written by the training thread. */
 typedef struct cddp__row_gradients {
-  struct cddp__sparse **sparse; /* [count] an element NULL: dense; the array NULL: all are dense */
+  struct cddp__sparse **sparse; /* [count] an element NULL: that gradient is dense; the array
+                                   NULL: all of the model's are */
   struct cddp__row_list *lists; /* [shards] scratch: row lists to merge, by shard at first */
   char *packet; /* shared: this rank's rows of completed shards; NULL: none so far */
   size_t bytes, capacity; /* of the packet: in use; allocated */
@@ -2519,8 +2530,10 @@ typedef struct cddp__row_gradients {
 /* cddp_ddp_join. Written by the training thread; the engine reads `absent`. */
 typedef struct cddp__uneven {
   uint32_t absent; /* CDDP__ABSENT_*: this rank is in cddp_ddp_join; 0: it has data */
-  bool had_absent; /* some ranks, not all, were absent in a step: cddp__end_uneven sends weights */
-  bool out_of_date; /* ranks were absent in a wait, so lack its weights; the same on all ranks */
+  bool had_absent; /* some ranks, not all, were absent in a step: cddp__end_uneven then
+                      sends weights, and sets false */
+  bool out_of_date; /* ranks were absent in a wait: they lack the caller's step that follows it, so
+                       they need the weights. The same on all ranks */
 } cddp__uneven;
 
 /* Scratch memory: no contents last beyond a function. */
@@ -2609,27 +2622,31 @@ typedef struct cddp__net {
   cddp__atomic_u32 uses; /* number of users: the host or an elastic model, and groups */
   int rank, size; /* in the job; of an elastic model: this member's number; most members + 1 */
   int host, host_count; /* this host's index; elements of `hosts` */
-  unsigned char *token; /* [16] random number of the job or elastic model: part of each hello */
+  unsigned char *token; /* [16] random number of the job or elastic model: part of each hello, so a
+                           rank of another job is refused */
   cddp__host_entry *hosts; /* [host_count]; token, hosts and ranks are one block of memory */
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret; /* both ends of a link prove that they know it; NULL: none, and no proof */
   int listener; /* accepts links from other ranks */
   cddp__cause loss; /* why a group broke, for notices to others; state 1: not reported any more,
                        as a round began since */
-  cddp__atomic_u32 starved; /* the last accept's EMFILE, ENFILE or ENOMEM; 0: it lacked nothing */
+  cddp__atomic_u32 starved; /* EMFILE, ENFILE or ENOMEM if the last accept failed with it, so
+                               callers still wait; 0: it lacked nothing */
   pthread_mutex_t lock; /* guards the fields below */
   cddp__connection *incoming; /* accepted links that no group has claimed yet; newest first */
   cddp__connection *spare; /* memory for the next accepted link, allocated before it is accepted;
                               NULL: none yet */
-  uint64_t left[CDDP__LEFT_GROUPS]; /* a ring: 1 + id of the groups that this rank has left last. A
-                                       new link for one of them is too late, and is ended. Only
-                                       even ids: a split (odd) that is unknown has been left */
-  uint32_t left_count; /* number of entries written to `left` so far */
+  uint64_t left[CDDP__LEFT_GROUPS]; /* a ring: 1 + id of the groups that this rank has left last; 0:
+                                       unused. A new link for one of them is too late, and is
+                                       ended. Only even ids: a split (odd) that is unknown has
+                                       been left (cddp__has_left) */
+  uint32_t left_count; /* number of entries written to `left` so far: its remainder is the place of
+                          the next one */
 } cddp__net;
 
 /* A host of a group. */
 typedef struct cddp__group_host {
-  int first, size; /* its ranks: hosts.ranks[first .. first + size) */
+  int first, size; /* its ranks of the group: hosts.ranks[first .. first + size) */
   size_t headers_at; /* offset of the host's headers, and of their shares, in hosts.headers */
   size_t received; /* bytes of this host's headers and shares received so far in this round */
   size_t bytes; /* of this host's sums, per element of the result */
@@ -2647,7 +2664,7 @@ typedef struct cddp__peer {
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Stored after the two fields
                             below, so a thread that reads 1 can read them */
   double lost_at; /* the time, of cddp__now, at which that connection ended */
-  int error; /* connection.error of that connection */
+  int error; /* connection.error of that connection: an errno, 0 or CDDP__LEFT */
 } cddp__peer;
 #define CDDP__LEFT (-1) /* in connection.error, instead of an errno: the other side said BYE */
 
@@ -2655,7 +2672,7 @@ typedef struct cddp__peer {
    unless stated: the thread that runs the group's collectives. */
 typedef struct cddp__hosts {
   cddp__net *net; /* of the job, or of the group's elastic model */
-  int count, mine; /* hosts of the group; index of this one */
+  int count, mine; /* hosts of the group; index of this one in group_hosts */
   int max_locals, min_locals; /* most, fewest ranks of the group on a host */
   cddp__peer *peers; /* [size] */
   cddp__group_host *group_hosts; /* [count] */
@@ -2668,13 +2685,13 @@ typedef struct cddp__hosts {
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
   int posted_count; /* number of frames in `posted`, those not yet sent or received completely */
   double notices_read; /* leaders: time, of cddp__now, at which a round last read notices */
-  long flow_step; /* current step of cddp__flow_run, noted in each frame that it posts. Of frames
-                     to send, cddp__deliver waits only for those of steps before its due_step */
+  long flow_step; /* current step of cddp__flow_run, noted in each frame that it posts: so
+                     cddp__deliver can wait for frames to send of steps before its due_step only */
   const void **pointers, **sums; /* [size] scratch, sources of a reduction: arrays of a subtree's
                                     ranks; the sums of the subtrees */
   unsigned char *headers; /* leaders: headers and shares of all hosts, this host's first */
   int lowest_remote; /* lowest rank on another host. The leader writes its header last, so that the
-                        ranks of this host wait for that one only */
+                        ranks of this host wait for that one only (cddp__has_remote_headers) */
   bool local_only; /* only this host's ranks take part in the current round */
   char *stage; /* pieces in transit to and from other hosts */
   size_t stage_size; /* bytes of `stage` */
@@ -2843,7 +2860,7 @@ static void cddp__escape_controls(void) {
   memcpy(raw, cddp__error_text, sizeof raw);
   end = (unsigned char *)raw + strlen(raw);
   for (c = (unsigned char *)raw; *c != 0; c += size) {
-    if (to >= cddp__error_text + CDDP__ERROR_MAX - 5) break; /* 5: for \x1b and the NUL */
+    if (to >= cddp__error_text + CDDP__ERROR_MAX - 5) break; /* 4 for \x1b or UTF-8, NUL */
     size = cddp__utf8(c, (size_t)(end - c));
     if (size == 2 && c[0] == 0xc2 && c[1] < 0xa0) /* U+0080 to U+009F, which is c[1] */
       to += snprintf(to, 5, "\\x%02x", (unsigned)c[1]);
@@ -2879,7 +2896,8 @@ static void cddp__append(char *text, size_t n, const char *format, ...) {
   va_end(args);
 }
 
-/* Formats a part of an error text: cddp__textf("rank %d", p).s */
+/* Formats a part of an error text, as in cddp__textf("rank %d", p).s; it is cut to
+   CDDP__ERROR_MAX - 1 bytes. */
 CDDP__PRINTF(1, 2)
 static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
@@ -2950,7 +2968,8 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
     if (CDDP__UNLIKELY(cddp__tried != CDDP_OK)) return cddp__named(__func__, cddp__tried); \
   } while (0)
 
-/* Advice after strerror(e) of a call that needs a file descriptor; "": e has another cause. */
+/* Advice after strerror(e) of a call that needs a file descriptor; "": none is lacking, as e tells
+   of another cause. */
 static const char *cddp__descriptor_advice(int e) {
   return e == EMFILE || e == ENFILE ? "; raise the limit of open files (ulimit -n)" : "";
 }
@@ -3157,7 +3176,8 @@ static struct timespec cddp__timespec(double seconds) { /* a time, or a duration
   return t;
 }
 
-static double cddp__thread_seconds(void) { /* processor time of this thread; 0: unknown */
+/* Processor time of this thread so far; 0: the system does not tell it. */
+static double cddp__thread_seconds(void) {
   struct timespec t;
   if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) != 0) return 0;
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -3166,7 +3186,7 @@ static double cddp__thread_seconds(void) { /* processor time of this thread; 0: 
 static void cddp__sleep(double seconds) {
   struct timespec t = cddp__timespec(seconds);
   double start = cddp__now();
-  if (seconds <= 0) return;
+  if (seconds <= 0) return; /* the time until which a caller sleeps has passed */
   nanosleep(&t, NULL); /* a signal ends it early: callers check their condition */
   cddp__note_sleep(start, seconds);
 }
@@ -3184,7 +3204,8 @@ static int cddp__poll_ms(double deadline, int max_ms) {
   return left >= (double)max_ms ? max_ms : (int)left + 1; /* + 1: never ends before the deadline */
 }
 
-#define CDDP__POLL_MAX_MS 250 /* half of CDDP__STOP_S: in a longer sleep a stop could hide */
+#define CDDP__POLL_MAX_MS 250 /* half of CDDP__STOP_S: a stop within a longer sleep need not make it
+                                 overrun, so it would not be noticed */
 
 /* poll(2), with its result, for waits with a deadline: callers repeat it. ms: at most
    CDDP__POLL_MAX_MS; -1: no deadline. */
@@ -3192,8 +3213,8 @@ static int cddp__poll(struct pollfd *fds, size_t count, int ms) {
   double start = cddp__now();
   int ready;
   CDDP_ASSERT(ms <= CDDP__POLL_MAX_MS);
-  ready = poll(fds, (nfds_t)count, ms);
-  cddp__note_sleep(start, ms < 0 ? INFINITY /* no sleep is too long */ : 1e-3 * ms);
+  ready = poll(fds, (nfds_t)count, ms); /* -1 and errno, also EINTR: callers look at it */
+  cddp__note_sleep(start, ms < 0 ? INFINITY /* then it notes no stop */ : 1e-3 * ms);
   return ready;
 }
 
@@ -3320,12 +3341,13 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   double start, left;
   struct timespec t;
   int e = ETIMEDOUT; /* of the last of several short sleeps; the initial value begins the loop */
+  /* No deadline: a stop (SIGSTOP) cannot end this wait too early, so none is looked for. */
   if (deadline > 1e15 /* infinite */) return pthread_cond_wait(c, lock) == 0;
   while (e == ETIMEDOUT) {
     start = cddp__now();
     left = deadline - start;
     if (left <= 0) break;
-    if (left > CDDP__STOP_S / 2) left = CDDP__STOP_S / 2; /* a stop hides in a longer sleep */
+    if (left > CDDP__STOP_S / 2) left = CDDP__STOP_S / 2; /* as CDDP__POLL_MAX_MS */
     t = cddp__timespec(cddp__monotonic() + left);
     e = pthread_cond_timedwait(c, lock, &t);
     cddp__note_sleep(start, left);
@@ -3333,7 +3355,7 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   return e != ETIMEDOUT;
 }
 
-enum cddp__thread_kind { CDDP__THREAD_OF_USER, CDDP__THREAD_OF_CDDP };
+enum cddp__thread_kind { CDDP__THREAD_OF_USER /* cddp_run_threads */, CDDP__THREAD_OF_CDDP };
 /* Starts a thread that runs fn(arg), with a stack large enough for the user's callbacks: the
    default can be 64 KiB (ulimit -s 64) or 128 KiB (musl). A thread inherits the signal mask of its
    creator. For those of cddp it blocks all signals except faults', so that the program's handlers
@@ -3345,17 +3367,17 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   pthread_attr_t a;
   sigset_t blocked, old; /* old: this thread's mask */
   size_t stack = 0, i; /* stack: bytes */
-  int e = pthread_attr_init(&a); /* an errno, or 0 */
+  int e = pthread_attr_init(&a); /* an errno, or 0: pthread functions return it */
   if (e == 0) {
     pthread_attr_getstacksize(&a, &stack);
     if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN) /* a larger default stays */
       pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_MARGIN);
-    sigfillset(&blocked);
+    sigfillset(&blocked); /* all except the faults: */
     for (i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&blocked, faults[i]);
     /* NULL blocks none: a user's thread keeps the mask. */
     pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &blocked : NULL, &old);
     e = pthread_create(thread, &a, fn, arg);
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    pthread_sigmask(SIG_SETMASK, &old, NULL); /* this thread's again; the new one keeps its copy */
     pthread_attr_destroy(&a);
   }
   if (e == 0) return CDDP_OK;
@@ -3369,9 +3391,9 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
 
 #define CDDP__PAUSE_MIN_S 1e-5  /* shortest pause of a wait that polls its condition */
 #define CDDP__PAUSE_MAX_S 1e-3  /* the longest */
-#define CDDP__SLEEP_MIN_S 1e-3  /* shortest sleep of a wait that peers wake */
+#define CDDP__SLEEP_MIN_S 1e-3  /* shortest sleep of a wait that peers wake: cddp__wait_sleep */
 #define CDDP__SLEEP_MAX_S 0.02  /* the longest: after it, the wait checks whether peers live */
-#define CDDP__YIELDS_MAX_S 5e-3 /* time for all yields before the first sleep */
+#define CDDP__YIELDS_MAX_S 5e-3 /* for all yields before the first sleep: cddp__wait_yields_spent */
 
 /* A deadline with back-off: the longer a wait has lasted, the longer are its sleeps. Owner: the
    waiting thread. Times are of cddp__now. */
@@ -3380,7 +3402,8 @@ typedef struct cddp__wait {
   double since; /* when the wait began, or the caller last saw progress: back-off starts from it */
   double now; /* when the clock was last read */
   double next_check; /* when the caller next checks whether the awaited rank has ended */
-  int yields; /* number left before the first sleep; the caller sets it */
+  int yields; /* number left before the first sleep; _begin sets 0, a caller more. Below 0 once
+                 they are used up, as each attempt counts */
   bool due, late; /* set by cddp__wait_read_clock: next_check has passed; deadline has passed */
 } cddp__wait;
 
@@ -3399,7 +3422,7 @@ static void cddp__wait_read_clock(cddp__wait *w) {
   cddp__note_sleep(w->now, CDDP__SLEEP_MAX_S); /* excludes a stop from all deadlines */
   w->now = cddp__now();
   w->late = w->now >= w->deadline;
-  w->due = w->now >= w->next_check; /* about every 20 ms */
+  w->due = w->now >= w->next_check; /* about every 20 ms: CDDP__SLEEP_MAX_S */
   if (w->due) w->next_check = w->now + CDDP__SLEEP_MAX_S;
 }
 
@@ -3409,8 +3432,9 @@ static bool cddp__wait_yields_spent(cddp__wait *w) {
   return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
 }
 
-/* Yields the core, or returns false: the caller must sleep. */
-static bool cddp__wait_yields(cddp__wait *w) {
+/* Yields the core and returns true; or returns false, since the yields or their time are used up:
+   the caller must sleep. */
+static bool cddp__wait_try_yield(cddp__wait *w) {
   if (cddp__wait_yields_spent(w)) return false;
   sched_yield();
   return true;
@@ -3422,7 +3446,7 @@ static bool cddp__wait_pause(cddp__wait *w) {
   double pause;
   w->now = cddp__now();
   if (w->now >= w->deadline) return false;
-  if (cddp__wait_yields(w)) return true; /* yielded; the first sleep comes after all yields */
+  if (cddp__wait_try_yield(w)) return true; /* yielded; the first sleep comes after all yields */
   pause = (w->now - w->since) / 16;
   if (pause < CDDP__PAUSE_MIN_S) pause = CDDP__PAUSE_MIN_S;
   if (pause > CDDP__PAUSE_MAX_S) pause = CDDP__PAUSE_MAX_S;
@@ -3441,7 +3465,7 @@ static uint64_t cddp__file_allowance(uint64_t at) {
   return at < limit.rlim_cur ? limit.rlim_cur - at : 0; /* RLIM_INFINITY is the largest number */
 }
 
-/* Advice after strerror(e) of a call that enlarges a file. */
+/* Advice after strerror(e) of a call that enlarges a file; "": e is not the limit of its size. */
 static const char *cddp__size_advice(int e) {
   return e == EFBIG ? "; raise the file size limit (ulimit -f, RLIMIT_FSIZE)" : "";
 }
@@ -3498,7 +3522,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   int fd, e; /* e: an errno, or 0 */
   *out = NULL;
   if (!cddp__record_path(path, sizeof path, job, rank, join)) return CDDP_OK;
-  (void)mkdir(getenv("CDDP_RECORD"), 0777); /* fails if it exists; open reports other errors */
+  (void)mkdir(getenv("CDDP_RECORD"), 0777); /* it can exist; after another error open fails too */
   /* O_NOFOLLOW: in a shared directory another user can have made a symbolic link of that name. */
   fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0)
@@ -3511,7 +3535,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   if (e == 0 && map == MAP_FAILED) e = errno;
   close(fd); /* the mapping keeps the file open */
   if (e != 0) {
-    unlink(path);
+    unlink(path); /* without a header no tool can read it */
     return cddp__fail(CDDP_IO,
                       "CDDP_RECORD: rank %d cannot get %zu bytes for the recorder's file %s: %s%s",
                       rank, bytes, path, strerror(e), cddp__size_advice(e));
@@ -3531,7 +3555,8 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   return CDDP_OK;
 }
 
-/* Removes the file of a rank that has not started. join: as in cddp__record_open. */
+/* Removes the file of a rank that has not started, because the job's start failed after
+   cddp__record_open. join: as there. */
 static void cddp__record_discard(const cddp_record_header *header, int join) {
   char path[4096];
   if (header != NULL /* the recorder is on */ &&
@@ -3540,7 +3565,7 @@ static void cddp__record_discard(const cddp_record_header *header, int join) {
 }
 
 /* The record with this number. NULL if the number is 0, as with the recorder off, or if a newer
-   record has replaced it. */
+   record has replaced it: the ring has CDDP_RECORDS entries. */
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   cddp_record *record;
   if (CDDP__LIKELY(number == 0)) return NULL;
@@ -3557,7 +3582,7 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   cddp_record *record;
   uint64_t number;
   if (CDDP__LIKELY(header == NULL)) return 0;
-  number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED); /* a different one each time */
+  number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED); /* no other thread gets it */
   record = (cddp_record *)(void *)(header + 1) + (number - 1) % CDDP_RECORDS;
   __atomic_exchange_n(&record->number, 0 /* not valid yet */, __ATOMIC_SEQ_CST);
   /* No later store can be visible before this one: a reader that sees a new field must not see the
@@ -3640,7 +3665,7 @@ CDDP__OUT_OF_LINE uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) 
 /* Writes n random bytes to p: for nonces, tokens and unguessable names. */
 static cddp_result cddp__random(void *p, size_t n) {
   long got;
-  CDDP_ASSERT(n <= 256); /* of more bytes the system can return a part */
+  CDDP_ASSERT(n <= 256); /* of more bytes a signal can make the system return a part */
   do
     got = syscall(SYS_getrandom, p, n, 0 /* flags: waits until the system has entropy */);
   while (got < 0 && errno == EINTR);
@@ -3696,7 +3721,7 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   uint32_t h[8];
   size_t total = n + (key_size > 0 ? 64 : 0), at = 0; /* to hash (a key counts 64); hashed so far */
   size_t take, i; /* take: bytes copied to the next block */
-  CDDP_ASSERT(key_size <= 32);
+  CDDP_ASSERT(key_size <= 32); /* the RFC's limit of a key */
   memcpy(h, cddp__blake2s_start, sizeof h);
   /* The RFC's parameters, a byte each: 32 bytes of output, key_size, fanout 1, depth 1 (no tree) */
   h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8;
@@ -3770,7 +3795,7 @@ typedef struct cddp__challenge {
   const char *purpose; /* part of the labels, such as "join" */
   bool caller; /* this end has connected: CDDP__END_* */
   int state; /* cddp__challenge_state. ON until _feed finds the last message, or a wrong one */
-  int messages_received; /* complete ones: 0 to 2 */
+  int messages_received; /* complete ones, without a REFUSAL: 0 to 2 */
   char why; /* state REFUSED: the received letter */
   unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* what proofs cover: the caller's nonce, the
                                                        other nonce, the context */
@@ -3829,7 +3854,7 @@ static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char 
 }
 
 /* Handles a complete message with the expected tag, challenge->in. */
-static void cddp__challenge_message(cddp__challenge *challenge) {
+static void cddp__challenge_handle_message(cddp__challenge *challenge) {
   unsigned char proof[CDDP__PROOF_SIZE];
   challenge->in_size = 0; /* the next message overwrites this one, which is read below */
   if (challenge->messages_received++ == 0) { /* HELLO or CHALLENGE, with the other end's nonce */
@@ -3878,7 +3903,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
     challenge->in[challenge->in_size++] = p[used++];
     if (memcmp(challenge->in, expected, tag_bytes) == 0) {
       if (challenge->in_size == sizeof challenge->in) /* complete: only REFUSAL is shorter */
-        cddp__challenge_message(challenge);
+        cddp__challenge_handle_message(challenge);
     } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, tag_bytes) != 0) {
       challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* a called end expects no REFUSAL */
       if (!challenge->caller) cddp__challenge_refuse(challenge, "S"); /* a secret is needed */
@@ -3908,12 +3933,13 @@ typedef struct cddp__address {
   socklen_t size; /* bytes in use, as for system calls */
 } cddp__address;
 
-#define CDDP__ADDRESSES_MAX 16 /* of one host name, or of this host */
+#define CDDP__ADDRESSES_MAX 16 /* of one host name, or of this host: more are not looked at */
 
 /* FORK. While a forked child lives, its copy of a connection hides from the other side that the
    rank has died. So the child replaces each socket in this table with an unconnected one. The
    numbers stay in use: the child's copy of a group or store can still use or close them. */
-#define CDDP__OWN_SOCKETS (1 << 17) /* descriptors in the table; children keep higher ones */
+#define CDDP__OWN_SOCKETS (1 << 17) /* numbers in the table, 16 KiB. Children keep higher ones: then
+                                       peers notice a death of this rank late */
 static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* 1 bit each; atomic, for any thread */
 
 /* Runs in the child after fork, so only async-signal-safe calls. Replaces each socket of the table
@@ -3962,8 +3988,8 @@ CDDP__OUT_OF_LINE void cddp__close_fd(int *fd) {
 /* Moves a connection to the lowest free descriptor above 2, if that is lower, and returns its
    descriptor. So the highest descriptors below the limit stay free for the program:
    cddp__has_spare_fd. */
-static int cddp__lower_fd(int fd) {
-  int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+static int cddp__move_to_lower_fd(int fd) {
+  int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* the lowest free number above 2 */
   if (copy < 0) return fd; /* none is free */
   if (copy > fd) {
     close(copy);
@@ -3992,10 +4018,10 @@ static int cddp__above_stdio(int fd) {
    reports. Between two polls it serves pending receives. */
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
-    struct pollfd p = {fd, events, 0 /* revents */};
+    struct pollfd p = {fd, events, 0 /* revents, not read: any event ends the wait */};
     int ready = cddp__poll(&p, 1, cddp__poll_ms(deadline, CDDP__POLL_MS));
     if (ready > 0) return CDDP_OK;
-    if (ready < 0 && errno != EINTR) return cddp__fail_errno("poll");
+    if (ready < 0 && errno != EINTR) return cddp__fail_errno("poll"); /* EINTR: again */
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
     /* Takes groups' locks. No deadlock: callers hold none, or a store's, which this never takes. */
     cddp__serve_all_recvs(NULL /* no group */);
@@ -4122,7 +4148,7 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
   e = getaddrinfo(host, NULL /* no service */, &hints, &list);
   for (info = e == 0 ? list : NULL; info != NULL; info = info->ai_next) {
     if (n == CDDP__ADDRESSES_MAX) break; /* `out` is full: the others are not tried */
-    if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
+    if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue; /* no TCP/IP */
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, info->ai_addr, info->ai_addrlen);
     out[n].size = info->ai_addrlen;
@@ -4212,7 +4238,7 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
 
 /* Sets TCP's options, or checks the user at the other end of a Unix socket, as any user can bind or
    connect to an abstract name. Returns 0, CDDP__FOREIGN_USER or an errno. */
-static int cddp__stream_ready(int fd) {
+static int cddp__prepare_stream(int fd) {
   cddp__address a;
   uint32_t peer[3]; /* pid, uid, gid */
   /* Only the family is used. After a failure it is not AF_UNIX, and set_tcp_options fails too. */
@@ -4229,13 +4255,13 @@ static int cddp__socket(int family) {
 }
 
 /* Accepts the next connection; -1 and errno on failure. ECONNABORTED: the caller has gone, or
-   cddp__stream_ready has failed, so the next one can be accepted. */
+   cddp__prepare_stream has failed, so the next one can be accepted. */
 static int cddp__accept(int listener) {
   int fd = cddp__disconnect_in_forks(cddp__above_stdio(
       (int)syscall(SYS_accept4, listener, NULL /* address */, NULL /* and its size: unused */,
                    SOCK_NONBLOCK | SOCK_CLOEXEC))); /* accept4 needs _GNU_SOURCE */
-  if (fd < 0 || cddp__stream_ready(fd) == 0) return fd;
-  cddp__close_fd(&fd);
+  if (fd < 0 || cddp__prepare_stream(fd) == 0) return fd;
+  cddp__close_fd(&fd); /* such as another user's connection */
   errno = ECONNABORTED;
   return -1;
 }
@@ -4267,9 +4293,9 @@ static int cddp__connect_address(const cddp__address *address, double deadline, 
       error = errno;
   }
   if (error == 0 && cddp__connected_to_itself(fd))
-    error = ECONNREFUSED; /* as no process listens at the port */
-  if (error == 0) error = cddp__stream_ready(fd);
-  if (error != 0) cddp__close_fd(out);
+    error = ECONNREFUSED; /* as on other tries, since no process listens at the port */
+  if (error == 0) error = cddp__prepare_stream(fd);
+  if (error != 0) cddp__close_fd(out); /* fd is the same; *out becomes -1 */
   return error;
 }
 
@@ -4282,7 +4308,7 @@ static int cddp__listen_address(const cddp__address *address, int *out) {
   if (fd < 0) return errno;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (address->sa.ss_family == AF_INET6) {
-    int v6only = !IN6_IS_ADDR_UNSPECIFIED(&address->v6.sin6_addr); /* false: IPv4 too */
+    int v6only = !IN6_IS_ADDR_UNSPECIFIED(&address->v6.sin6_addr); /* 0, for "::": IPv4 too */
     setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &v6only, sizeof v6only);
   }
   if (bind(fd, &address->any, address->size) == 0 && listen(fd, SOMAXCONN) == 0) return 0;
@@ -4353,10 +4379,11 @@ static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fd
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
-  tries = first > 0 ? 3 * ports : 32 /* each with another port that the system chooses */;
+  tries = first > 0 ? 3 * ports
+                    : 32 /* the system chooses another port for each; a Unix socket: 160 ms */;
   do {
     if (error != 0 && addresses[0].sa.ss_family == AF_UNIX && count == 1)
-      cddp__sleep(0.005); /* s: a former coordinator can still have a socket of this name */
+      cddp__sleep(0.005); /* s, 31 times: a former coordinator can still have this name */
     if (error != 0 && first > 0 && tries % ports == 0) /* all ports were tried once more */
       cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096)); /* 1 to 5 ms: see the head */
     port = first > 0 ? first + turn++ % ports : 0 /* the system chooses */;
@@ -4413,7 +4440,7 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
     ssize_t n = -1; /* nothing is allowed: a failure with that errno */
     if (most > 1u << 30) most = 1u << 30; /* one call moves less than 2 GiB */
     if (most > 0) n = write ? pwrite(fd, p, most, (off_t)at) : pread(fd, p, most, (off_t)at);
-    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EINTR) continue; /* a signal came before the first byte */
     if (n <= 0) /* 0: end of file, or a device that accepts nothing */
       return cddp__fail(CDDP_IO, "%s, at byte %" PRIu64 ": %s%s", write ? "write" : "read", at,
                         n < 0   ? strerror(errno)
@@ -4454,7 +4481,7 @@ static bool cddp__file_has_name(int fd, const char *path) {
    and a place among cddp__unproven_most connections. The caller limits the size of frames. */
 
 typedef struct cddp__span { /* bytes in memory that the span does not own */
-  const unsigned char *data;
+  const unsigned char *data; /* can be NULL if size is 0 */
   size_t size;
 } cddp__span;
 
@@ -4468,7 +4495,8 @@ typedef struct cddp__buffer { /* a growing queue of bytes */
   bool failed; /* an addition failed because memory was exhausted, so the bytes are incomplete */
 } cddp__buffer;
 
-#define CDDP__BUFFER_KEEP 4096u /* most bytes that an empty buffer keeps for the next ones */
+#define CDDP__BUFFER_KEEP 4096u /* most bytes that an empty buffer keeps for the next ones, so that
+                                   short messages need no allocations */
 
 static cddp__span cddp__span_of(const void *data, size_t size) {
   cddp__span s = {(const unsigned char *)data, size};
@@ -4534,7 +4562,7 @@ static void cddp__buffer_add_number(cddp__buffer *buffer, uint64_t number, size_
 static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
   buffer->start = buffer->end = 0;
   buffer->failed = false;
-  if (buffer->capacity <= keep) return; /* the next bytes need no allocation */
+  if (buffer->capacity <= keep) return; /* also a buffer without memory: capacity 0 */
   cddp__free(buffer->allocator, buffer->data);
   if (buffer->total != NULL) *buffer->total -= buffer->capacity;
   buffer->data = NULL;
@@ -4585,14 +4613,15 @@ struct cddp__connection {
   int state; /* cddp__connection_state */
   int error; /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
   bool caller; /* CDDP__END_*: this end has connected; false: it has accepted */
-  bool local; /* a Unix socket: descriptors can travel with the bytes */
+  bool local; /* a Unix socket, which the owner sets: descriptors can travel with the bytes */
   bool ready; /* the last cddp__connections_poll found an event: bytes, space to send, or the end */
-  bool ended_early; /* it ended before it was UP: the caller of a link connects again */
+  bool ended_early; /* it ended before it was UP. The other end can have had too many connections:
+                       so the caller of a link connects again (cddp__link_reconnect) */
   double deadline; /* the owner's, a time of cddp__now: when the bytes that it awaits are overdue */
   cddp__challenge challenge; /* the proof of the secret. Valid later too: tells why it failed */
   cddp__buffer out, in; /* to be sent; received and not parsed */
-  size_t sent; /* bytes sent of a hello, proof or frame (with head) that is not in `out`; 0: none
-                  is partly sent */
+  size_t sent; /* bytes sent of a hello, proof or frame (with head) that is not in `out`; 0: none is
+                  partly sent, so `out` can be sent */
   size_t got; /* bytes read of the hello, or of the next frame: of in_head, then of its body */
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
   cddp__frame_head in_head; /* of the next frame; valid if got >= sizeof in_head */
@@ -4602,19 +4631,22 @@ struct cddp__connection {
                       the struct at `message` */
   int fds[2]; /* received descriptors, closed with the connection; -1: none */
   int send_fds[2]; /* the owner's descriptors, to be sent with the next bytes; -1: none */
-  int peer; /* the owner's number of the other end; a link: rank of the job; -1: not known yet */
+  int peer; /* the owner's number of the other end; a link: rank of the job; a process that asks to
+               join: 0 once it has its answer; -1: not known yet, or no answer yet */
   /* of links only: */
   int rank; /* the peer's rank in the group; -1: not known yet */
   bool over; /* this rank has left its elastic model: its BYE says so */
   bool peer_failed; /* the peer's BYE says that the group is broken */
   bool peer_over; /* the peer's BYE says that the peer has left the elastic model */
-  double retry_at; /* time, of cddp__now: cddp__link_reconnect does not connect again before it */
+  double retry_at; /* time, of cddp__now: cddp__link_reconnect does not connect again before it; 0:
+                      it has not yet connected again */
   cddp__hello hello; /* sent if this end is the caller, else received */
   /* of processes that join only: */
-  double first_message_at; /* time, of cddp__now, of the first message of the proof */
+  double first_message_at; /* time, of cddp__now, of the first message of the proof; valid once
+                              challenge.messages_received is not 0 */
 };
 
-/* How a peer has ended. cddp__rank_end (>>failure) decides about a rank of a group,
+/* Whether and how a peer has ended. cddp__rank_end (>>failure) decides about a rank of a group,
    cddp__end_from_error about the peer of a connection that has ended with this error. */
 enum cddp__end {
   CDDP__IS_ALIVE,      /* or not known: the caller connects again, and a dead process refuses */
@@ -4630,7 +4662,7 @@ static enum cddp__end cddp__end_from_error(int error) {
     return CDDP__HAS_ENDED;
   if (error == 0 || error == ECONNRESET || error == EPIPE /* the peer's system closed it */ ||
       error == ENOBUFS || error == ENOMEM || error == EADDRNOTAVAIL /* no free port on this host */)
-    return CDDP__IS_ALIVE; /* the last three tell nothing about the peer */
+    return CDDP__IS_ALIVE; /* the last three, of this host, tell nothing about the peer */
   return CDDP__IS_UNREACHABLE; /* ETIMEDOUT, EHOSTUNREACH and others */
 }
 
@@ -4654,10 +4686,10 @@ static void cddp__connection_begin(cddp__connection *c, const cddp_allocator *al
    after the bytes that the system has accepted. */
 CDDP__OUT_OF_LINE void cddp__connection_end(cddp__connection *c, int error) {
   if (c->state == CDDP__CONNECTION_ENDED) return;
-  c->ended_early = c->state != CDDP__CONNECTION_UP;
+  c->ended_early = c->state != CDDP__CONNECTION_UP; /* NEW or PROVING */
   c->state = CDDP__CONNECTION_ENDED;
   c->error = error;
-  if (c->fd >= 0) shutdown(c->fd, SHUT_WR);
+  if (c->fd >= 0) shutdown(c->fd, SHUT_WR); /* the peer reads an end of file */
 }
 
 /* Closes the descriptor and frees the buffers, not the struct. */
@@ -4668,7 +4700,7 @@ static void cddp__connection_close(cddp__connection *c) {
   cddp__close_fd(&c->fds[1]);
   cddp__buffer_clear(&c->out, 0 /* keep */);
   cddp__buffer_clear(&c->in, 0 /* keep */);
-  cddp__free(c->in.allocator, c->message); /* a half-read frame, or NULL */
+  cddp__free(c->in.allocator, c->message); /* a half-read frame, or NULL: has no effect */
   c->message = NULL; /* so that a second call frees nothing */
 }
 
@@ -4706,7 +4738,7 @@ static void cddp__socket_message_init(cddp__socket_message *message, struct iove
 
 /* n: the result of sendmsg or recvmsg, which this returns. Ends the connection if the peer has
    closed it or the call has failed, but not if the call can succeed later. */
-static ssize_t cddp__connection_result(cddp__connection *c, ssize_t n) {
+static ssize_t cddp__connection_end_if_failed(cddp__connection *c, ssize_t n) {
   if (n == 0) cddp__connection_end(c, 0 /* the peer has closed it */);
   if (n < 0 && errno != EAGAIN && errno != ENOBUFS && errno != ENOMEM) /* those can pass */
     cddp__connection_end(c, errno);
@@ -4733,7 +4765,7 @@ static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, s
   do n = sendmsg(c->fd, &message.m, MSG_NOSIGNAL /* no SIGPIPE */ | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
   if (n > 0 && fd_count > 0) c->send_fds[0] = c->send_fds[1] = -1; /* they have travelled */
-  return cddp__connection_result(c, n);
+  return cddp__connection_end_if_failed(c, n);
 }
 
 /* One recvmsg. Received descriptors, one or two, replace those in c->fds, which are closed. */
@@ -4745,7 +4777,7 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
   cddp__socket_message_init(&message, io, count, c->local ? CMSG_SPACE(2 * sizeof(int)) : 0);
   do n = recvmsg(c->fd, &message.m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
-  head = n > 0 && c->local ? CMSG_FIRSTHDR(&message.m) : NULL; /* NULL: no descriptors came */
+  head = n > 0 && c->local ? CMSG_FIRSTHDR(&message.m) : NULL; /* NULL: no descriptors have come */
   if (head != NULL && head->cmsg_type == SCM_RIGHTS && head->cmsg_len >= CMSG_LEN(sizeof(int))) {
     fd_count = cddp__min((head->cmsg_len - CMSG_LEN(0)) / sizeof(int), 2);
     cddp__close_fd(&c->fds[0]);
@@ -4754,7 +4786,7 @@ static ssize_t cddp__connection_recvmsg(cddp__connection *c, struct iovec *io, s
     c->fds[0] = cddp__above_stdio(c->fds[0]); /* 0 to 2 must stay the program's standard files */
     c->fds[1] = cddp__above_stdio(c->fds[1]);
   }
-  return cddp__connection_result(c, n);
+  return cddp__connection_end_if_failed(c, n);
 }
 
 /* One receive into `in`, which gets `space` free bytes or more. Returns 1 if bytes have arrived, 0
@@ -4768,7 +4800,7 @@ static int cddp__connection_fill(cddp__connection *c, size_t space) {
     return -1;
   }
   io.iov_base = c->in.data + c->in.end;
-  io.iov_len = cddp__min(c->in.capacity - c->in.end, 1u << 20);
+  io.iov_len = cddp__min(c->in.capacity - c->in.end, 1u << 20); /* at most 1 MiB in a call */
   n = cddp__connection_recvmsg(c, &io, 1 /* element */);
   if (n > 0) c->in.end += (size_t)n;
   return n > 0 ? 1 : c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
@@ -4803,7 +4835,7 @@ static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *he
     if (n <= 0) return c->state == CDDP__CONNECTION_ENDED ? -1 : 0;
     *sent += (size_t)n;
   }
-  return stop == end; /* 0: only `most` bytes are sent */
+  return stop == end; /* 0: `most` ended this call, more bytes are left */
 }
 
 /* Reads the rest of a frame, first from `in`. Parameters and results as in cddp__connection_send.
@@ -4839,7 +4871,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
     }
     *got += (size_t)n;
   }
-  return stop == end; /* 0: only `most` bytes are read */
+  return stop == end; /* 0: `most` ended this call, more bytes are left */
 }
 
 /* Continues the proof, and sends waiting bytes until the system accepts no more. Returns whether
@@ -4847,7 +4879,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
 static bool cddp__connection_progress(cddp__connection *c) {
   cddp__challenge *challenge = &c->challenge;
   cddp__buffer *out = &c->out;
-  while (c->state == CDDP__CONNECTION_PROVING) {
+  while (c->state == CDDP__CONNECTION_PROVING) { /* a step of the proof per pass */
     cddp__span in = cddp__buffer_span(&c->in);
     if (challenge->out_size > 0) {
       if (cddp__connection_send(c, NULL /* head */, challenge->out, challenge->out_size, &c->sent,
@@ -4896,7 +4928,7 @@ static cddp_result cddp__connection_post(cddp__connection *c, uint32_t number, c
 }
 
 /* A failure as a message: its number is CDDP__FAILED + the result, its body the text, no NUL. */
-#define CDDP__FAILED 256u /* numbers of other messages are below it */
+#define CDDP__FAILED 256u /* numbers of other messages of the same connection are below it */
 static cddp_result cddp__post_failure(cddp__connection *c, cddp_result r, const char *text) {
   return cddp__connection_post(c, CDDP__FAILED + (uint32_t)r, text, strlen(text));
 }
@@ -4928,12 +4960,12 @@ static void cddp__connection_say_bye(cddp__connection *c, uint32_t flags) {
                           0 /* elements */, 0 /* bytes */);
   if (cddp__connection_is_idle(c) &&
       send(c->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
-    cddp__connection_end(c, errno); /* EAGAIN: the socket's buffer is full, so there is no BYE */
+    cddp__connection_end(c, errno); /* not after EAGAIN: the buffer is full, so there is no BYE */
 }
 
 /* Receives more of the next frame's head, unless the body of the frame before it is still awaited.
    Returns whether the next frame's head is complete in in_head. */
-static bool cddp__connection_peek(cddp__connection *c) {
+static bool cddp__connection_read_head(cddp__connection *c) {
   if (c->message != NULL) return false; /* the next bytes are the body of that message */
   return c->got >= sizeof c->in_head ||
          cddp__connection_read(c, &c->in_head, NULL /* body */, 0 /* its size */, &c->got,
@@ -4949,7 +4981,7 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
   if (c->message == NULL) { /* the head of the next frame comes first */
     size_t esize;
     bool valid;
-    if (!cddp__connection_peek(c)) return NULL;
+    if (!cddp__connection_read_head(c)) return NULL;
     /* The head holds the size twice, in bytes and elements. A damaged head, where they differ, must
        not allocate a wrong amount. */
     esize = cddp__dtype_size(head->dtype); /* 0: no dtype */
@@ -5585,7 +5617,7 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
       return;
     }
     cddp__client_close(server, oldest);
-    if (!spare) fd = cddp__lower_fd(fd); /* leaves the highest numbers to the program */
+    if (!spare) fd = cddp__move_to_lower_fd(fd); /* leaves the highest numbers to the program */
   }
   client = (cddp__client *)cddp__calloc(&server->allocator, 1, sizeof *client);
   if (client == NULL) { /* out of memory: the other end connects again */
@@ -10211,7 +10243,7 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
   cddp__wait_begin(&w, g->timeout_s);
   w.yields = g->yields; /* number before the first sleep */
   while (r == CDDP_OK && (seen = cddp__load32(word)) != want) {
-    if (cddp__wait_yields(&w)) continue; /* has yielded; false: from now on it sleeps */
+    if (cddp__wait_try_yield(&w)) continue; /* has yielded; false: from now on it sleeps */
     CDDP__POINT("waits");
     r = cddp__wait_tick(g, &w);
     /* Each check first reads *word again: when the round is complete, an ended rank or a passed
@@ -11631,7 +11663,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
     else if (error != 0) /* no silent child to close */
       return cddp__fail_descriptors(rdv, error, "accept of another rank");
     if (none) continue; /* the removed child's descriptor is free now */
-    if (few) fd = cddp__lower_fd(fd); /* to a lower number, if removed children have freed one */
+    if (few) fd = cddp__move_to_lower_fd(fd); /* if removed children have freed one */
     children = (cddp__channel *)cddp__grow_array(&rdv->host->allocator, rdv->children,
                                                  &rdv->child_capacity, rdv->child_count + 1,
                                                  sizeof *children);
@@ -13288,7 +13320,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
   while (link->state == CDDP__CONNECTION_UP &&
          (purpose == CDDP__FOR_FRAME || hosts->stored_bytes <= CDDP__STAGED_MAX ||
           cddp__is_awaited(g, link->rank))) {
-    if (cddp__connection_peek(link) && /* a new frame's head is complete */
+    if (cddp__connection_read_head(link) && /* a new frame's head is complete */
         (link->into = cddp__recv_for(g, link->rank, &link->in_head)) != NULL) {
       link->into->filling = true;
       link->into->from = link->rank;
@@ -15050,13 +15082,13 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   for (i = 0; i < spin && !cddp__is_broken(g); i++) { /* polls */
     if (cddp__message_ready(work)) return CDDP_OK;
     if (g->hosts == NULL || i % CDDP__POLLS_PER_YIELD != 0) cddp__pause();
-    else if (!cddp__wait_yields(&w)) break; /* several hosts: yields now and then; no yield left */
+    else if (!cddp__wait_try_yield(&w)) break; /* several hosts: yields at times; none left */
   }
   for (;;) { /* yields, then sleeps */
     uint32_t events = cddp__load32(&slot->events); /* read first: later changes end the sleep */
     if (cddp__message_ready(work)) break;
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
-    if (cddp__wait_yields(&w)) continue; /* looks again after a yield, while yields are left */
+    if (cddp__wait_try_yield(&w)) continue; /* looks again after a yield, while yields are left */
     if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
     /* The message is checked again: it can have arrived just before the peer ended. */
     if (cddp__lost_peer(work) >= 0 && !cddp__message_ready(work)) r = cddp__check_peer(work);
@@ -16875,8 +16907,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   l2 = CDDP__L2;
   bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
   /* The first rank's choice stays: caches can differ, but all ranks must use one size. */
-  (void)cddp__compare_swap32(&g->block->staging, 0, (uint32_t)bytes);
-  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging)
+  (void)cddp__compare_swap32(&g->block->staging_bytes, 0, (uint32_t)bytes);
+  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging_bytes)
                                           : 0; /* several hosts: cddp__sort_hosts sets it */
   g->staging_ready = host->arena.fd < 0 /* no memfd */ || g->local_size < size
                          ? SIZE_MAX /* all have memory: cddp__commit_block */ : 0;
