@@ -15317,7 +15317,8 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
     if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
     cddp__convert(out, CDDP_F32, send, dtype, n);
   }
-  if (receives && in == out) in = MPI_IN_PLACE; /* MPI forbids equal addresses */
+  if (receives && in == out) in = MPI_IN_PLACE; /* MPI forbids equal addresses; a rank that gets no
+                                                   sum passes no `out` */
   pthread_mutex_lock(&cddp__mpi_lock); /* cddp__mpi_wait unlocks it */
   code = root < 0 ? MPI_Iallreduce(in, out, (int)n, type, ops[call->op], g->mpi->comm, &request)
                   : MPI_Ireduce(in, receives ? out : NULL, (int)n, type, ops[call->op], root,
@@ -15754,7 +15755,7 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   CDDP__POINT("push");
   if (!engine->started) {
     r = cddp__thread_start(&engine->thread, cddp__engine_main, work->group, CDDP__THREAD_OF_CDDP);
-    engine->started = r == CDDP_OK;
+    engine->started = r == CDDP_OK; /* false: the next push tries again */
     if (r != CDDP_OK) return r;
   }
   work->pushed_at_poll = cddp__load32(&engine->poll_count); /* due once the count differs */
@@ -15784,7 +15785,7 @@ static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double dead
   bool in_time = true /* the deadline has not passed */, forever = !(deadline < INFINITY), busy;
   /* Read before `works`, as cddp__engine_queue_held counts in `works` first. */
   uint32_t own = cddp__load32(&engine->own_state);
-  double until; /* of this sleep */
+  double until; /* the end of this sleep: the deadline, or sooner */
   if (work == NULL && own != CDDP__OWN_HELD && own != CDDP__OWN_RUNS &&
       cddp__load32(engine->works) == 0) return true; /* nothing is in flight */
   if (work == &engine->own && forever && cddp__engine_run_held(engine)) return true;
@@ -17240,7 +17241,7 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
    group of all ranks. After a failure *out can be a group too, which the caller destroys. */
 static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host) {
   cddp__rendezvous rdv;
-  int next; /* index on the host of the process that this rank watches */
+  int next; /* index on the host of the process that this rank watches: the next in the ring */
   cddp_result r = cddp__rendezvous_init(&rdv, config, host);
   if (r == CDDP_OK) r = cddp__claim_rank(&rdv); /* fails if a living process has this rank */
   if (r == CDDP_OK) r = cddp__listen_endpoint(&rdv);
@@ -17456,7 +17457,7 @@ static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__sparse 
   size_t row_bytes = sparse->row_bytes;
   cddp_result r;
   void *order; /* sparse->order, maybe moved */
-  if (n == 0) return CDDP_OK; /* numbers and values can be NULL then */
+  if (n == 0) return CDDP_OK; /* numbers and values can be NULL then, which memcpy forbids */
   if ((r = cddp__rows_reserve(allocator, rows, rows->n + n, row_bytes)) != CDDP_OK) return r;
   order = cddp__grow_array(
       allocator, sparse->order, &sparse->order_capacity, rows->n + n, sizeof *sparse->order);
@@ -18113,7 +18114,7 @@ static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NUL
 static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
   size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
-  if (n == 0) return CDDP_OK; /* this rank keeps no part of i */
+  if (n == 0) return CDDP_OK; /* i is empty, or (sharded_states) this rank keeps no part of it */
   for (k = 0; k < optim->state_count; k++) {
     void **state = cddp__state_of(optim, k, i);
     if (*state != NULL /* not missing */ || !cddp__has_state(optim, k, i) /* f32: no master */)
