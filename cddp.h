@@ -14571,8 +14571,8 @@ static void cddp__hosts_leave(cddp_group *g) {
 /* Result of a wait that ended at its own limit, not at the group's: the operation continues. */
 #define CDDP__CONTINUES CDDP__RESULT_COUNT
 enum { CDDP__NO_LIMIT = -1 }; /* `limit` of a wait that only the group's timeout_s ends */
-/* A scan for a message takes as long as 4 polls of a header: so a wait for a message makes a
-   quarter as many of them before it yields. */
+/* A scan for a message takes as long as 4 polls of a header. So a wait for a message makes fewer
+   scans before it yields: spin / 4. */
 #define CDDP__POLLS_PER_SCAN 4
 
 /* This rank's send request `index`, counted through all blocks. Block i has CDDP__SENDS << i. */
@@ -17378,8 +17378,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
    cddp__row_list_bytes.
    How it works:
      1. Backward appends pairs (row number, values) in any order: cddp__rows_add.
-     2. When a shard ends, its rank sorts the pairs by number, adds up equal ones in the order of
-        their arrival, and writes the result to a packet that its peers read.
+     2. When a shard ends, its rank sorts the pairs by number, and adds up equal ones in the order
+        of their arrival. It writes the result to a packet that its peers read.
      3. At the step each rank merges the sorted lists of all shards. A shard without a row counts as
         zeros, so the bits are those of a dense gradient. */
 
