@@ -137,7 +137,7 @@ name="a process that joins"
 firewall 0 29500 blackhole
 export CDDP_JOIN=1
 start 1 2 2
-finish 10
+finish 30 # it looks for 20 s
 unset CDDP_JOIN
 says out2 '10.99.0.1:29500: Connection timed out' 'firewall' 'node1'
 no_firewall
