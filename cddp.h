@@ -23648,14 +23648,15 @@ static void cddp__elastic_free(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   if (elastic == NULL) return;
   cddp__elastic_unregister(d);
-  /* What other ranks can still read is freed when all ranks have left the group. Without a group,
-     or if other threads of this process can read it: never. */
+  /* What other ranks can still read is freed when all ranks have left comm: one that lacks the last
+     mean stays in it until its step ends (broken_comm). Without a group, or if other threads of this
+     process can read it: never. */
   if (d->step.active_count != 1 /* others can read; 0: its members were not known yet */ &&
       elastic->own != NULL /* on a host */) {
-    if (d->control != NULL) {
-      cddp__arena_free_with(host, elastic->own, d->control->block);
-      cddp__arena_free_with(host, elastic->mean, d->control->block);
-      cddp__arena_free_with(host, d->arena, d->control->block);
+    if (d->comm != NULL) {
+      cddp__arena_free_with(host, elastic->own, d->comm->block);
+      cddp__arena_free_with(host, elastic->mean, d->comm->block);
+      cddp__arena_free_with(host, d->arena, d->comm->block);
     }
     elastic->own = NULL; /* not freed below */
     elastic->mean = d->arena = NULL;
@@ -26966,6 +26967,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               A process that had joined in the same step could give a mean that it never had.
               A split of the network while processes joined: both halves could train on.
               A rank that had failed alone, or was stopped, wrote to freed memory of the others.
+              Elastic: a rank destroyed its model and allocated memory, while another still read its
+              part of the last mean.
               A model created anew after a failure on one rank: the states differed.
               An optimizer kept while a parameter's count or dtype changed wrote beyond its states.
               cddp_save after a partial cddp_load left out states, or crashed. The end of an epoch

@@ -1254,6 +1254,91 @@ static void test_late_waits(void) {
   inside_at_point = elastic_point;
 }
 
+/* --- a rank that destroys its model and allocates, while another lacks the last mean --- */
+
+enum { GONE_COUNT = 300000, GONE_STEPS = 6, GONE_LAST = 3 /* rank 0's last step */ };
+
+typedef struct gone_ranks {
+  int waits;        /* rank 2 has found in that step's last round that others are missing */
+  int ended;        /* number of ranks that have trained to the end */
+  uint64_t hash[3]; /* of their weights */
+} gone_ranks;
+
+static gone_ranks *gone;
+static __thread cddp_ddp *gone_model; /* NULL: not created */
+static __thread int gone_rank;
+static __thread bool gone_in_round; /* rank 2 is in the last round of step GONE_LAST */
+
+static void gone_point(const char *name) {
+  if (gone_model == NULL || cddp_ddp_steps(gone_model) != GONE_LAST) return;
+  if (strcmp(name, "elastic exchanged") == 0) {
+    if (gone_rank == 2) gone_in_round = true;
+    else hold(&gone->waits);
+  }
+  if (gone_in_round && strcmp(name, "waits") == 0) {
+    gone_in_round = false;
+    set(&gone->waits);
+    ranks_sleep(0.5); /* the others complete the round; rank 0 leaves, rank 1 breaks the group */
+  }
+  /* It has left the groups, and has not read the mean. */
+  if (gone_rank == 2 && strcmp(name, "elastic grouped") == 0) ranks_sleep(0.3);
+}
+
+static int gone_life(int rank, void *arg) {
+  float *w, *garbage;
+  cddp_param p = {"w", NULL, NULL, GONE_COUNT, CDDP_F32};
+  cddp_ddp_desc with;
+  cddp_sgd_desc sgd;
+  cddp_optim *optim = NULL;
+  cddp_group *g = NULL;
+  cddp_ddp *d = NULL;
+  int shard, i, steps;
+  (void)arg;
+  memset(&with, 0, sizeof with);
+  memset(&sgd, 0, sizeof sgd);
+  with.elastic = true;
+  with.shards = 6;
+  inside_at_point = gone_point;
+  gone_rank = rank;
+  CHECK_OK(cddp_init(&g, NULL));
+  p.data = w = (float *)cddp_alloc(g, GONE_COUNT * sizeof *w);
+  for (i = 0; i < GONE_COUNT; i++) w[i] = (float)(i % 10);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &with));
+  sgd.lr = 0.5;
+  sgd.ddp = d;
+  CHECK_OK(cddp_sgd_create(&optim, &p, 1, &sgd));
+  if (optim == NULL) return 1;
+  gone_model = d;
+  while (test_failures == 0 && (steps = (int)cddp_ddp_steps(d)) < GONE_STEPS) {
+    if (rank == 0 && steps > GONE_LAST) break;
+    while (cddp_ddp_next_shard(d, &shard)) {
+      for (i = 0; i < GONE_COUNT; i++) ((float *)p.grad)[i] = (float)(i % 7 + shard + steps);
+      CHECK_OK(cddp_ddp_ready(d, 0));
+    }
+    CHECK_OK(cddp_ddp_step(d, optim));
+  }
+  gone_model = NULL;
+  gone->hash[rank] = ranks_hash(RANKS_HASH, w, GONE_COUNT * sizeof *w);
+  __atomic_add_fetch(&gone->ended, rank != 0, __ATOMIC_SEQ_CST);
+  cddp_optim_destroy(optim);
+  cddp_ddp_destroy(d);
+  while (rank == 0 && look(&gone->ended) < 2) { /* memory that is free is soon given out again */
+    if ((garbage = (float *)cddp_alloc(g, GONE_COUNT * sizeof *w)) == NULL) return 1;
+    memset(garbage, 0x41, GONE_COUNT * sizeof *w);
+    ranks_sleep(0.01);
+  }
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+static void test_gone_with_a_mean(void) {
+  int status[3], i;
+  gone = (gone_ranks *)ranks_shared(sizeof *gone);
+  ranks_script(gone_life, NULL, 3, RANKS_WITHIN(20.0), status);
+  for (i = 0; i < 3; i++) CHECK_EQ(status[i], 0);
+  CHECK(gone->hash[1] == gone->hash[2] && gone->hash[1] != gone->hash[0]);
+}
+
 int main(void) {
   reports = (report *)ranks_shared(MOST * sizeof *reports);
   inside_at_point = elastic_point;
@@ -1272,6 +1357,7 @@ int main(void) {
     RUN(test_crashing_joins);
     RUN(test_split_with_a_lost_rank);
     RUN(test_late_waits);
+    RUN(test_gone_with_a_mean);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
     RUN(test_hosts_recovery);
