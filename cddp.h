@@ -23649,8 +23649,8 @@ static void cddp__elastic_free(cddp_ddp *d) {
   if (elastic == NULL) return;
   cddp__elastic_unregister(d);
   /* What other ranks can still read is freed when all ranks have left comm: one that lacks the last
-     mean stays in it until its step ends (broken_comm). Without a group, or if other threads of this
-     process can read it: never. */
+     mean stays in it until its step ends (broken_comm). Without a group, or if other threads of
+     this process can read it: never. */
   if (d->step.active_count != 1 /* others can read; 0: its members were not known yet */ &&
       elastic->own != NULL /* on a host */) {
     if (d->comm != NULL) {
