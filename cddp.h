@@ -101,6 +101,7 @@
      CDDP_JOIN        1: join the running job (>>api-elastic)
      CDDP_RECORD      a directory for the flight recorder (>>api-diagnostics)
      CDDP_HOST_ID     ranks with different values count as ranks on different hosts
+     CDDP_JOB_SECRET  set by cddp_spawn and cddprun; leave it (fine print: forked ranks)
 
    CONTENTS: search for the mark of a section. For GPUs see cddp_kernels.cuh
      The manual
@@ -189,11 +190,11 @@ extern "C" {
    made the call, and none was lost, timed out, or had no memory left at all.
 
    For a model's calls these words do not hold. If cddp_ddp_ready, _next_shard, _wait, _step,
-   _reduce_scatter, _all_gather or _join fails, the model is broken: its collective calls fail on
-   all ranks (in elastic models: on this rank). The group stays usable, unless it uses NCCL or a
-   rank was lost. These break nothing: CDDP_UNSUPPORTED; an argument that is NULL or an index out
-   of range; cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without _reduce_scatter.
-   Groups of elastic jobs: see the fine print.
+   _reduce_scatter, _all_gather, _sync_buffers, _gather_states or _join fails, the model is broken:
+   its collective calls fail on all ranks (in elastic models: on this rank). The group stays usable,
+   unless it uses NCCL or a rank was lost. These break nothing: CDDP_UNSUPPORTED; an argument that
+   is NULL or an index out of range; cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without
+   _reduce_scatter. Groups of elastic jobs: see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -596,7 +597,12 @@ CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
    cddp_ddp_ready has no effect, cddp_ddp_wait returns immediately, and cddp_ddp_step is
    CDDP_INVALID_ARGUMENT. Turn it off before the last micro-batch's backward pass: the step then
    averages the sums of all micro-batches. Divide by their number yourself. All ranks make the same
-   call, between micro-batches. Not with shards. Like no_sync(). */
+   call, between micro-batches. Not with shards. Like no_sync().
+     for (int k = 0; k < 4; k++) {                      // 4 micro-batches in a step
+       cddp_ddp_no_sync(ddp, k < 3);
+       train_batch(step, k);                            // adds gradients / 4, then cddp_ddp_ready
+     }
+     TRY(cddp_ddp_step(ddp, sgd)); */
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0).
@@ -624,7 +630,12 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
    only cddp_optim, or NULL. On return all ranks have the same weights, buffers, and states and
    learning rate of s. A comm_hook must be linear, h(kx) = k h(x): cddp multiplies its result by
    world size / (ranks with data). Not with shards or elastic. Like PyTorch's
-   join(divide_by_initial_world_size=False). */
+   join(divide_by_initial_world_size=False).
+     for (int i = 0; i < my_batches; i++) {             // differs between ranks
+       train_batch(epoch, i);                           // with cddp_ddp_ready
+       TRY(cddp_ddp_step(ddp, sgd));
+     }
+     TRY(cddp_ddp_join(ddp, sgd)); */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had data. */
@@ -1216,7 +1227,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    For other launchers export RANK, WORLD_SIZE and the rest yourself, and OMP_NUM_THREADS (if unset,
    cddprun and cddp_spawn set it to 1 for several ranks).
 
-   torchrun and mpirun end the job when a rank dies. To replace ranks start a cddprun on each host
+   When a rank dies, torchrun, mpirun, cddprun without --elastic, and srun with --kill-on-bad-exit
+   end the job. To replace ranks start a cddprun on each host
    (node1 is the first). With Slurm:
      srun -N 2 --ntasks-per-node=1 sh -c 'exec ./cddprun -n 4 --elastic --max-restarts 9 \
        --nnodes 2 --node-rank $SLURM_NODEID --master-addr node1 ./train'
@@ -1392,7 +1404,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    with gcov (--coverage) and gprof (-pg) end fn by exit(0). If fn replaces its program (exec),
    the new program's exit code counts. fn must catch its exceptions (C++).
 
-   FLIGHT RECORDER. >>api-layouts has the file's format. A process that joined later has
+   FLIGHT RECORDER. >>api-layouts has the file's format. JOB is a random number in 16 hexadecimal
+   digits, the same on all ranks. A process that joined later has
    dir/cddp-JOB-RANK.joinN.rec. Truncating a running job's file ends the rank by SIGBUS. A cddp_init
    that fails removes its rank's file.
 
