@@ -3665,8 +3665,7 @@ static uint64_t cddp__get64(const void *p) {
   return (uint64_t)cddp__get32(p) | (uint64_t)cddp__get32((const unsigned char *)p + 4) << 32;
 }
 
-/* FNV-1a, fast, no protection from an attacker. h: 0, a seed, or the hash of the data before these
-   n bytes. */
+/* FNV-1a: no protection from an attacker. h: 0, a seed, or the hash of the data before. */
 CDDP__OUT_OF_LINE uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) {
   const unsigned char *b = (const unsigned char *)data;
   size_t i;
@@ -3692,8 +3691,8 @@ static const uint32_t cddp__blake2s_start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6e
 
 static uint32_t cddp__rotate_right(uint32_t v, int n) { return v >> n | v << (32 - n); }
 
-/* The RFC's function F: mixes a block p of 64 bytes into the state h. bytes: number of bytes hashed
-   so far, with this block. */
+/* The RFC's function F: mixes a block p of 64 bytes into h. bytes: hashed so far, with this
+   block. */
 static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t bytes, bool last) {
   /* The RFC's SIGMA: each round's order of the block's words. The lowest hex digit is the first. */
   static const uint64_t order[10] = {
@@ -3726,7 +3725,7 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
   for (i = 0; i < 8; i++) h[i] ^= v[i] ^ v[8 + i];
 }
 
-/* The hash of n bytes, with a key of at most 32 bytes. A key is hashed first, as a block. */
+/* The hash of n bytes. A key, of at most 32 bytes, is hashed first, as a block. */
 static void cddp__blake2s(const void *key, size_t key_size, const void *data, size_t n,
                           unsigned char out[32]) {
   const unsigned char *p = (const unsigned char *)data;
@@ -3750,9 +3749,8 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   for (i = 0; i < 8; i++) cddp__put32(out + 4 * i, h[i]);
 }
 
-/* A message authentication code of a label and of n bytes of data. Without the secret it cannot be
-   computed. A secret can be longer than a key, so its hash is the key; and the code of the data is
-   the key for the label. */
+/* A message authentication code of a label and n bytes. A secret can be longer than a key, so its
+   hash is the key; and the code of the data is the key for the label. */
 static void cddp__mac(const char *secret, const char *label, const void *data, size_t n,
                       unsigned char mac[32]) {
   unsigned char key[32], of_data[32];
@@ -3761,7 +3759,7 @@ static void cddp__mac(const char *secret, const char *label, const void *data, s
   cddp__blake2s(of_data, sizeof of_data, label, strlen(label), mac);
 }
 
-/* Whether a and b are equal. Takes the same time wherever they differ (volatile: no shortcuts): a
+/* Whether a and b are equal, in the same time wherever they differ (volatile: no shortcuts): a
    stranger cannot find a proof byte by byte. */
 static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
   const volatile unsigned char *p = (const volatile unsigned char *)a;
@@ -3835,7 +3833,7 @@ static void cddp__challenge_refuse(cddp__challenge *challenge, const char *lette
   cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, join ? "J" : letter, 1 /* byte */);
 }
 
-/* Computes the proof that the caller sends, or the one that the called end sends. */
+/* The proof of the caller, or of the called end. */
 static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64]; /* "cddp", the purpose and the end */
@@ -3845,9 +3843,9 @@ static void cddp__challenge_prove(const cddp__challenge *challenge, bool caller,
 
 /* Begins a challenge; a caller's HELLO is then in `out`. Fails without random bytes.
      secret    NULL only at a called end, which then refuses a caller with a secret
-     purpose   names the use, such as "join", so that a proof for one use fails for another
+     purpose   such as "join": a proof for one use fails for another
      caller    CDDP__END_*: which end of the connection this is
-     context   [context_size] at most 64 bytes that the proofs cover too, the same at both ends */
+     context   [context_size] at most 64 bytes that proofs cover too, the same at both ends */
 static cddp_result cddp__challenge_begin(cddp__challenge *challenge, const char *secret,
                                          const char *purpose, bool caller, const void *context,
                                          size_t context_size) {
@@ -3894,6 +3892,15 @@ static void cddp__challenge_handle_message(cddp__challenge *challenge) {
     cddp__challenge_refuse(challenge, "W");
 }
 
+/* The first bytes of a caller, at a store's server without a secret. A caller with a secret begins
+   with HELLO. No other client's first byte is HELLO's, as no command has that number. */
+static void cddp__challenge_without_secret(cddp__challenge *challenge, unsigned char first) {
+  challenge->state = CDDP__CHALLENGE_PROVEN;
+  if (first != CDDP__AUTH_HELLO[0]) return;
+  challenge->state = CDDP__CHALLENGE_WRONG;
+  cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, "N", 1 /* byte */);
+}
+
 /* Consumes those of n received bytes that belong to the challenge, and returns their number. */
 static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned char *p, size_t n) {
   static const char *const tags[2][2] = {
@@ -3902,12 +3909,8 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
       {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}, /* [CDDP__END_CALLER] */
   };
   size_t used = 0; /* bytes of p consumed so far */
-  /* No secret: a store's server. A caller with a secret begins with HELLO; no other client's first
-     byte is HELLO's, as no command has that number. */
   if (challenge->secret == NULL && n > 0) {
-    challenge->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
-    if (challenge->state == CDDP__CHALLENGE_WRONG)
-      cddp__challenge_queue(challenge, CDDP__AUTH_REFUSAL, "N", 1 /* byte */);
+    cddp__challenge_without_secret(challenge, p[0]);
     return 0; /* the bytes belong to the protocol that follows */
   }
   while (used < n && challenge->state == CDDP__CHALLENGE_ON) {
@@ -3917,9 +3920,11 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
     if (memcmp(challenge->in, expected, tag_bytes) == 0) {
       if (challenge->in_size == sizeof challenge->in) /* complete: only REFUSAL is shorter */
         cddp__challenge_handle_message(challenge);
-    } else if (!challenge->caller || memcmp(challenge->in, CDDP__AUTH_REFUSAL, tag_bytes) != 0) {
-      challenge->state = CDDP__CHALLENGE_NOT_CDDP; /* a called end expects no REFUSAL */
-      if (!challenge->caller) cddp__challenge_refuse(challenge, "S"); /* a secret is needed */
+    } else if (!challenge->caller) { /* no REFUSAL is expected */
+      challenge->state = CDDP__CHALLENGE_NOT_CDDP;
+      cddp__challenge_refuse(challenge, "S"); /* a secret is needed */
+    } else if (memcmp(challenge->in, CDDP__AUTH_REFUSAL, tag_bytes) != 0) {
+      challenge->state = CDDP__CHALLENGE_NOT_CDDP;
     } else if (challenge->in_size == CDDP__TAG_SIZE + 1 /* letter */) {
       challenge->state = CDDP__CHALLENGE_REFUSED;
       challenge->why = (char)challenge->in[CDDP__TAG_SIZE];
@@ -8055,8 +8060,8 @@ typedef uint16_t CDDP__ALIAS cddp__u16;
 typedef int32_t CDDP__ALIAS cddp__i32;
 typedef int64_t CDDP__ALIAS cddp__i64;
 
-/* Attributes of functions with loops. FAST: the compiler vectorizes them. SCALAR: it does not, and
-   compiles faster. STRICT_FP, in such a function: no contraction (fma), no reordering. */
+/* Attributes of functions with loops. FAST: vectorized. SCALAR: not, and compiles faster.
+   STRICT_FP, in such a function: no contraction (fma), no reordering. */
 #if defined(__clang__)
 #define CDDP__FAST /* clang vectorizes at -O2 */
 #define CDDP__SCALAR /* clang has no attribute for that */
@@ -8082,9 +8087,8 @@ typedef int64_t CDDP__ALIAS cddp__i64;
 #endif
 #endif
 
-/* The attributes of each instruction set's functions. `base` is the compiler's own target. If
-   cddp__isa chooses the set, `base` serves only x86 processors without AVX2 (and vector fma), from
-   before 2013. */
+/* The attributes of each instruction set's functions. `base` is the compiler's own target; with
+   DISPATCH it serves only x86 processors without AVX2, from before 2013. */
 #if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
 #include <cpuid.h>
 #define CDDP__DISPATCH 1 /* the instruction set is chosen at run time */
@@ -8138,8 +8142,8 @@ CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
 CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
   uint32_t bits = cddp__f32_bits(x), magnitude = bits & 0x7fffffff;
   /* From 2^-14 on (exponent 113) the result is exponent and mantissa, rounded as one number. Below,
-     it is the mantissa, shifted so that the last place is 2^-24. Integers round to nearest also if
-     the caller has set another rounding mode. */
+     it is the mantissa, shifted so that the last place is 2^-24. Integers ignore the rounding
+     mode. */
   uint32_t exponent = magnitude >> 23, mantissa = (magnitude & 0x7fffff) | 0x800000;
   uint32_t kept = exponent > 112 ? magnitude - (112u << 23) : mantissa;
   uint32_t shift = exponent > 112 ? 13 : exponent < 96 ? 31 /* to 0 */ : 126 - exponent;
@@ -8159,7 +8163,7 @@ CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
 
 #define CDDP__STATES 3 /* largest number of state arrays of an optimizer, per parameter */
 
-/* The factors of one optimizer step, computed from the settings and the step's number. */
+/* The factors of one optimizer step. */
 typedef struct cddp__scalars {
   double sign; /* factor of the gradient: 1, or -1 to maximize */
   cddp_adamw_step adamw; /* all of AdamW's: >>api-layouts */
@@ -8171,8 +8175,8 @@ typedef struct cddp__scalars {
   bool first; /* this is the first step, which sets the momentum to the gradient */
 } cddp__scalars;
 
-/* A range of a data-parallel step in one loop, cddp__fuse: gradients and weights of 1, 2 or 4
-   ranks, one set of states. */
+/* A range of a data-parallel step, for cddp__fuse: gradients and weights of 1, 2 or 4 ranks, one
+   set of states. */
 typedef struct cddp__fused_args {
   cddp__f32 *gradients[4]; /* by rank */
   cddp__f32 *weights[4]; /* [0]: this rank's, which the step reads; others get copies */
@@ -8184,8 +8188,8 @@ typedef struct cddp__fused_args {
 
 enum { CDDP__SCALE_MULTIPLY, CDDP__SCALE_DIVIDE }; /* values of `bool divide` */
 
-/* The loops for one element type. Comments end with the types that have the loop; other types have
-   NULL. d: the result; n: elements, or bytes of `bits`. */
+/* The loops for one element type. Comments end with the types that have the loop; NULL: others. d:
+   the result; n: elements, or bytes of `bits`. */
 typedef struct cddp__loops {
   /* d = canonical sum of k sources, scaled by f: see CDDP__SUM_KERNELS. F32, F64, BF16 */
   void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
@@ -8200,10 +8204,9 @@ typedef struct cddp__loops {
   void (*scale)(void *d, size_t n, double f, bool divide);
   /* SGD: d = fma(f, b, x), where x = e * a is rounded. F32, F64 */
   void (*mix)(void *d, const void *a, const void *b, size_t n, double e, double f);
-  /* the sum of squares. F32, F64 */
+  /* F32, F64 */
   double (*squares)(const void *p, size_t n);
-  /* one AdamW step of weights w with gradients g; states: exp_avg, exp_avg_sq, max_exp_avg_sq (NULL
-     without amsgrad). F32, F64 */
+  /* AdamW; states: exp_avg, exp_avg_sq, max_exp_avg_sq (NULL without amsgrad). F32, F64 */
   void (*adamw)(void *w, const void *g, void *const *states, size_t n, const cddp__scalars *s);
   /* data-parallel steps of 1 or 2 ranks: SGD with an initialized momentum and without nesterov;
      AdamW without amsgrad. F32 */
@@ -8213,15 +8216,8 @@ typedef struct cddp__loops {
   void (*narrow)(void *d, const cddp__f32 *s, size_t n); /* F16, BF16 */
 } cddp__loops;
 
-/* Runs the statement for each i < n. */
-#define CDDP__EACH(statement) \
-  do { \
-    size_t i; \
-    CDDP__IVDEP \
-    for (i = 0; i < n; i++) { \
-      statement; \
-    } \
-  } while (0)
+/* The header of a loop over n elements. */
+#define CDDP__FOR_EACH(i, n) CDDP__IVDEP for (size_t i = 0; i < (n); i++)
 
 /* The macros below define functions cddp__LOOP_S_ISA, see struct cddp__loops. ISA: an instruction
    set, TARGET: its attributes, T: an element type, S: the type's name. */
@@ -8233,9 +8229,8 @@ typedef struct cddp__loops {
   (CDDP__SUM_4(IN, s##0, s##1, s##2, s##3) + CDDP__SUM_4(IN, s##4, s##5, s##6, s##7))
 
 /* cddp__sum_S_ISA, for k = 2, 3, 4 or 8 sources, and cddp__all_S_ISA, for k = 2, 4 or 8 buffers.
-   k = 3 divides by factor, since 1/3 is not exact; the others multiply by it. Source 0 also stands
-   for sources that are not read. F: the type of the arithmetic. IN, OUT: convert to it and back;
-   empty if T is F. */
+   k = 3 divides by factor, since 1/3 is not exact; the others multiply by it. F: the type of the
+   arithmetic. IN, OUT: convert to it and back; empty if T is F. */
 #define CDDP__SUM_KERNELS(ISA, TARGET, T, S, F, IN, OUT) \
   TARGET static void cddp__sum_##S##_##ISA(void *dst, const void *const *s, int k, size_t n, \
                                            double factor) { \
@@ -8243,30 +8238,36 @@ typedef struct cddp__loops {
     F f = (F)factor; \
     T *d = (T *)dst; \
     const T *s0 = (const T *)s[0], *s1 = (const T *)s[1]; \
-    const T *s2 = k > 2 ? (const T *)s[2] : s0, *s3 = k > 3 ? (const T *)s[3] : s0; \
-    if (k == 2) CDDP__EACH(d[i] = OUT(CDDP__SUM_2(IN, s0, s1) * f)); \
-    else if (k == 3) CDDP__EACH(d[i] = OUT((CDDP__SUM_2(IN, s0, s1) + IN(s2[i])) / f)); \
-    else if (k == 4) CDDP__EACH(d[i] = OUT(CDDP__SUM_4(IN, s0, s1, s2, s3) * f)); \
-    else { \
-      const T *s4 = (const T *)s[4], *s5 = (const T *)s[5]; \
-      const T *s6 = (const T *)s[6], *s7 = (const T *)s[7]; \
-      CDDP__EACH(d[i] = OUT(CDDP__SUM_8(IN, s) * f)); \
+    if (k == 2) { \
+      CDDP__FOR_EACH(i, n) d[i] = OUT(CDDP__SUM_2(IN, s0, s1) * f); \
+    } else if (k == 3) { \
+      const T *s2 = (const T *)s[2]; \
+      CDDP__FOR_EACH(i, n) d[i] = OUT((CDDP__SUM_2(IN, s0, s1) + IN(s2[i])) / f); \
+    } else if (k == 4) { \
+      const T *s2 = (const T *)s[2], *s3 = (const T *)s[3]; \
+      CDDP__FOR_EACH(i, n) d[i] = OUT(CDDP__SUM_4(IN, s0, s1, s2, s3) * f); \
+    } else { \
+      const T *s2 = (const T *)s[2], *s3 = (const T *)s[3], *s4 = (const T *)s[4]; \
+      const T *s5 = (const T *)s[5], *s6 = (const T *)s[6], *s7 = (const T *)s[7]; \
+      CDDP__FOR_EACH(i, n) d[i] = OUT(CDDP__SUM_8(IN, s) * f); \
     } \
   } \
   TARGET static void cddp__all_##S##_##ISA(void *const *bufs, int k, size_t n, double factor) { \
     CDDP__STRICT_FP \
     F f = (F)factor; \
     T *b0 = (T *)bufs[0], *b1 = (T *)bufs[1]; \
-    T *b2 = k > 2 ? (T *)bufs[2] : b0, *b3 = k > 2 ? (T *)bufs[3] : b0; \
-    if (k == 2) CDDP__EACH(T t = OUT(CDDP__SUM_2(IN, b0, b1) * f); b0[i] = t; b1[i] = t); \
-    else if (k == 4) \
-      CDDP__EACH(T t = OUT(CDDP__SUM_4(IN, b0, b1, b2, b3) * f); \
-                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t); \
-    else { \
-      T *b4 = (T *)bufs[4], *b5 = (T *)bufs[5], *b6 = (T *)bufs[6], *b7 = (T *)bufs[7]; \
-      CDDP__EACH(T t = OUT(CDDP__SUM_8(IN, b) * f); \
-                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t; \
-                 b4[i] = t; b5[i] = t; b6[i] = t; b7[i] = t); \
+    if (k == 2) { \
+      CDDP__FOR_EACH(i, n) b0[i] = b1[i] = OUT(CDDP__SUM_2(IN, b0, b1) * f); \
+    } else if (k == 4) { \
+      T *b2 = (T *)bufs[2], *b3 = (T *)bufs[3]; \
+      CDDP__FOR_EACH(i, n) \
+        b0[i] = b1[i] = b2[i] = b3[i] = OUT(CDDP__SUM_4(IN, b0, b1, b2, b3) * f); \
+    } else { \
+      T *b2 = (T *)bufs[2], *b3 = (T *)bufs[3], *b4 = (T *)bufs[4]; \
+      T *b5 = (T *)bufs[5], *b6 = (T *)bufs[6], *b7 = (T *)bufs[7]; \
+      CDDP__FOR_EACH(i, n) \
+        b0[i] = b1[i] = b2[i] = b3[i] = b4[i] = b5[i] = b6[i] = b7[i] = \
+            OUT(CDDP__SUM_8(IN, b) * f); \
     } \
   }
 
@@ -8276,15 +8277,21 @@ typedef struct cddp__loops {
   TARGET static void cddp__scale_##S##_##ISA(void *p, size_t n, double factor, bool divide) { \
     CDDP__STRICT_FP \
     T f = (T)factor, *d = (T *)p; \
-    if (divide) CDDP__EACH(d[i] = d[i] / f); \
-    else CDDP__EACH(d[i] = d[i] * f); \
+    if (divide) { \
+      CDDP__FOR_EACH(i, n) d[i] = d[i] / f; \
+    } else { \
+      CDDP__FOR_EACH(i, n) d[i] = d[i] * f; \
+    } \
   } \
   TARGET static void cddp__mix_##S##_##ISA(void *dst, const void *p, const void *q, size_t n, \
                                            double factor_p, double factor_q) { \
     CDDP__STRICT_FP \
     T e = (T)factor_p, f = (T)factor_q, *d = (T *)dst; \
     const T *a = (const T *)p, *b = (const T *)q; \
-    CDDP__EACH(T x = e * a[i]; d[i] = FMA(f, b[i], x)); \
+    CDDP__FOR_EACH(i, n) { \
+      T x = e * a[i]; \
+      d[i] = FMA(f, b[i], x); \
+    } \
   }
 
 /* Adds square i to lane i mod 16, then adds the lanes in pairs: the order depends only on n. */
@@ -8320,9 +8327,14 @@ typedef struct cddp__loops {
     CDDP__STRICT_FP \
     T *d = (T *)dst, sign = flip == 0 ? (T)1 : (T)-1; \
     const T *a = (const T *)p, *b = (const T *)q; \
-    if (op == CDDP_PROD) CDDP__EACH(d[i] = a[i] * b[i]); \
-    else \
-      CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((sign * x < sign * y) | (x != x)) ? x : y); \
+    if (op == CDDP_PROD) { \
+      CDDP__FOR_EACH(i, n) d[i] = a[i] * b[i]; \
+    } else { \
+      CDDP__FOR_EACH(i, n) { \
+        T x = a[i], y = b[i]; \
+        d[i] = ((sign * x < sign * y) | (x != x)) ? x : y; \
+      } \
+    } \
   }
 
 /* SUM, PROD, MIN and MAX. U: the unsigned type of T. Integer sums and products wrap around, so
@@ -8333,9 +8345,16 @@ typedef struct cddp__loops {
                                             cddp_op op, int64_t flip) { \
     T *d = (T *)dst, f = (T)flip; \
     const T *a = (const T *)p, *b = (const T *)q; \
-    if (op == CDDP_SUM) CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i])); \
-    else if (op == CDDP_PROD) CDDP__EACH(d[i] = (T)(U)((U)a[i] * (U)b[i])); \
-    else CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = (T)(x ^ f) < (T)(y ^ f) ? x : y); \
+    if (op == CDDP_SUM) { \
+      CDDP__FOR_EACH(i, n) d[i] = (T)(U)((U)a[i] + (U)b[i]); \
+    } else if (op == CDDP_PROD) { \
+      CDDP__FOR_EACH(i, n) d[i] = (T)(U)((U)a[i] * (U)b[i]); \
+    } else { \
+      CDDP__FOR_EACH(i, n) { \
+        T x = a[i], y = b[i]; \
+        d[i] = (T)(x ^ f) < (T)(y ^ f) ? x : y; \
+      } \
+    } \
   }
 
 /* Works on n bytes of any integer type. BOR is the complement of BAND of the complements. */
@@ -8344,43 +8363,43 @@ typedef struct cddp__loops {
                                       cddp_op op) { \
     cddp__u8 *d = (cddp__u8 *)dst, f = op == CDDP_BOR ? 255 : 0; \
     const cddp__u8 *a = (const cddp__u8 *)p, *b = (const cddp__u8 *)q; \
-    if (op == CDDP_BXOR) CDDP__EACH(d[i] = (cddp__u8)(a[i] ^ b[i])); \
-    else CDDP__EACH(d[i] = (cddp__u8)(((a[i] ^ f) & (b[i] ^ f)) ^ f)); \
+    if (op == CDDP_BXOR) { \
+      CDDP__FOR_EACH(i, n) d[i] = (cddp__u8)(a[i] ^ b[i]); \
+    } else { \
+      CDDP__FOR_EACH(i, n) d[i] = (cddp__u8)(((a[i] ^ f) & (b[i] ^ f)) ^ f); \
+    } \
   }
 
 /* Conversions to F32 and back. */
 #define CDDP__HALF_KERNELS(ISA, TARGET, S) \
   TARGET static void cddp__widen_##S##_##ISA(cddp__f32 *d, const void *src, size_t n) { \
     const cddp__u16 *s = (const cddp__u16 *)src; \
-    CDDP__EACH(d[i] = cddp__##S##_to_f32(s[i])); \
+    CDDP__FOR_EACH(i, n) d[i] = cddp__##S##_to_f32(s[i]); \
   } \
   TARGET static void cddp__narrow_##S##_##ISA(void *dst, const cddp__f32 *s, size_t n) { \
     CDDP__STRICT_FP \
     cddp__u16 *d = (cddp__u16 *)dst; \
-    CDDP__EACH(d[i] = cddp__f32_to_##S(s[i])); \
+    CDDP__FOR_EACH(i, n) d[i] = cddp__f32_to_##S(s[i]); \
   }
 
 /* One element of AdamW, with the arithmetic of PyTorch's vectorized kernel (FusedAdamKernel.cpp).
    The bits of PyTorch 2.6.0 show which of its sums are fused multiply-adds.
      v, x      the gradient; the weight
-     m, q      exp_avg and exp_avg_sq; a and b are their new values
-     others    from CDDP__ADAMW_SCALARS: the fields of cddp_adamw_step
-     MAXIMUM   the code of amsgrad, or empty. It sets b to the maximum, to NaN if either is NaN */
-#define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM) \
-  F a = m[i]; \
-  F b = q[i]; \
-  a = FMA(lerp, v - a, near ? a : v); \
-  b = FMA(take * v, v, b * keep); \
-  m[i] = a; \
-  q[i] = b; \
-  MAXIMUM; \
-  x = x * decay + step * a / (SQRT(b) / root + eps)
+     m, q      exp_avg and exp_avg_sq; MOMENTS declares a and b, their new values
+     others    from CDDP__ADAMW_SCALARS: the fields of cddp_adamw_step */
 #define CDDP__ADAMW_SCALARS(F, s) \
   F decay = (F)(s)->adamw.decay, keep = (F)(s)->adamw.keep, take = (F)(s)->adamw.take; \
   F root = (F)(s)->adamw.root, step = (F)(s)->adamw.step, eps = (F)(s)->adamw.eps; \
   F lerp = (F)(s)->adamw.lerp; \
   bool near = lerp < (F)0.5; /* like torch.lerp, adds to the nearer end: m[i], or v */ \
   if (!near) lerp = lerp - (F)1 /* for v + (lerp - 1) * (v - a) */
+#define CDDP__ADAMW_MOMENTS(F, FMA) \
+  F a = m[i], b = q[i]; \
+  a = FMA(lerp, v - a, near ? a : v); \
+  b = FMA(take * v, v, b * keep); \
+  m[i] = a; \
+  q[i] = b
+#define CDDP__ADAMW_WEIGHT(SQRT) (x * decay + step * a / (SQRT(b) / root + eps))
 #define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, FMA, SQRT) \
   TARGET static void cddp__adamw_##S##_##ISA(void *weights, const void *gradient, \
                                              void *const *states, size_t n, \
@@ -8391,34 +8410,27 @@ typedef struct cddp__loops {
     T sign = (T)s->sign; \
     const T *g = (const T *)gradient; \
     CDDP__ADAMW_SCALARS(T, s); \
-    if (most == NULL) \
-      CDDP__EACH(T v = g[i] * sign; T x = w[i]; CDDP__ADAMW_STEP(T, FMA, SQRT, ); w[i] = x); \
-    else \
-      CDDP__EACH(T v = g[i] * sign; T x = w[i]; \
-                 CDDP__ADAMW_STEP(T, FMA, SQRT, T y = most[i]; \
-                                  b = ((y > b) | (y != y)) ? y : b; most[i] = b); \
-                 w[i] = x); \
+    if (most == NULL) { \
+      CDDP__FOR_EACH(i, n) { \
+        T v = g[i] * sign, x = w[i]; \
+        CDDP__ADAMW_MOMENTS(T, FMA); \
+        w[i] = CDDP__ADAMW_WEIGHT(SQRT); \
+      } \
+    } else { \
+      CDDP__FOR_EACH(i, n) { \
+        T v = g[i] * sign, x = w[i]; \
+        CDDP__ADAMW_MOMENTS(T, FMA); \
+        T y = most[i]; \
+        b = ((y > b) | (y != y)) ? y : b; /* the maximum; NaN if either is */ \
+        most[i] = b; \
+        w[i] = CDDP__ADAMW_WEIGHT(SQRT); \
+      } \
+    } \
   }
-
-/* One element of SGD with momentum. keep: momentum; take: 1 - dampening; decay: weight decay, 0
-   unless `decays` (0 * x is NaN if x is infinite); step: -lr; v: the gradient, then the momentum;
-   x: the weight. */
-#define CDDP__SGD_STEP \
-  float y = keep * m[i]; \
-  v = decays ? __builtin_fmaf(decay, x, v) : v; \
-  v = __builtin_fmaf(take, v, y); \
-  x = __builtin_fmaf(step, v, x); \
-  m[i] = v
-#define CDDP__SGD_LOCALS(scalars) \
-  float keep = (float)(scalars)->keep, take = (float)(scalars)->take; \
-  float decay = (float)(scalars)->decay, step = (float)(scalars)->step; \
-  bool decays = (scalars)->decay != 0
 
 /* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
    that memory is always busy. STEP computes the new states and x, the new weight, from x and v,
-   the mean gradient of 1 or 2 ranks. LOCALS: what STEP uses. OTHERS: the second rank's stores. */
-#define CDDP__FUSED(SUM, STEP, OTHERS) \
-  CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
+   the mean gradient of 1 or 2 ranks. LOCALS: what STEP uses. */
 #define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, LOCALS, STEP) \
   TARGET static void cddp__##NAME##_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {\
     CDDP__STRICT_FP \
@@ -8426,23 +8438,52 @@ typedef struct cddp__loops {
     cddp__f32 *w0 = s->weights[0], *w1 = s->weights[1]; \
     cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1]; \
     float mean = s->mean, clip = s->clip; \
-    LOCALS(s->scalars); \
-    if (ranks == 1) CDDP__FUSED(g0[i], STEP, ); \
-    else CDDP__FUSED((g0[i] + g1[i]), STEP, w1[i] = x; g1[i] = 0); \
+    LOCALS; \
+    if (ranks == 1) { \
+      CDDP__FOR_EACH(i, n) { \
+        float v = g0[i] * mean * clip, x = w0[i]; \
+        STEP; \
+        w0[i] = x; \
+        g0[i] = 0; \
+      } \
+    } else { \
+      CDDP__FOR_EACH(i, n) { \
+        float v = (g0[i] + g1[i]) * mean * clip, x = w0[i]; \
+        STEP; \
+        w0[i] = x; \
+        g0[i] = 0; \
+        w1[i] = x; \
+        g1[i] = 0; \
+      } \
+    } \
   }
-#define CDDP__ADAMW_LOCALS(scalars) \
+/* SGD with momentum. keep: momentum; take: 1 - dampening; decay: weight decay, 0 unless `decays`
+   (0 * x is NaN if x is infinite); step: -lr; v: the gradient, then the momentum. */
+#define CDDP__SGD_LOCALS \
+  float keep = (float)s->scalars->keep, take = (float)s->scalars->take; \
+  float decay = (float)s->scalars->decay, step = (float)s->scalars->step; \
+  bool decays = s->scalars->decay != 0
+#define CDDP__SGD_STEP \
+  float y = keep * m[i]; \
+  v = decays ? __builtin_fmaf(decay, x, v) : v; \
+  v = __builtin_fmaf(take, v, y); \
+  x = __builtin_fmaf(step, v, x); \
+  m[i] = v
+#define CDDP__ADAMW_LOCALS \
   cddp__f32 *q = s->states[1]; /* exp_avg_sq */ \
-  CDDP__ADAMW_SCALARS(float, scalars)
+  CDDP__ADAMW_SCALARS(float, s->scalars)
+#define CDDP__ADAMW_STEP \
+  CDDP__ADAMW_MOMENTS(float, __builtin_fmaf); \
+  x = CDDP__ADAMW_WEIGHT(sqrtf)
 
-/* WIDE: loops that are faster with AVX-512 (by 4 to 20 % on Zen 4 and 5); memory and caches limit
-   the others. KERNELS: a set's loops except f16's, for which AVX2 has instructions. */
+/* WIDE: loops that are faster with AVX-512 (by 4 to 20 % on Zen 4 and 5); memory limits the others.
+   KERNELS: all loops except f16's, for which AVX2 has instructions. */
 #define CDDP__WIDE_KERNELS(ISA, TARGET) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , ) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16) \
   CDDP__ADAMW_KERNEL(ISA, TARGET, cddp__f32, f32, __builtin_fmaf, sqrtf) \
   CDDP__FUSED_KERNEL(ISA, TARGET, sgd, CDDP__SGD_LOCALS, CDDP__SGD_STEP) \
-  CDDP__FUSED_KERNEL(ISA, TARGET, adamw, CDDP__ADAMW_LOCALS, \
-                     CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))
+  CDDP__FUSED_KERNEL(ISA, TARGET, adamw, CDDP__ADAMW_LOCALS, CDDP__ADAMW_STEP)
 #define CDDP__KERNELS(ISA, TARGET) \
   CDDP__WIDE_KERNELS(ISA, TARGET) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f64, f64, double, , ) \
@@ -8459,10 +8500,9 @@ typedef struct cddp__loops {
   CDDP__BITS_KERNEL(ISA, TARGET) \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 
-/* An instruction set's table: a row by cddp_dtype, with the columns of cddp__loops in their order:
-   sum, all; pair, bits; scale, mix, squares; adamw, sgd_loop, adamw_loop; widen, narrow. WIDE: the
-   set for the loops of CDDP__WIDE_KERNELS, which f64 does not have. CDDP__ROW_S: of a type with
-   loops S. SGD, ADAMW: the fused loops, only f32's. */
+/* An instruction set's table: a row by cddp_dtype, with the columns of cddp__loops. WIDE: the set
+   for the loops of CDDP__WIDE_KERNELS, which f64 does not have. CDDP__ROW_S: of a type with loops
+   S. SGD, ADAMW: the fused loops, only f32's. */
 #define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW) \
   {cddp__sum_##S##_##WIDE, cddp__all_##S##_##WIDE, cddp__pair_##S##_##ISA, NULL, \
    cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, \
@@ -8533,9 +8573,9 @@ static const cddp__loops cddp__loops_avx512[] = {CDDP__DTYPES(CDDP__X)};
 enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2, CDDP__ISA_AVX512 };
 static int cddp__isa_found; /* CDDP__ISA_*; 0: not detected yet. Tests set another one */
 
-/* The best instruction set that the processor and the kernel support. AVX-512 is used only on
-   processors with VBMI too (Ice Lake, Zen 4): older ones lower their clock for it, and lose.
-   Several threads can detect it at the same time, with one result. */
+/* The best instruction set that the processor and the kernel support. AVX-512 only with VBMI (Ice
+   Lake, Zen 4): older processors lower their clock for it, and lose. Several threads can detect it
+   at the same time. */
 static int cddp__isa(void) {
   int isa = __atomic_load_n(&cddp__isa_found, __ATOMIC_RELAXED);
   if (isa != 0) return isa;
@@ -8556,7 +8596,7 @@ static int cddp__isa(void) {
   return isa;
 }
 
-/* The table of the best instruction set, indexed by dtype. */
+/* The loops of the best instruction set, by dtype. */
 static const cddp__loops *cddp__pick_loops(void) {
   int isa = cddp__isa();
 #if CDDP__DISPATCH
@@ -8568,10 +8608,10 @@ static const cddp__loops *cddp__pick_loops(void) {
 
 #define CDDP__BLOCK_BYTES 4096 /* of a block: fits into the first-level cache */
 #define CDDP__BLOCK_FLOATS (CDDP__BLOCK_BYTES / sizeof(float))
-/* Of all partial results. They are on the stack, of which a thread can have only 64 KiB. */
+/* Of all partial results, on the stack: a thread can have only 64 KiB. */
 #define CDDP__FOLD_BYTES 20480
 
-/* One reduction: the values that are the same for all its blocks. */
+/* One reduction: the values that all its blocks use. */
 typedef struct cddp__fold {
   const cddp__loops *loops; /* of dtype: a row of the table */
   const cddp__loops *compute_loops; /* of the compute type: F32 for F16 and BF16, else dtype */
@@ -8588,11 +8628,11 @@ typedef struct cddp__fold {
   bool uses_sum;       /* the compute type's loop is `sum`; else `pair` or `bits` */
   bool narrows;        /* the result is converted from a wider compute type to dtype */
   bool divide;         /* true: the result is divided by ranks; false: multiplied by factor */
-  double factor;       /* of the result, 1: none; if `divide`: its divisor, as a double, for the
-                          loop `sum` of 3 sources, which divides */
+  double factor;       /* of the result; if `divide`: its divisor, for the loop `sum` of 3
+                          sources */
 } cddp__fold;
 
-/* Sets all of *fold except widths, which are NULL. Parameters: see the fields. */
+/* widths are set later. Parameters: see the fields. */
 CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, int nsrcs, int ranks,
                                    cddp_dtype dtype, cddp_op op) {
   const cddp__loops *tables = cddp__pick_loops();
@@ -8612,44 +8652,39 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
   fold->compute_size = cddp__dtype_size(cddp__compute_type(dtype));
   fold->uses_sum = fold->op == CDDP_SUM && fold->compute_loops->sum != NULL;
   fold->narrows = fold->loops != fold->compute_loops && ranks > 0; /* partial results stay wide */
-  /* Floats: multiplication by the inverse of a power of two gives the bits of a division. Integers
-     are always divided. */
+  /* Floats: the inverse of a power of two gives the bits of a division. Integers are always
+     divided. */
   fold->divide = average && (!fold->uses_sum || (ranks & (ranks - 1)) != 0);
   fold->factor = !average ? 1.0 : fold->divide ? (double)ranks : 1.0 / (double)ranks;
 }
 
-/* Whether one call of `sum` (its result has dtype) is the whole reduction: it adds 2, 3, 4 or 8
-   leaves. Its loop for 3 divides by factor, the others multiply: as fold->divide says. Not direct:
-   partial results of halves, which have the compute type (narrows false, loops differ). */
+/* Whether one call of `sum` is the whole reduction: it adds 2, 3, 4 or 8 leaves. Its loop for 3
+   divides, the others multiply: as fold->divide says. Not direct: partial results of halves, which
+   have the compute type. */
 CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
   return (fold->nsrcs <= 4 || fold->nsrcs == 8) && fold->widths == NULL && fold->op == CDDP_SUM &&
          fold->loops->sum != NULL && (fold->narrows || fold->loops == fold->compute_loops);
 }
 
-/* p[i] /= k. Not F16, BF16. Processors have no vector division of integers, so these need no loop
-   per instruction set. CDDP__DIVIDE_CLS: the code for a class of CDDP__DTYPES. */
+/* p[i] /= k. Processors have no vector division of integers, so these need no loop per instruction
+   set. */
 static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
-  size_t i;
+#define CDDP__DIVIDE_INT(type) \
+  for (size_t i = 0; i < n; i++) ((type *)p)[i] = (type)(((type *)p)[i] / k)
   switch (dtype) {
-#define CDDP__DIVIDE_FLOAT(type, k) \
-  (cddp__pick_loops()[dtype].scale)(p, n, (double)(k), CDDP__SCALE_DIVIDE)
-#define CDDP__DIVIDE_HALF(type, k) CDDP_ASSERT(false) /* halves are divided as F32 */
-#define CDDP__DIVIDE_INT(type, k) \
-  for (i = 0; i < n; i++) { \
-    type CDDP__ALIAS *x = (type *)p + i; \
-    *x = (type)(*x / (k)); \
+    case CDDP_F32:
+    case CDDP_F64: (cddp__pick_loops()[dtype].scale)(p, n, k, CDDP__SCALE_DIVIDE); break;
+    case CDDP_F16:
+    case CDDP_BF16: CDDP_ASSERT(false); break; /* halves are divided as F32 */
+    case CDDP_I8: CDDP__DIVIDE_INT(cddp__i8); break;
+    case CDDP_U8: CDDP__DIVIDE_INT(cddp__u8); break;
+    case CDDP_I32: CDDP__DIVIDE_INT(cddp__i32); break;
+    case CDDP_I64: CDDP__DIVIDE_INT(cddp__i64); break;
   }
-#define CDDP__DIVIDE_SIGNED(type, k) CDDP__DIVIDE_INT(type, k)
-#define CDDP__DIVIDE_UNSIGNED(type, k) CDDP__DIVIDE_INT(type, (unsigned)(k))
-#define CDDP__X(name, text, type, cls, loops) \
-  case name: CDDP__DIVIDE_##cls(type, k); break;
-    CDDP__DTYPES(CDDP__X)
-#undef CDDP__X
-  }
+#undef CDDP__DIVIDE_INT
 }
 
-/* d = a op b, in the compute type. `last`: d is the root of the tree, so it is also scaled or
-   divided. */
+/* d = a op b, in the compute type. `last`: d is the root, so it is also scaled or divided. */
 static void cddp__fold_pair(const cddp__fold *fold, void *d, const void *a, const void *b, size_t n,
                             bool last) {
   const void *s[] = {a, b};
@@ -8661,9 +8696,8 @@ static void cddp__fold_pair(const cddp__fold *fold, void *d, const void *a, cons
   if (last && fold->divide) cddp__divide(d, n, fold->ranks, cddp__compute_type(fold->dtype));
 }
 
-/* Reduces n elements of sources first .. first + k - 1 (k = 1, 2, 4 or 8) from element `at` on. The
-   result has the compute type. Returns buf, or the source itself if k = 1 and it needs no
-   conversion. */
+/* Reduces n elements of sources first .. first + k - 1 (k = 1, 2, 4 or 8) from `at` on, to the
+   compute type. Returns buf, or the source itself if it has the result. */
 static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first, int k, size_t at,
                                    size_t n) {
   const void *s[8];
@@ -8679,15 +8713,24 @@ static const void *cddp__fold_leaf(const cddp__fold *fold, void *buf, int first,
   return buf;
 }
 
-/* Bytes of a block, in the compute type. The partial results, a block each, must fit into
-   FOLD_BYTES. So from 16 sources on a block is smaller than BLOCK_BYTES. */
+/* Bytes of a block, in the compute type. Partial results, a block each, must fit into FOLD_BYTES:
+   from 16 sources on it is smaller than BLOCK_BYTES. */
 static size_t cddp__fold_block_bytes(const cddp__fold *fold) {
-  size_t results = 2; /* most partial results at a time: log2(nsrcs) + 2 */
+  size_t results = 2; /* log2(nsrcs) + 2 */
   int n;
   for (n = fold->nsrcs; n > 1; n /= 2) results++;
   if (fold->widths != NULL) /* a source can be a sum: its leaves, not nsrcs, limit the stack */
     results = CDDP__FOLD_DEPTH;
   return cddp__min(CDDP__BLOCK_BYTES, CDDP__FOLD_BYTES / results / 64 * 64 /* whole cache lines */);
+}
+
+/* Number of sources that cddp__fold_leaf adds up next; `left` are left. A call of `sum` can only
+   add leaves of the compute type. */
+static int cddp__fold_step(const cddp__fold *fold, int left) {
+  int k = 8;
+  if (!fold->uses_sum || fold->loops != fold->compute_loops || fold->widths != NULL) return 1;
+  while (k > left) k /= 2;
+  return k;
 }
 
 /* Reduces n elements from `at` on, at most one block:
@@ -8702,27 +8745,23 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
   char *bufs[CDDP__FOLD_DEPTH]; /* parts of `space`, one for each place of the stack */
   const void *results[CDDP__FOLD_DEPTH]; /* the stack: each in its buf, or a source itself */
   int sizes[CDDP__FOLD_DEPTH]; /* leaves of the tree below each result */
-  /* sources in one step: a call of `sum` adds up 8, if they have the compute type */
-  int most = fold->uses_sum && fold->loops == fold->compute_loops && fold->widths == NULL ? 8 : 1;
   int depth = 0, i = 0, k; /* results on the stack; next source; number of sources in this step */
   size_t bytes = cddp__fold_block_bytes(fold);
   for (k = 0; k < CDDP__FOLD_DEPTH; k++) bufs[k] = (char *)space + (size_t)k * bytes;
   while (i < fold->nsrcs) {
-    for (k = most; k > fold->nsrcs - i; k /= 2) continue; /* `most`, halved to at most all left */
+    k = cddp__fold_step(fold, fold->nsrcs - i);
     results[depth] = cddp__fold_leaf(fold, bufs[depth], i, k, at, n);
     sizes[depth++] = fold->widths != NULL ? abs(fold->widths[i] /* -1: one leaf */) : k;
     i += k;
     while (depth > 1 && (i == fold->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
       bool last = i == fold->nsrcs && depth == 2; /* gives the root of the tree */
-      char *in_dst = dst + at * fold->compute_size; /* unless the result is narrowed */
-      void *out = last && !fold->narrows ? in_dst : bufs[depth - 2];
+      void *out = last && !fold->narrows ? dst + at * fold->compute_size : bufs[depth - 2];
       depth--;
       cddp__fold_pair(fold, out, results[depth - 1], results[depth], n, last);
       results[depth - 1] = out;
       sizes[depth - 1] += sizes[depth];
     }
   }
-  /* else the last merge has written dst */
   if (fold->narrows) fold->loops->narrow(dst + at * fold->esize, (const cddp__f32 *)results[0], n);
 }
 
@@ -8739,8 +8778,8 @@ static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_
   for (; at < end; at += block) cddp__fold_block(fold, (char *)dst, at, cddp__min(block, end - at));
 }
 
-/* dst[i] = the root of the canonical tree over srcs[..][i]; nsrcs >= 2. Parameters: cddp__fold. dst
-   can be a source if both have elements of the same size. */
+/* dst[i] = the root of the tree over srcs[..][i]; nsrcs >= 2. Parameters: cddp__fold. dst can be a
+   source if both have elements of the same size. */
 static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *widths, int nsrcs,
                                int ranks, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
@@ -8749,8 +8788,7 @@ static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *wi
   cddp__fold_range(&f, dst, 0 /* first element */, n);
 }
 
-/* dst[i] = the root of the canonical tree over srcs[..][i], one source per rank: 1 ..
-   CDDP__MAX_RANKS. dst can be one of them. */
+/* dst[i] = the canonical sum of srcs[..][i], one source per rank. dst can be one of them. */
 static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n, cddp_dtype dtype,
                          cddp_op op) {
   const cddp__loops *loops = &cddp__pick_loops()[dtype];
@@ -8764,7 +8802,7 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
     cddp__reduce_nodes(dst, srcs, NULL /* leaves */, nsrcs, nsrcs /* ranks */, n, dtype, op);
 }
 
-/* Like cddp__reduce, with the result in every buffer, one per rank: they are the sources too. */
+/* Like cddp__reduce, with the result in every buffer, one per rank. */
 static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
   size_t at, m; /* a block: its first element, number of elements */
@@ -8783,9 +8821,9 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
   }
 }
 
-/* Runs `loop`, a data-parallel step of n elements, for 1, 2 or 4 ranks. Four ranks have more
-   arrays than the first-level cache has ways. So each chunk is added up, stepped, then copied: the
-   chunks are so short that libc's memcpy uses the cache. */
+/* Runs `loop`, a data-parallel step, for 1, 2 or 4 ranks. Four ranks have more arrays than the
+   first-level cache has ways: so each chunk is added up, stepped, then copied. It is so short that
+   libc's memcpy uses the cache. */
 static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
                        const cddp__fused_args *s, int ranks, size_t n) {
   cddp__f32 sum[256]; /* of a chunk's gradients */
@@ -8811,7 +8849,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
   }
 }
 
-/* p[i] *= factor, computed in the compute type, to which factor is first rounded. Floats only. */
+/* p[i] *= factor, in the compute type. Floats only. */
 static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   const cddp__loops *loops = cddp__pick_loops();
   float buf[CDDP__BLOCK_FLOATS]; /* for F16 and BF16 ("halves"), which have no `scale` */
@@ -8858,31 +8896,42 @@ static float cddp__round_odd(double x) {
   return cddp__f32_of_bits(u | 1);
 }
 
+/* Returns n elements (F32, F64, F16, BF16) as f32: src itself, or converted in buf. odd: rounds f64
+   to odd. Then a half rounded from the result has the bits of a direct conversion. */
+static const cddp__f32 *cddp__to_f32(cddp__f32 *buf, const void *src, cddp_dtype from, size_t n,
+                                     bool odd) {
+  const cddp__f64 *s = (const cddp__f64 *)src; /* used if src is f64 */
+  size_t i;
+  if (from == CDDP_F32) return (const cddp__f32 *)src;
+  if (from != CDDP_F64) cddp__pick_loops()[from].widen(buf, src, n);
+  else
+    for (i = 0; i < n; i++) buf[i] = odd ? cddp__round_odd(s[i]) : (float)s[i];
+  return buf;
+}
+
 /* dst[i] = src[i], rounded to the nearest, ties to even. Floats only, unless to == from; only then
    can src and dst overlap. */
 static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype from, size_t n) {
-  const cddp__loops *loops = cddp__pick_loops();
-  float buf[CDDP__BLOCK_FLOATS]; /* a block as f32 */
+  float buf[CDDP__BLOCK_FLOATS]; /* a block as f32, if neither type is f32 */
   /* at, m: the block's first element, number of elements */
   size_t at, m, i, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
   if (to == from) { /* any type */
     if (n > 0) memmove(dst, src, n * to_size); /* n 0: both can be NULL */
     return;
   }
-  for (at = 0; at < n; at += m) { /* via f32, in buf if neither type is f32 */
-    void *d = (char *)dst + at * to_size;
-    const cddp__f64 *s64 = (const cddp__f64 *)src + at; /* used if src is f64 */
-    cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf; /* receives f32 values */
-    const cddp__f32 *s = from == CDDP_F32 ? (const cddp__f32 *)src + at : mid; /* the f32 values */
+  for (at = 0; at < n; at += m) {
+    char *d = (char *)dst + at * to_size;
+    const char *s = (const char *)src + at * from_size;
+    const cddp__f32 *f;
     m = cddp__min(CDDP__BLOCK_FLOATS, n - at);
-    if (from == CDDP_F64) /* round_odd: the half is then rounded as if directly from f64 */
-      for (i = 0; i < m; i++) mid[i] = to == CDDP_F32 ? (float)s64[i] : cddp__round_odd(s64[i]);
-    else if (from != CDDP_F32)
-      loops[from].widen(mid, (const char *)src + at * from_size, m);
-    if (to == CDDP_F64)
-      for (i = 0; i < m; i++) ((cddp__f64 *)d)[i] = (double)s[i];
-    else if (to != CDDP_F32)
-      loops[to].narrow(d, s, m);
+    if (to == CDDP_F32) {
+      (void)cddp__to_f32((cddp__f32 *)(void *)d, s, from, m, false /* odd */);
+      continue;
+    }
+    f = cddp__to_f32((cddp__f32 *)buf, s, from, m, true /* odd */);
+    if (to != CDDP_F64) cddp__pick_loops()[to].narrow(d, f, m);
+    else
+      for (i = 0; i < m; i++) ((cddp__f64 *)(void *)d)[i] = (double)f[i];
   }
 }
 
@@ -17617,8 +17666,8 @@ static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__spars
    SGD: every a + s * b is one fused multiply-add, as in PyTorch's AVX2 kernels. Operations on f16
    and bf16 are computed in f32 and rounded one by one, as in PyTorch's vector loops. (Its scalar
    loops for bf16, at the end of a thread's chunk, also round the product.) AdamW: the operations of
-   PyTorch's fused CPU kernel, see CDDP__ADAMW_STEP. Powers of beta1 and beta2 are products, since
-   pow depends on the libm. */
+   PyTorch's fused CPU kernel, see CDDP__ADAMW_MOMENTS. Powers of beta1 and beta2 are products: pow
+   depends on the libm. */
 
 typedef struct cddp__update cddp__update;
 
@@ -17628,13 +17677,13 @@ typedef struct cddp__algorithm {
   int number; /* CDDP__ALGORITHM_*; ranks compare it */
   const char *name;
   const char *states[CDDP__STATES]; /* the states' names in files; NULL: it has fewer states */
-  bool counts; /* a step depends on its number (optim.steps), so checkpoints include that */
-  bool strict; /* supports only dense gradients, and only f32 and f64 (with master_weights also
+  bool counts; /* a step depends on its number: checkpoints include optim.steps */
+  bool strict; /* only dense gradients, and only f32 and f64 (with master_weights also
                   half-precision weights) */
   /* Computes the scalars of parameter i's next step, and sets u->loop if a fused loop fits. */
   void (*begin)(const cddp_optim *o, int i, cddp__update *u);
-  /* Steps a block of n elements. All arrays have the compute type: f64, else f32 (half-precision
-     arrays are converted before and after). states[k] NULL: not in use. */
+  /* Steps n elements. All arrays have the compute type: halves are converted before and after.
+     states[k] NULL: not in use. */
   void (*block)(const cddp__update *u, void *weights, const void *gradient, void *const *states,
                 size_t n);
 } cddp__algorithm;
@@ -17649,12 +17698,12 @@ CDDP__STATIC_ASSERT(sizeof cddp__setting_names / sizeof *cddp__setting_names == 
 
 enum { CDDP__NO_WAIT, CDDP__WAIT }; /* values of `bool waits`, of the backend's zero */
 
-/* An optimizer's functions for its parameters' memory: cddp__cpu_optim or cddp__device_optim. */
+/* An optimizer's functions for host memory, or for a device. */
 typedef struct cddp__optim_backend {
   bool on_device; /* states, weights and gradients are device memory */
   cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after cddp__optim_prepare */
   cddp_result (*copy)(const cddp_optim *o); /* writes all desc.copies from the weights */
-  /* Zeroes p. waits: all streams see the zeros on return; else only the optimizer's stream does. */
+  /* Zeroes p. waits: for all streams on return; else only for the optimizer's stream. */
   cddp_result (*zero)(const cddp_optim *o, void *p, size_t bytes, bool waits);
   void (*leave)(cddp_optim *o); /* frees the states */
 } cddp__optim_backend;
@@ -17672,36 +17721,31 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   int state_count; /* of each parameter; with master_weights the last one is its master */
   void **state;  /* [state_count][count] arrays of parts[i].count; NULL: not allocated, or shared */
   float *steps;  /* [count] as PyTorch counts them; 0: the states are not initialized */
-  bool *init_master; /* [count] the next step must copy the weights to the master: it has no values
-                        yet, or the weights have changed without it */
+  bool *init_master; /* [count] the next step must copy the weights to the master first */
   unsigned char *dtypes; /* [count] cddp_dtype of params at creation: cddp__check_sizes */
   cddp_partition *parts; /* [count] the elements with states on this rank: param, first, count */
-  bool partitioned; /* parts are 1/world_size of all elements (sharded_states, on several hosts or
-                       GPUs); false: parts are whole parameters */
+  bool partitioned; /* sharded_states, on several hosts or GPUs; false: parts are whole
+                       parameters */
 
   /* States that the ranks of a host share: >>ddp-states. */
-  cddp_ddp *shared_by; /* the model: each of its ranks steps a part; NULL: the states are this
-                          rank's alone */
-  void (*unshare)(cddp_optim *o); /* cddp__end_sharing. This and the next 3 fields are valid only
-                                     while shared_by is set */
+  cddp_ddp *shared_by; /* each rank of this model steps a part; NULL: states are not shared */
+  void (*unshare)(cddp_optim *o); /* cddp__end_sharing. This and the next 3: only with shared_by */
   char *shared_states; /* mapped here; layout: cddp__state_at */
-  char *own_shared;    /* shared_states on the rank that has allocated and frees them; else NULL */
+  char *own_shared;    /* shared_states on the rank that allocated them; else NULL */
   cddp_optim *next;    /* in shared_by->sharing */
 
   /* Its model's. */
-  const unsigned char *used;   /* [count] 0: no rank used the parameter in this step, so skip it;
-                                  NULL: no model (desc.ddp), so use all */
-  cddp__sparse *const *sparse; /* [count] an element is NULL: the parameter is dense; the array is
-                                  NULL: no model, or no sparse_rows */
-  uint32_t paired;             /* id of the cddp_ddp that has last checked optim; 0: no model yet */
-  uint32_t number; /* of the pairing with that model; its ranks compare it. last_optim of a
-                      cddp__tensor is the number of the optimizer that stepped last */
-  cddp_optim **model_link;     /* the paired elastic model's pointer to this optimizer; NULL: no
-                                  such model yet, or it is destroyed, or has another optimizer */
+  const unsigned char *used;   /* [count] 0: no rank used it, so skip it; NULL: no model
+                                  (desc.ddp) */
+  cddp__sparse *const *sparse; /* [count] NULL: dense; the array is NULL: no sparse_rows */
+  uint32_t paired;             /* id of the model that has last checked optim; 0: none yet */
+  uint32_t number; /* of the pairing with that model; its ranks compare it, and note which
+                      optimizer stepped a cddp__tensor last */
+  cddp_optim **model_link;     /* an elastic model's pointer to this optimizer; NULL: none has it */
 
   /* cddp_kernels.cuh's. */
   int device; /* the GPU's number */
-  void *flat; /* all states in one allocation; NULL: not allocated yet, or host memory */
+  void *flat; /* all states; NULL: not allocated yet, or host memory */
   struct cddp_segment *segments; /* [count] scratch of a step */
 };
 
@@ -17710,16 +17754,12 @@ struct cddp__update {
   const cddp__algorithm *algorithm;
   const cddp__loops *loops; /* [dtype] the loops of this processor's instruction set */
   cddp_dtype stored; /* type of the weights and gradients */
-  cddp_dtype dtype; /* of the states and of each result: as `stored`; with master_weights f32 if
-                       that is half precision */
+  cddp_dtype dtype; /* of states and results: as `stored`, or f32 if halves have masters */
   cddp__scalars scalars;
-  char *states[CDDP__STATES]; /* where the parameter's elements begin in each state; NULL: the
-                                 algorithm, with these settings, has no such state */
-  char *master; /* address of its first element; NULL: no master_weights, or the weights are f32 or
-                   f64 */
-  bool init_master; /* copy the weights to the master first: cddp_optim.init_master */
-  /* For cddp__fuse: a data-parallel step of an f32 parameter. NULL: no loop computes this step (see
-     `begin`), so it needs blocks. */
+  char *states[CDDP__STATES]; /* where its elements begin in each state; NULL: not in use */
+  char *master; /* its first element; NULL: none */
+  bool init_master; /* copy the weights to the master first */
+  /* For cddp__fuse, in f32. NULL: no loop computes this step, so it needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
 
@@ -17735,11 +17775,11 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
   s->take = 1.0 - d->dampening; /* the part of a gradient that enters the momentum */
   s->nesterov = d->nesterov != 0;
   s->first = optim->steps[i] == 0; /* the momentum has no value yet */
-  /* The cases that sgd_loop computes: it reads a momentum, and adds no Nesterov term. */
+  /* sgd_loop reads a momentum, and adds no Nesterov term. */
   if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->loops[CDDP_F32].sgd_loop;
 }
 
-/* PyTorch's rounding of the factor alpha of add_: to half precision if the weights have it. */
+/* PyTorch's rounding of the factor alpha of add_: to half precision, if the weights have it. */
 static double cddp__sgd_scalar(const cddp__update *update, double x) {
   float y = cddp__round_odd(x); /* not (float)x: with `narrow` x would be rounded twice */
   uint16_t rounded;
@@ -17749,8 +17789,7 @@ static double cddp__sgd_scalar(const cddp__update *update, double x) {
   return (double)y;
 }
 
-/* Rounds the result of one operation to half precision if the weights have it: PyTorch stores each
-   operation's result in the weights' type. */
+/* Rounds a result as PyTorch does: each operation's result is stored in the weights' type. */
 static void cddp__sgd_round(const cddp__update *update, void *d, size_t n) {
   uint16_t rounded[CDDP__BLOCK_FLOATS];
   if (!cddp__dtype_half(update->dtype)) return;
@@ -17895,8 +17934,8 @@ static cddp__update cddp__update_of(const cddp_optim *optim, int i, void *const 
   return u;
 }
 
-/* Steps a block of F16 or BF16: widens to f32, computes, narrows. A master, if any, is stepped in
-   place of the weights, which are then rounded from it; with a master the states are f32 too. */
+/* Steps a block of halves: widens to f32, computes, narrows. A master, if any, is stepped in place
+   of the weights, which are rounded from it; its states are f32 too. */
 static void cddp__half_block(const cddp__update *update, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_FLOATS]; /* weights, gradient, states */
@@ -17917,11 +17956,11 @@ static void cddp__half_block(const cddp__update *update, void *master, void *wei
     if (s[k] != states[k]) half->narrow(states[k], wide[2 + k], n);
 }
 
-/* Steps n elements, block by block. Their states begin at element `first` of update->states. */
+/* Steps n elements. Their states begin at element `first` of update->states. */
 static void cddp__update_run(const cddp__update *update, size_t first, void *weights,
                              const void *gradient, size_t n) {
   size_t esize = cddp__dtype_size(update->stored), state_esize = cddp__dtype_size(update->dtype);
-  /* A block has CDDP__BLOCK_BYTES in the compute type: the first-level cache holds its arrays. */
+  /* A block's arrays, in the compute type, fit into the first-level cache. */
   size_t done, m, at; /* elements stepped; elements of the block; bytes before it in each state */
   size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(update->dtype));
   void *states[CDDP__STATES], *master; /* of the block */
@@ -17946,8 +17985,25 @@ static cddp__text cddp__param_name(const cddp_param *params, int i) {
   return params[i].name != NULL ? cddp__cut(params[i].name, 100) : cddp__textf("#%d", i);
 }
 
-/* Bits of `rules`: each parameter needs a name; data; a dtype that trains, and an aligned grad. */
+/* Bits of `rules`: a parameter needs a name; data; a dtype that trains, and an aligned grad. */
 enum { CDDP__RULE_NAME = 1, CDDP__RULE_DATA = 2, CDDP__RULE_TRAINED = 4 };
+
+/* A parameter's problem; NULL: none. */
+static const char *cddp__param_problem(const cddp_param *p, int rules) {
+  bool trained = (rules & CDDP__RULE_TRAINED) != 0;
+  size_t esize = cddp__dtype_size(p->dtype);
+  if ((rules & CDDP__RULE_NAME) != 0 && p->name == NULL)
+    return "needs a name: files identify parameters by name";
+  if (trained && !cddp__dtype_trains(p->dtype)) return "must be f32, f64, f16 or bf16";
+  if (!cddp__dtype_ok(p->dtype)) return "has a dtype that is no cddp_dtype";
+  if (p->count > SIZE_MAX / 64 /* 8 times its bytes must fit */) return "has too many elements";
+  if (p->count == 0) return NULL; /* it needs no memory */
+  if ((rules & CDDP__RULE_DATA) != 0 && p->data == NULL) return "has data NULL";
+  if (cddp__misaligned(p->data, esize)) return "has data that is not aligned to its elements";
+  if (trained && cddp__misaligned(p->grad, esize))
+    return "has a grad that is not aligned to its elements";
+  return NULL;
+}
 
 /* Refuses the first parameter that breaks one of `rules`, or that no call could use. */
 static cddp_result cddp__check_params(const cddp_param *params, int count, int rules) {
@@ -17955,30 +18011,14 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
   if (count < 0 || (count > 0 && params == NULL))
     return CDDP__REFUSE("params is NULL or count %d is negative", count);
   for (i = 0; i < count; i++) {
-    const cddp_param *p = &params[i];
-    const char *wrong =
-        (rules & CDDP__RULE_NAME) != 0 && p->name == NULL
-            ? "needs a name: files identify parameters by name"
-        : (rules & CDDP__RULE_TRAINED) != 0 && !cddp__dtype_trains(p->dtype)
-            ? "must be f32, f64, f16 or bf16"
-        : !cddp__dtype_ok(p->dtype)   ? "has a dtype that is no cddp_dtype"
-        : p->count > SIZE_MAX / 64    ? "has too many elements" /* so 8 times its bytes fit */
-        : (rules & CDDP__RULE_DATA) != 0 && p->data == NULL && p->count > 0 /* else empty */
-            ? "has data NULL"
-        : p->count > 0 && cddp__misaligned(p->data, cddp__dtype_size(p->dtype))
-            ? "has data that is not aligned to its elements"
-        : (rules & CDDP__RULE_TRAINED) != 0 && p->count > 0 &&
-                cddp__misaligned(p->grad, cddp__dtype_size(p->dtype))
-            ? "has a grad that is not aligned to its elements"
-            : NULL;
-    if (wrong != NULL)
-      return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(params, i).s, wrong);
+    const char *problem = cddp__param_problem(&params[i], rules);
+    if (problem != NULL)
+      return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(params, i).s, problem);
   }
   return CDDP_OK;
 }
 
-/* Refuses numbers of sparse rows that do not fit the parameters.
-     rows   [count] cddp_ddp_desc.sparse_rows; 0: the parameter is dense; NULL: all are */
+/* rows: [count] cddp_ddp_desc.sparse_rows; 0: the parameter is dense; NULL: all are. */
 static cddp_result cddp__check_sparse(const cddp_param *params, int count, const size_t *rows) {
   int i;
   if (rows == NULL) return CDDP_OK; /* all are dense */
@@ -18006,8 +18046,23 @@ static int cddp__by_address(const void *x, const void *y) {
   return a->param - b->param; /* for the same text everywhere: qsort is not stable */
 }
 
-/* Checks that parameters share no weights, gradients or copies: a fused step would update them
-   twice, or on two ranks at the same time. copies: NULL, or [count], of 2-byte elements. */
+/* x, y: two entries that overlap, x first in memory. */
+static cddp_result cddp__fail_overlap(const cddp_param *params, const cddp__owned *x,
+                                      const cddp__owned *y) {
+  /* in the order of the parameters, for the text: */
+  const cddp__owned *first = x->param <= y->param ? x : y, *second = first == x ? y : x;
+  bool tied = strcmp(x->what, "data") == 0 && strcmp(y->what, "data") == 0;
+  return cddp__fail(
+      CDDP_INVALID_ARGUMENT, "%s of parameter \"%s\" and %s of \"%s\" %s; %s",
+      first->what, cddp__param_name(params, first->param).s,
+      second->what, cddp__param_name(params, second->param).s,
+      x->begin == y->begin && x->end == y->end ? "are the same memory" : "overlap",
+      tied ? "list tied weights once, and let both backward passes add to the one gradient"
+           : "each must have its own memory");
+}
+
+/* Checks that parameters share no memory: a fused step would update it twice, or on two ranks at
+   the same time. copies: NULL, or [count], of 2-byte elements. */
 static cddp_result cddp__check_disjoint(const cddp_param *params, int count,
                                           void *const *copies, const cddp_allocator *allocator) {
   static const char *const what[] = {"data", "grad", "copy"};
@@ -18020,45 +18075,34 @@ static cddp_result cddp__check_disjoint(const cddp_param *params, int count,
     const cddp_param *p = &params[i];
     const void *memory[] = {p->data, p->grad, copies != NULL ? copies[i] : NULL};
     for (j = 0; j < 3; j++) {
-      if (memory[j] == NULL || p->count == 0) continue; /* no memory */
+      size_t esize = j == 2 ? 2 /* copy */ : cddp__dtype_size(p->dtype);
+      if (memory[j] == NULL || p->count == 0) continue;
       list[n].begin = (uintptr_t)memory[j];
-      list[n].end = list[n].begin + p->count * (j == 2 ? 2 /* copy */ : cddp__dtype_size(p->dtype));
+      list[n].end = list[n].begin + p->count * esize;
       list[n].what = what[j];
       list[n++].param = i;
     }
   }
   qsort(list, n, sizeof *list, cddp__by_address);
-  for (k = 1; k < n && r == CDDP_OK; k++) {
-    const cddp__owned *x = &list[k - 1], *y = &list[k];
-    /* in the order of the parameters, for the text: */
-    const cddp__owned *first = x->param <= y->param ? x : y, *second = first == x ? y : x;
-    bool tied = first->what == what[0] && second->what == what[0]; /* both are weights */
-    if (y->begin >= x->end) continue; /* sorted: if any two overlap, two neighbours do */
-    r = cddp__fail(
-        CDDP_INVALID_ARGUMENT, "%s of parameter \"%s\" and %s of \"%s\" %s; %s",
-        first->what, cddp__param_name(params, first->param).s,
-        second->what, cddp__param_name(params, second->param).s,
-        x->begin == y->begin && x->end == y->end ? "are the same memory" : "overlap",
-        tied ? "list tied weights once, and let both backward passes add to the one gradient"
-             : "each must have its own memory");
-  }
+  for (k = 1; k < n && r == CDDP_OK; k++) /* sorted: if any two overlap, two neighbours do */
+    if (list[k].begin < list[k - 1].end) r = cddp__fail_overlap(params, &list[k - 1], &list[k]);
   cddp__free(allocator, list);
   return r;
 }
 
 /* --- a step of all parameters --- */
 
-/* Whether parameter i is not stepped: it is empty, or no rank used it in this step. */
+/* Whether parameter i is empty, or no rank used it in this step. */
 static bool cddp__optim_skips(const cddp_optim *optim, int i) {
   return optim->params[i].count == 0 || (optim->used != NULL && !optim->used[i]);
 }
 
-/* Whether the caller keeps a copy of parameter i in half precision (desc.copies). */
+/* Whether desc.copies has a copy of parameter i. */
 static bool cddp__has_copy(const cddp_optim *optim, int i) {
   return optim->desc.copies != NULL && optim->desc.copies[i] != NULL;
 }
 
-/* Converts elements [from, from + n) of parameter i's weights to its copy, if it has one. */
+/* Writes elements [from, from + n) to parameter i's copy, if it has one. */
 static void cddp__optim_copy(const cddp_optim *optim, int i, size_t from, size_t n) {
   if (cddp__has_copy(optim, i))
     cddp__convert((uint16_t *)optim->desc.copies[i] + from, optim->desc.copy_dtype,
@@ -18073,8 +18117,7 @@ static cddp_result cddp__cpu_copies(const cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* Steps a parameter with a dense gradient. If it has a copy, by blocks: a block is copied while the
-   cache has its weights. */
+/* Steps a parameter with a dense gradient. If it has a copy: a block is copied from the cache. */
 static void cddp__optim_dense(cddp_optim *optim, int i) {
   const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
@@ -18087,63 +18130,70 @@ static void cddp__optim_dense(cddp_optim *optim, int i) {
   }
 }
 
-/* Steps a parameter with a sparse gradient, like a dense one that is zero elsewhere. Without states
-   the other rows do not change, and are not read: the loop visits only those with a gradient. */
+static void cddp__step_row(const cddp_optim *optim, int i, const cddp__sparse *sparse,
+                           const cddp__update *u, size_t row, const char *gradient) {
+  char *weights = (char *)optim->params[i].data + row * sparse->row_bytes;
+  cddp__update_run(u, row * sparse->width, weights, gradient, sparse->width);
+  cddp__optim_copy(optim, i, row * sparse->width, sparse->width);
+}
+
+/* Steps a parameter with a sparse gradient, like a dense one that is zero elsewhere. */
 static void cddp__step_sparse(cddp_optim *optim, int i, const cddp__sparse *sparse) {
-  const cddp_param *p = &optim->params[i];
   cddp__update u = cddp__update_of(optim, i, optim->state + i, optim->count);
-  bool all_rows = optim->state_count > 0; /* momentum changes rows without a gradient too */
-  bool has_gradient; /* `row` is in the mean */
-  size_t k = 0, row; /* index of the next row of the mean; number of the row in the parameter */
-  /* Visits each row of the parameter, or (!all_rows) each row of the mean. */
-  for (row = 0; all_rows ? row < sparse->rows : k < sparse->mean.n; row++, k += has_gradient) {
-    if (!all_rows) row = (size_t)sparse->mean.number[k];
-    has_gradient = k < sparse->mean.n && (size_t)sparse->mean.number[k] == row;
-    cddp__update_run(
-        &u, row * sparse->width, (char *)p->data + row * sparse->row_bytes,
-        has_gradient ? sparse->mean.values + k * sparse->row_bytes : sparse->zeros, sparse->width);
-    cddp__optim_copy(optim, i, row * sparse->width, sparse->width);
+  size_t k, row; /* index in the mean; number of a row of the parameter */
+  if (optim->state_count == 0) { /* the other rows do not change, and are not read */
+    for (k = 0; k < sparse->mean.n; k++)
+      cddp__step_row(optim, i, sparse, &u, (size_t)sparse->mean.number[k],
+                     sparse->mean.values + k * sparse->row_bytes);
+    return;
+  }
+  for (row = 0, k = 0; row < sparse->rows; row++) { /* momentum changes all rows */
+    if (k < sparse->mean.n && (size_t)sparse->mean.number[k] == row)
+      cddp__step_row(optim, i, sparse, &u, row, sparse->mean.values + k++ * sparse->row_bytes);
+    else cddp__step_row(optim, i, sparse, &u, row, sparse->zeros);
   }
 }
 
-/* Refuses settings that do not support parameter i's sparse gradient: weight decay, which would
-   change rows without a gradient too, and strict algorithms. */
+/* Refuses settings that do not support parameter i's sparse gradient: weight decay would change
+   rows without a gradient too. */
 static cddp_result cddp__check_rows(const cddp_optim *optim, int i) {
-  if (optim->desc.weight_decays[i] == 0 && !optim->algorithm->strict) return CDDP_OK;
+  bool strict = optim->algorithm->strict;
+  if (optim->desc.weight_decays[i] == 0 && !strict) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "parameter \"%s\" has a sparse gradient, which does not support %s: use a "
                     "dense gradient, or %s", cddp__param_name(optim->params, i).s,
-                    optim->algorithm->strict ? optim->algorithm->name : "weight_decay",
-                    optim->algorithm->strict ? "use SGD" : "set weight_decay to 0");
+                    strict ? optim->algorithm->name : "weight_decay",
+                    strict ? "use SGD" : "set weight_decay to 0");
 }
 
 static cddp__sparse *cddp__optim_sparse(const cddp_optim *optim, int i) { /* NULL: i is dense */
   return optim->sparse != NULL ? optim->sparse[i] : NULL;
 }
 
-/* Allocates parameter i's missing states, zeroed, as many elements as this rank keeps. Large ones
-   are on huge pages: a step takes up to a third less. With malloc, since no group need exist:
-   cddp__cpu_leave frees them the same way. */
+/* Large states are on huge pages: a step takes up to a third less. With malloc, since no group need
+   exist. NULL: the error text is set. */
+static void *cddp__alloc_state(size_t bytes) {
+  void *p = NULL;
+  if (bytes >= 4 * CDDP__HUGE_PAGE && posix_memalign(&p, CDDP__HUGE_PAGE, bytes) == 0)
+    cddp__request_huge_pages((char *)p, bytes);
+  else p = cddp__malloc(NULL /* allocator */, bytes);
+  return p != NULL ? memset(p, 0, bytes) : NULL;
+}
+
+/* Allocates parameter i's missing states, zeroed. */
 static cddp_result cddp__ensure_states(cddp_optim *optim, int i) {
-  size_t n = optim->parts[i].count, bytes = n * cddp__dtype_size(cddp__state_type(optim, i));
+  size_t bytes = optim->parts[i].count * cddp__dtype_size(cddp__state_type(optim, i));
   int k;
-  if (n == 0) return CDDP_OK; /* i is empty, or (sharded_states) this rank keeps no part of it */
+  if (bytes == 0) return CDDP_OK; /* empty, or another rank's */
   for (k = 0; k < optim->state_count; k++) {
     void **state = cddp__state_of(optim, k, i);
-    if (*state != NULL /* not missing */ || !cddp__has_state(optim, k, i) /* f32: no master */)
-      continue;
-    if (bytes < 4 * CDDP__HUGE_PAGE /* small */ ||
-        posix_memalign(state, CDDP__HUGE_PAGE, bytes) != 0 /* no such memory */)
-      *state = cddp__malloc(NULL /* allocator: malloc */, bytes); /* sets the text if it fails */
-    else
-      cddp__request_huge_pages((char *)*state, bytes);
-    if (*state == NULL) return CDDP_OUT_OF_MEMORY;
-    memset(*state, 0, bytes);
+    if (*state != NULL || !cddp__has_state(optim, k, i)) continue;
+    if ((*state = cddp__alloc_state(bytes)) == NULL) return CDDP_OUT_OF_MEMORY;
   }
   return CDDP_OK;
 }
 
-/* The largest number of steps of any parameter. 0: no state is initialized. */
+/* 0: no state is initialized. */
 static float cddp__most_steps(const cddp_optim *optim) {
   float most = 0;
   int i;
@@ -18152,7 +18202,7 @@ static float cddp__most_steps(const cddp_optim *optim) {
   return most;
 }
 
-/* Makes the next step copy the weights to the masters first: the weights have changed elsewhere. */
+/* The next step copies the weights to the masters first: they have changed elsewhere. */
 static void cddp__renew_masters(cddp_optim *optim) {
   memset(optim->init_master, true, (size_t)optim->count * sizeof *optim->init_master);
 }
@@ -18197,8 +18247,7 @@ static void cddp__cpu_leave(cddp_optim *optim) { /* states that were shared: NUL
 static const cddp__optim_backend cddp__cpu_optim = {
     false /* not on_device */, cddp__cpu_step, cddp__cpu_copies, cddp__cpu_zero, cddp__cpu_leave};
 
-/* Refuses parameters if the caller has changed a size or type in its array since the optimizer's
-   creation: the states have those of the creation. */
+/* Refuses parameters if the caller has changed a size or type: the states have the old ones. */
 static cddp_result cddp__check_sizes(const cddp_optim *optim) {
   const cddp_param *p = optim->params;
   int i;
@@ -18225,16 +18274,14 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
   for (i = 0; r == CDDP_OK && i < optim->count; i++) {
     const cddp_param *p = &optim->params[i];
     bool sparse = cddp__optim_sparse(optim, i) != NULL;
-    const char *wrong =
-        p->data == NULL ? "has no data"
-        : p->grad == NULL && !sparse
-            ? "has no gradient: set grad, let cddp_ddp_create allocate it, or (sparse rows) set "
-              "ddp in cddp_sgd_desc"
-            : NULL;
     if (cddp__optim_skips(optim, i)) continue; /* needs no data, gradient or states */
-    if (sparse) CDDP__TRY(cddp__check_rows(optim, i)); /* no weight has changed so far */
-    if (wrong != NULL)
-      return CDDP__REFUSE("parameter \"%s\" %s", cddp__param_name(optim->params, i).s, wrong);
+    if (sparse && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
+    if (p->data == NULL)
+      return CDDP__REFUSE("parameter \"%s\" has no data", cddp__param_name(optim->params, i).s);
+    if (p->grad == NULL && !sparse)
+      return CDDP__REFUSE("parameter \"%s\" has no gradient: set grad, let cddp_ddp_create "
+                          "allocate it, or (sparse rows) set ddp in cddp_sgd_desc",
+                          cddp__param_name(optim->params, i).s);
     r = cddp__ensure_states(optim, i);
   }
   return r;
@@ -18243,7 +18290,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *optim) {
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   int i;
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
-  /* No elastic model so far: one with these parameters can have been created after optim. */
+  /* An elastic model with these parameters can have been created after optim. */
   if (optim->model_link == NULL) CDDP__TRY(cddp__elastic_set_optim(optim, CDDP__PAIR_STEPS));
   CDDP__TRY(cddp__optim_prepare(optim));
   CDDP__TRY((optim->backend->step)(optim));
@@ -18252,8 +18299,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* On a device the gradients allocated by a cddp_ddp are contiguous, in its arena: one launch zeroes
-   them all. */
+/* On a device the gradients that a cddp_ddp allocated are contiguous: one launch zeroes them. */
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
   const cddp_ddp *d; /* the model with the arena to zero; NULL: on a CPU, or no desc.ddp */
   int i;
@@ -18274,8 +18320,8 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
 
 /* --- settings, creation and destruction --- */
 
-/* Makes a hash that is not 0, which stands for no optimizer (bit 1 is set), and has bit 0 clear:
-   cddp__add_sharing puts a flag there. */
+/* A hash is not 0, which stands for no optimizer. Its bit 0 is clear: cddp__add_sharing puts a flag
+   there. */
 #define CDDP__OPTIM_HASH(hash) (((hash) & ~(uint64_t)1) | 2)
 
 /* Sets the rate, and the hash that includes it. */
@@ -18288,7 +18334,7 @@ CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *optim, double lr) {
   CDDP__CHECK(optim != NULL, "the cddp_optim is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
   /* Pairs with an elastic model first: in a joining process that sets the job's rate, which must
-     not replace this newer one later. Steps in a new optimizer are from cddp_load. */
+     not replace this one later. Steps in a new optimizer are from cddp_load. */
   if (optim->model_link == NULL)
     CDDP__TRY(cddp__elastic_set_optim(
         optim, cddp__most_steps(optim) > 0 ? CDDP__PAIR_STEPS : CDDP__PAIR_NEW));
@@ -18322,16 +18368,47 @@ static cddp_result cddp__check_number(const char *what, double x, double below) 
                       below <= 1 ? ", and below 1" : "");
 }
 
+/* Refuses settings of parameter i that do not fit it. */
+static cddp_result cddp__check_param_settings(const cddp_param *params, int i,
+                                              const cddp__algorithm *algorithm,
+                                              const cddp__optim_desc *d) {
+  cddp__text name = cddp__param_name(params, i);
+  cddp_dtype dtype = params[i].dtype;
+  cddp_result r = CDDP_OK;
+  if (d->copies != NULL && d->copies[i] != NULL && dtype != CDDP_F32)
+    return CDDP__REFUSE("parameter \"%s\" is %s; only f32 weights have copies", name.s,
+                        cddp__dtype_name(dtype));
+  if (d->copies != NULL && cddp__misaligned(d->copies[i], cddp__dtype_size(d->copy_dtype)))
+    return CDDP__REFUSE("the copy of parameter \"%s\" is not aligned to its elements", name.s);
+  if (algorithm->strict && cddp__dtype_half(dtype) && d->master_weights == 0)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "parameter \"%s\" is %s, but %s supports f32 and f64: set master_weights, "
+                      "or pass f32 weights, and these as copies",
+                      name.s, cddp__dtype_name(dtype), algorithm->name);
+  if (d->lr_scales != NULL)
+    r = cddp__check_number(cddp__textf("lr_scales of parameter \"%s\"", name.s).s,
+                           d->lr_scales[i], INFINITY);
+  if (r == CDDP_OK && d->weight_decays != NULL)
+    r = cddp__check_number(cddp__textf("weight_decays of parameter \"%s\"", name.s).s,
+                           d->weight_decays[i], INFINITY);
+  return r;
+}
+
 /* Refuses values out of range, and settings that do not fit each other or the parameters. */
 static cddp_result cddp__check_settings(const cddp_param *params, int count,
                                         const cddp__algorithm *algorithm,
                                         const cddp__optim_desc *d) {
-  static const char *const names[] = {"lr", "momentum", "weight_decay", "eps", "beta1", "beta2"};
-  const double numbers[] = {d->lr, d->momentum, d->weight_decay, d->eps, d->beta1, d->beta2};
+  const struct {
+    const char *name;
+    double value, below;
+  } numbers[] = {{"lr", d->lr, INFINITY}, {"momentum", d->momentum, INFINITY},
+                 {"weight_decay", d->weight_decay, INFINITY}, {"eps", d->eps, INFINITY},
+                 {"beta1", d->beta1, 1}, {"beta2", d->beta2, 1}};
   cddp_result r = CDDP_OK;
+  size_t k;
   int i;
-  for (i = 0; r == CDDP_OK && i < 6; i++) /* all of `numbers`; from 4 on the betas, below 1 */
-    r = cddp__check_number(names[i], numbers[i], i < 4 ? INFINITY : 1.0);
+  for (k = 0; r == CDDP_OK && k < sizeof numbers / sizeof *numbers; k++)
+    r = cddp__check_number(numbers[k].name, numbers[k].value, numbers[k].below);
   if (r != CDDP_OK) return r;
   if (!(fabs(d->dampening) <= DBL_MAX)) /* infinite or NaN; as in PyTorch it can be negative */
     return CDDP__REFUSE("dampening is %g; it must be finite", d->dampening);
@@ -18347,32 +18424,13 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   if (d->sharded_states != 0 && (d->ddp->desc.elastic || d->ddp->rows.sparse != NULL))
     return cddp__fail(CDDP_UNSUPPORTED, "sharded_states and %s in cddp_ddp_desc exclude each other",
                       d->ddp->desc.elastic ? "elastic" : "sparse_rows");
-  for (i = 0; r == CDDP_OK && i < count; i++) {
-    cddp__text name = cddp__param_name(params, i);
-    cddp_dtype dtype = params[i].dtype;
-    if (d->copies != NULL && d->copies[i] != NULL && dtype != CDDP_F32)
-      return CDDP__REFUSE("parameter \"%s\" is %s; only f32 weights have copies", name.s,
-                          cddp__dtype_name(dtype));
-    if (d->copies != NULL && cddp__misaligned(d->copies[i], cddp__dtype_size(d->copy_dtype)))
-      return CDDP__REFUSE("the copy of parameter \"%s\" is not aligned to its elements", name.s);
-    if (algorithm->strict && cddp__dtype_half(dtype) && d->master_weights == 0)
-      return cddp__fail(CDDP_UNSUPPORTED,
-                        "parameter \"%s\" is %s, but %s supports f32 and f64: set master_weights, "
-                        "or pass f32 weights, and these as copies",
-                        name.s, cddp__dtype_name(dtype), algorithm->name);
-    if (d->lr_scales != NULL)
-      r = cddp__check_number(cddp__textf("lr_scales of parameter \"%s\"", name.s).s,
-                             d->lr_scales[i], INFINITY);
-    if (r == CDDP_OK && d->weight_decays != NULL)
-      r = cddp__check_number(cddp__textf("weight_decays of parameter \"%s\"", name.s).s,
-                             d->weight_decays[i], INFINITY);
-  }
+  for (i = 0; r == CDDP_OK && i < count; i++)
+    r = cddp__check_param_settings(params, i, algorithm, d);
   return r;
 }
 
-/* Creates an optimizer without states: steps allocate them. state_count: states of the algorithm
-   with these settings, without masters. One allocation also has the arrays, in the order of their
-   alignment. */
+/* Creates an optimizer without states: steps allocate them. state_count: of the algorithm, without
+   masters. One allocation also has the arrays, in the order of their alignment. */
 static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm,
                                    int state_count, cddp_param *params, int count,
                                    const cddp__optim_desc *d) {
@@ -18382,6 +18440,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   size_t pointers = n * (states + (d->copies != NULL)); /* in optim->state, and in desc.copies */
   cddp_optim *optim;
   double *scales, *decays; /* the optimizer's lr_scales and weight_decays */
+  uint64_t hash;
   int i;
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
@@ -18423,11 +18482,10 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   }
   /* The settings that ranks must agree on: all numbers from CDDP__SETTING_FIXED on (lr, the first
      number, can change), lr_scales and weight_decays. */
-  optim->settings_hash = cddp__hash64(0 /* seed */, &optim->desc.lr + CDDP__SETTING_FIXED,
-                                 (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
-  optim->settings_hash =
-      cddp__hash64(optim->settings_hash, scales, 2 * n /* decays follow */ * sizeof *scales);
-  optim->settings_hash = CDDP__OPTIM_HASH(optim->settings_hash);
+  hash = cddp__hash64(0 /* seed */, &optim->desc.lr + CDDP__SETTING_FIXED,
+                      (CDDP__SETTING_COUNT - CDDP__SETTING_FIXED) * sizeof(double));
+  hash = cddp__hash64(hash, scales, 2 * n /* decays follow */ * sizeof *scales);
+  optim->settings_hash = CDDP__OPTIM_HASH(hash);
   cddp__set_lr(optim, d->lr);
   return CDDP_OK;
 }
@@ -23831,7 +23889,7 @@ static uint32_t cddp__mt_next(cddp__mt19937 *mt) {
   return y ^ (y >> 18);
 }
 
-/* torch.randperm(n) with a new generator. From n = UINT32_MAX / 20 on, PyTorch's limit, it draws 64
+/* torch.randperm(n) with a new generator. From PyTorch's limit on, UINT32_MAX / 20, it draws 64
    bits per index, in the order of PyTorch 2.6 and later. */
 static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
   cddp__mt19937 mt;
@@ -23856,8 +23914,7 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
   }
 }
 
-/* Number of samples that a rank gets of the `left` remaining ones. Unless exact, all ranks get
-   equally many. */
+/* Samples that a rank gets of the `left` remaining ones. Unless exact, all get equally many. */
 static size_t cddp__sampler_share(const cddp_sampler_desc *desc, int rank, size_t left) {
   size_t world = (size_t)desc->world_size, rest = left % world; /* 0: equal shares */
   /* exact: the first `rest` ranks get one more; else all (indices repeat), or none (drop_last) */
@@ -23871,7 +23928,7 @@ static void cddp__drop_order(cddp_sampler *sampler) {
 }
 
 enum { CDDP__EPOCH_NEW, CDDP__EPOCH_RESUMED }; /* values of `bool resumed` */
-/* Begins an epoch of which all ranks together have used `start` samples already. */
+/* Begins an epoch of which all ranks together have used `start` samples. */
 static void cddp__sampler_begin(cddp_sampler *sampler, uint64_t epoch, uint64_t start,
                                 bool resumed) {
   size_t n = sampler->desc.dataset_size;
@@ -23937,20 +23994,18 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *sampler) {
 }
 
 CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
-  size_t next; /* the position in the permutation; cddp__sampler_indices replaces it by the index */
+  size_t position, sample; /* in the permutation; the index there */
   if (sampler == NULL) return false;
   sampler->result = CDDP_OK;
   if (sampler->position >= sampler->size) { /* the epoch has ended for this rank */
     cddp__drop_order(sampler);
     return false;
   }
-  /* this rank's samples are at positions rank, rank + W, ... behind `start` */
-  next = sampler->start + (size_t)sampler->desc.rank +
-         sampler->position * (size_t)sampler->desc.world_size;
-  sampler->result =
-      cddp__named(__func__, cddp__sampler_indices(sampler, next, 1 /* index */, &next));
+  position = sampler->start + (size_t)sampler->desc.rank +
+             sampler->position * (size_t)sampler->desc.world_size;
+  sampler->result = cddp__named(__func__, cddp__sampler_indices(sampler, position, 1, &sample));
   if (sampler->result != CDDP_OK) return false;
-  if (index != NULL /* NULL: skips the sample */) *index = next;
+  if (index != NULL /* NULL: skips the sample */) *index = sample;
   sampler->position++;
   return true;
 }
@@ -24033,11 +24088,10 @@ struct cddp_safetensors { /* constant once it is open */
   uint64_t *next_shape;    /* while parsing: end of the shapes so far, where the next is written */
   size_t count, metadata_count;
   bool has_metadata; /* __metadata__ was read: a second one is an error */
-  int fd; /* the open file, set by cddp__st_open; -1: the text was broadcast (cddp_load on ranks
-             above 0), or is the new header that cddp_save parses */
+  int fd; /* set by cddp__st_open; -1: the text was broadcast, or is a new header to parse */
 };
 
-/* The caller writes the JSON, of text_size bytes, to `text`. NULL if memory is exhausted. */
+/* The caller writes the JSON to `text`. NULL: no memory. */
 static cddp_safetensors *cddp__st_new(const cddp_allocator *allocator, size_t text_size) {
   cddp_safetensors *file =
       (cddp_safetensors *)cddp__malloc(allocator, sizeof *file + text_size + 1);
@@ -24088,8 +24142,8 @@ static bool cddp__json_next(cddp__json *json, char c) {
   return true;
 }
 
-/* Skips to item n of a list or an object: over the opening bracket or a comma. Returns false behind
-   the closing bracket, or after an error. what: for the error text. */
+/* Skips to item n of a list or an object, over a bracket or a comma. Returns false behind the
+   closing bracket, or after an error. what: for the error text. */
 static bool cddp__json_item(cddp__json *json, const char *brackets, size_t n, const char *what) {
   if (n == 0 && !cddp__json_next(json, brackets[0]))
     cddp__json_fail(json, cddp__textf("%s is expected", what).s);
@@ -24108,28 +24162,32 @@ static bool cddp__json_hex(cddp__json *json, uint32_t *v) { /* false: not four d
   return true;
 }
 
+/* Reads the digits of \uXXXX, and the second half of a surrogate pair. Returns the character; 0: it
+   is invalid, or a NUL, which would end the C string. */
+static uint32_t cddp__json_character(cddp__json *json) {
+  uint32_t c, low;
+  if (!cddp__json_hex(json, &c)) return 0;
+  if (c < 0xd800 || c >= 0xe000) return c; /* no surrogate */
+  if (c >= 0xdc00 /* the second half first */ || json->at[0] != '\\' || json->at[1] != 'u')
+    return 0;
+  json->at += 2;
+  if (!cddp__json_hex(json, &low) || low < 0xdc00 || low > 0xdfff) return 0;
+  return 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
+}
+
 /* Decodes the escape sequence at json->at to `to`. Returns the result's end; NULL: invalid. */
 static char *cddp__json_escape(cddp__json *json, char *to) {
   static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
   static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0}; /* marks the first of 1 + i bytes */
-  const char *letter = /* json->at[0] is the backslash */
-      (const char *)memchr(letters, json->at[1], sizeof letters - 1);
-  uint32_t c, low; /* the character; the second half of a surrogate pair */
+  const char *letter = (const char *)memchr(letters, json->at[1], sizeof letters - 1);
+  uint32_t c;
   int more; /* UTF-8 bytes after the first */
-  json->at += 2; /* behind the letter */
+  json->at += 2; /* the backslash, and a letter */
   if (letter != NULL) {
     *to = meant[letter - letters];
     return to + 1;
   }
-  if (json->at[-1] != 'u' || !cddp__json_hex(json, &c)) return NULL;
-  if (c == 0) return NULL;         /* a NUL would end the C string */
-  if (c >= 0xd800 && c < 0xe000) { /* a surrogate pair */
-    if (c >= 0xdc00 /* its second half first */ || json->at[0] != '\\' || json->at[1] != 'u')
-      return NULL;
-    json->at += 2;
-    if (!cddp__json_hex(json, &low) || low < 0xdc00 || low > 0xdfff) return NULL;
-    c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
-  }
+  if (json->at[-1] != 'u' || (c = cddp__json_character(json)) == 0) return NULL;
   more = c < 0x80 ? 0 : c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
   *to++ = (char)(lead[more] | c >> (6 * more));
   while (more-- > 0) *to++ = (char)(0x80 | (c >> (6 * more) & 0x3f));
@@ -24193,13 +24251,14 @@ static const cddp__st_type *cddp__st_find_type(const char *name) {
 
 /* The cddp_dtype of a file's type; -1: none. */
 static int cddp__st_dtype(const cddp__st_type *type) {
-  int d = CDDP__DTYPE_COUNT - 1;
-  while (d >= 0 && strcmp(cddp__dtypes[d].file_name, type->name) != 0) d--;
-  return d;
+  int d;
+  for (d = 0; d < CDDP__DTYPE_COUNT; d++)
+    if (strcmp(cddp__dtypes[d].file_name, type->name) == 0) return d;
+  return -1;
 }
 
-/* Elements and bytes of a shape. Returns false if a product, from left to right, exceeds 64 bits,
-   or if the size is not whole bytes. */
+/* Returns false if a product, from left to right, exceeds 64 bits, or the size is not whole
+   bytes. */
 static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *elements,
                           uint64_t *bytes) {
   uint64_t n = 1; /* elements; 1 without dimensions: a scalar */
@@ -24227,31 +24286,35 @@ static cddp__text cddp__shape_json(const uint64_t *size, int dims) {
 /* Reads the object of one tensor into the next entry of file->tensors. */
 static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char *name) {
   static const char *const fields[] = {"dtype", "shape", "data_offsets"};
+  bool seen[3] = {false, false, false}; /* by field */
   const cddp__st_type *type = NULL;
   cddp_tensor_info *tensor = &file->tensors[file->count];
   uint64_t *shape = file->next_shape, offsets[2] = {0, 0};
   size_t n, offset_count = 0;
-  unsigned k, seen = 0; /* k: index in `fields`; 3: another field. Bit k of seen: it was read */
   memset(tensor, 0, sizeof *tensor);
   for (n = 0; cddp__json_item(json, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(json);
-    for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
-    if (k == 3)
-      cddp__json_fail(
-          json,
-          cddp__textf("\"%s\" is not a field of a tensor", cddp__cut(key, CDDP__NAME_CUT).s).s);
-    if ((seen & 1u << k) != 0) cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
-    if (k == 0) { /* dtype */
-      type = cddp__st_find_type(cddp__json_string(json));
-      if (type == NULL) cddp__json_fail(json, "its dtype is not one of the format's");
+    int field = 0;
+    while (field < 3 && strcmp(key, fields[field]) != 0) field++;
+    if (field == 3) {
+      cddp__text cut = cddp__cut(key, CDDP__NAME_CUT);
+      cddp__json_fail(json, cddp__textf("\"%s\" is not a field of a tensor", cut.s).s);
+      return;
     }
-    if (k == 1) tensor->dims = (int)cddp__json_numbers(json, shape, CDDP__DIMS_MAX);
-    if (k == 2) offset_count = cddp__json_numbers(json, offsets, 2 /* most */);
-    seen |= 1u << k;
+    if (seen[field]) cddp__json_fail(json, cddp__textf("%s occurs twice", key).s);
+    seen[field] = true;
+    switch (field) {
+      case 0:
+        type = cddp__st_find_type(cddp__json_string(json));
+        if (type == NULL) cddp__json_fail(json, "its dtype is not one of the format's");
+        break;
+      case 1: tensor->dims = (int)cddp__json_numbers(json, shape, CDDP__DIMS_MAX); break;
+      case 2: offset_count = cddp__json_numbers(json, offsets, 2 /* most */);
+    }
   }
-  if (seen != 7 /* all three */ || offset_count != 2)
+  if (type == NULL || !seen[1] || offset_count != 2)
     cddp__json_fail(json, "a tensor needs dtype, shape and two data_offsets");
-  if (json->result != CDDP_OK) return; /* type, for example, can be NULL */
+  if (json->result != CDDP_OK) return;
   if (!cddp__st_size(shape, tensor->dims, type->bits, &tensor->count, &tensor->bytes))
     cddp__json_fail(json, "a shape's size exceeds 64 bits, or is not whole bytes");
   else if (offsets[1] < offsets[0] || offsets[1] - offsets[0] != tensor->bytes)
@@ -24293,8 +24356,8 @@ static int cddp__st_by_position(const void *a, const void *b) {
   return strcmp(x->name, y->name);
 }
 
-/* Sorts the tensors by position. Checks that each byte of the data belongs to exactly one. An empty
-   tensor must come before another that begins at the same byte. */
+/* Sorts the tensors by position. Each byte of the data must belong to exactly one. An empty tensor
+   must come before another that begins at the same byte. */
 static cddp_result cddp__st_check_offsets(cddp_safetensors *file) {
   uint64_t at = 0; /* end of the tensors so far, where the next must begin */
   size_t i;
@@ -24325,13 +24388,14 @@ static int cddp__st_by_name(const void *a, const void *b) { /* elements that beg
 /* Sorts elements of `size` bytes that begin with a name. Returns a name that two have, or NULL. */
 static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   const char *p = (const char *)names;
+  size_t i;
   if (count > 1) qsort(names, count, size, cddp__st_by_name);
-  for (; count > 1; count--, p += size) /* equal names are neighbours now */
+  for (i = 1; i < count; i++, p += size) /* equal names are neighbours now */
     if (cddp__st_by_name(p, p + size) == 0) return *(const char *const *)(const void *)p;
   return NULL;
 }
 
-/* Allocates the arrays, each for the most items that fit into the text. */
+/* Allocates each array for the most items that fit into the text. */
 static cddp_result cddp__st_reserve(cddp_safetensors *file) {
   static const char shortest[] = "\"\":{\"dtype\":\"\",\"shape\":[],\"data_offsets\":[0,0]}";
   size_t tensors = file->text_size / strlen(shortest) + 1; /* + an incomplete one */
@@ -24347,10 +24411,24 @@ static cddp_result cddp__st_reserve(cddp_safetensors *file) {
   return CDDP_OK;
 }
 
+/* Fills and sorts the index and the metadata. Fails if two names are equal. */
+static cddp_result cddp__st_index(cddp_safetensors *file) {
+  const char *twice;
+  size_t i;
+  for (i = 0; i < file->count; i++) {
+    file->by_name[i].name = file->tensors[i].name;
+    file->by_name[i].tensor = &file->tensors[i];
+  }
+  if ((twice = cddp__st_sort_names(file->by_name, file->count, sizeof *file->by_name)) != NULL)
+    return cddp__fail(CDDP_IO, "two tensors are named \"%s\"", cddp__cut(twice, CDDP__NAME_CUT).s);
+  twice = cddp__st_sort_names(file->metadata, file->metadata_count, sizeof *file->metadata);
+  if (twice == NULL) return CDDP_OK;
+  return cddp__fail(CDDP_IO, "the metadata has \"%s\" twice", cddp__cut(twice, CDDP__NAME_CUT).s);
+}
+
 static cddp_result cddp__st_parse(cddp_safetensors *file) {
   const unsigned char *p = (const unsigned char *)file->text;
-  const char *twice; /* a name that occurs twice; NULL: none */
-  size_t at, i, n; /* n: bytes of a character; then items read */
+  size_t at, n; /* n: bytes of a character; then items read */
   cddp__json json;
   cddp_result r;
   for (at = 0; at < file->text_size; at += n)
@@ -24372,16 +24450,8 @@ static cddp_result cddp__st_parse(cddp_safetensors *file) {
   cddp__json_space(&json);
   if (json.at != json.end) cddp__json_fail(&json, "only spaces may follow the last }");
   if (json.result != CDDP_OK) return json.result;
-  if ((r = cddp__st_check_offsets(file)) != CDDP_OK) return r;
-  for (i = 0; i < file->count; i++) {
-    file->by_name[i].name = file->tensors[i].name;
-    file->by_name[i].tensor = &file->tensors[i];
-  }
-  if ((twice = cddp__st_sort_names(file->by_name, file->count, sizeof *file->by_name)) != NULL)
-    return cddp__fail(CDDP_IO, "two tensors are named \"%s\"", cddp__cut(twice, CDDP__NAME_CUT).s);
-  twice = cddp__st_sort_names(file->metadata, file->metadata_count, sizeof *file->metadata);
-  if (twice == NULL) return CDDP_OK;
-  return cddp__fail(CDDP_IO, "the metadata has \"%s\" twice", cddp__cut(twice, CDDP__NAME_CUT).s);
+  r = cddp__st_check_offsets(file);
+  return r == CDDP_OK ? cddp__st_index(file) : r;
 }
 
 /* The size of the JSON of a file with file_bytes bytes, from its first 8 bytes. */
@@ -24423,8 +24493,8 @@ typedef struct cddp__st_item {
   size_t count;   /* elements */
   void *data;     /* NULL: no elements, partitioned over the ranks, or not allocated yet */
   int param;      /* of a state: index of its parameter; else -1 */
-  int state;      /* number of the state; that of a step count is the optimizer's state_count */
-  void **state_pointer; /* the optimizer's pointer to the state; NULL: a step count, or no state */
+  int state;      /* of a step count: the optimizer's state_count */
+  void **state_pointer; /* the optimizer's pointer; NULL: a step count, or no state */
   uint64_t begin, bytes; /* save: offset among the file's data; size, of dtype */
   const cddp_tensor_info *file_tensor; /* load: the tensor in the file; NULL: the file lacks it */
 } cddp__st_item;
@@ -24456,8 +24526,8 @@ static void cddp__st_quote(cddp__buffer *buffer, const char *s) {
   cddp__st_add(buffer, "\"");
 }
 
-/* Sorts the items and sets their offsets. Adds N and the JSON, padded so that the data is aligned
-   to 8 bytes. Returns the size of the data. buffer->failed: memory is exhausted. */
+/* Sorts the items and sets their offsets. Adds N and the JSON, padded to align the data. Returns
+   the size of the data. buffer->failed: memory is exhausted. */
 static uint64_t cddp__st_write_header(const cddp_allocator *allocator, cddp__buffer *buffer,
                                cddp__st_item *items, size_t count, const cddp_metadata *metadata,
                                size_t metadata_count) {
@@ -24498,9 +24568,8 @@ static uint64_t cddp__st_write_header(const cddp_allocator *allocator, cddp__buf
    Touches: parameters, an optimizer's states and learning rate, the sampler, a cddp_ddp's step
    count; peers' memory, for states that are partitioned over the ranks.
    Entry points: the public functions.
-   Both calls begin with a list of the checkpoint's tensors (items), which the ranks compare:
-   parameters, the learning rate, and (param >= 0) the optimizer's states (state_pointer: to the
-   state) and step counts (state_pointer NULL).
+   Both calls list the checkpoint's tensors (items), and compare the lists: parameters, the learning
+   rate, and (param >= 0) the optimizer's states (with a state_pointer) and step counts (without).
    Saving:
      1. Rank 0 creates PATH.tmp and locks it. An old one is removed first, unless a process of this
         user holds its lock.
@@ -24544,20 +24613,18 @@ typedef struct cddp__ckpt {
   bool partitioned; /* each rank has only its parts of the states */
   cddp__st_item *items; /* the states' names follow the array */
   size_t item_count;
-  double lr; /* data of the item "optimizer.lr": the optimizer's learning rate; load: the file's */
-  char *whole; /* partitioned: the group's memory for one whole state at a time; NULL: no states,
-                  not partitioned, or not allocated yet */
-  char *staging; /* [2 * CDDP__FILE_STAGING] the file's bytes, then the same converted, for a device
-                    or another dtype; NULL: not needed yet */
+  double lr; /* data of the item "optimizer.lr" */
+  char *whole; /* partitioned: the group's memory for one whole state; NULL: not allocated */
+  char *staging; /* [2 * CDDP__FILE_STAGING] the file's bytes, the same converted; NULL: not
+                    needed yet */
   /* save: */
-  cddp__buffer header; /* N, the JSON's size in 8 bytes; the JSON. Empty on ranks above 0, unless
-                          partitioned */
+  cddp__buffer header; /* N in 8 bytes, the JSON. Empty on ranks that do not write */
   char temporary[4100]; /* PATH_MAX + ".tmp": see cddp__name_temporary */
   mode_t old_mode; /* st_mode of the file at path; 0: none exists */
-  int fd; /* of the temporary file, locked; -1: not open: not yet, closed, or not rank 0 */
+  int fd; /* of the temporary file, locked; -1: not open */
   /* load: */
   cddp_safetensors *file; /* only rank 0's has a descriptor */
-  bool has_lr; /* the caller has an optimizer; the file a learning rate, and so an optimizer */
+  bool has_lr; /* the caller has an optimizer, and the file too */
   uint64_t numbers[CDDP__META_COUNT]; /* by cddp__meta_keys; valid for keys in `found` */
   unsigned found; /* set of the keys that the caller wants and the file has */
 } cddp__ckpt;
@@ -24569,8 +24636,8 @@ static cddp_result cddp__fail_file(const char *call, const char *name) {
   return cddp__fail(CDDP_IO, "%s %s: %s", call, name, strerror(errno));
 }
 
-/* Opens a file and reads its JSON into (*out)->text. The caller always closes *out, which owns the
-   descriptor, and calls cddp__st_parse. */
+/* Opens a file and reads its JSON into (*out)->text, for cddp__st_parse. The caller always closes
+   *out, which owns the descriptor. */
 static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *allocator,
                                  const char *path) {
   unsigned char first[8] = {0}; /* N */
@@ -24585,7 +24652,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   if (fstat(fd, &st) != 0) r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
   else if (!S_ISREG(st.st_mode)) r = cddp__fail(CDDP_IO, "it is not a regular file");
   /* a shorter file has no N: cddp__st_header_size refuses it */
-  else if (st.st_size >= 8) r = cddp__file_io(fd, CDDP__FILE_READ, first, 8 /* N */, 0 /* at */);
+  else if (st.st_size >= 8) r = cddp__file_io(fd, CDDP__FILE_READ, first, 8, 0 /* at */);
   if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
   if (r == CDDP_OK && (*out = cddp__st_new(allocator, size)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (*out == NULL) {
@@ -24597,9 +24664,8 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   return cddp__file_io(fd, CDDP__FILE_READ, (*out)->text, size, 8 /* behind N */);
 }
 
-/* Locks the temporary file until it is closed: the lock shows that a process is writing it. On a
-   file system without locks it succeeds too. false: errno, EWOULDBLOCK if another process has the
-   lock. */
+/* Locks the temporary file until it is closed: a process is writing it. On a file system without
+   locks it succeeds too. false: errno, EWOULDBLOCK if another process has the lock. */
 static bool cddp__lock_temporary(int fd) {
   while (flock(fd, LOCK_EX | LOCK_NB) != 0)
     if (errno != EINTR) return errno == ENOSYS || errno == EOPNOTSUPP || errno == ENOLCK;
@@ -24611,19 +24677,19 @@ static bool cddp__lock_temporary(int fd) {
 static cddp_result cddp__remove_temporary(const char *name) {
   struct stat st;
   cddp_result r = CDDP_OK;
-  bool locked;
   int fd;
   if (lstat(name, &st) != 0) return errno == ENOENT ? CDDP_OK : cddp__fail_file("lstat", name);
   /* O_NOFOLLOW, O_NONBLOCK: the name can be that of a link or a pipe */
   fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-  locked = fd >= 0 && cddp__lock_temporary(fd);
-  if (fd >= 0 && !locked && errno != EWOULDBLOCK)
-    r = cddp__fail_file("flock", name);
-  else if (fd >= 0 && !locked && st.st_uid == geteuid())
-    r = cddp__fail(
-        CDDP_IO, "another process is writing %s (with group NULL only one rank can save)", name);
-  else if ((fd < 0 /* a link, or not readable */ || cddp__file_has_name(fd, name) /* still */) &&
-           unlink(name) != 0 && errno != ENOENT /* another process has removed it */)
+  if (fd >= 0 && !cddp__lock_temporary(fd)) {
+    if (errno != EWOULDBLOCK) r = cddp__fail_file("flock", name);
+    else if (st.st_uid == geteuid())
+      r = cddp__fail(
+          CDDP_IO, "another process is writing %s (with group NULL only one rank can save)", name);
+  }
+  /* fd < 0: a link, or not readable. Otherwise the file can have lost its name since the open. */
+  if (r == CDDP_OK && (fd < 0 || cddp__file_has_name(fd, name)) && unlink(name) != 0 &&
+      errno != ENOENT /* another process has removed it */)
     r = cddp__fail(
         CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a directory that "
         "you own", name, (unsigned)st.st_uid, strerror(errno));
@@ -24631,8 +24697,8 @@ static cddp_result cddp__remove_temporary(const char *name) {
   return r;
 }
 
-/* Sets ckpt->temporary to PATH.tmp. If that name has more than NAME_MAX bytes, its end is replaced
-   by a hash of the whole name. Returns false if the path is too long. */
+/* Sets ckpt->temporary to PATH.tmp. If that name is too long, a hash of the name replaces its end.
+   Returns false if the path is too long. */
 static bool cddp__name_temporary(cddp__ckpt *ckpt) {
   const char *slash = strrchr(ckpt->path, '/'), *name = slash != NULL ? slash + 1 : ckpt->path;
   size_t folder_bytes = (size_t)(name - ckpt->path) /* with the slash */, name_bytes = strlen(name);
@@ -24647,27 +24713,35 @@ static bool cddp__name_temporary(cddp__ckpt *ckpt) {
   return true;
 }
 
-/* Creates the temporary file and locks it, in ckpt->fd. Sets old_mode. If the file will replace
-   one, other users cannot open it before it is complete and has the old one's mode. */
+/* Sets old_mode. Fails if the path exists and is not a regular file. */
+static cddp_result cddp__check_replaced(cddp__ckpt *ckpt) {
+  const char *kind = "a device, a pipe or a socket";
+  struct stat old;
+  if (lstat(ckpt->path, &old) != 0)
+    return errno == ENOENT ? CDDP_OK : cddp__fail(CDDP_IO, "lstat: %s", strerror(errno));
+  ckpt->old_mode = old.st_mode;
+  if (S_ISREG(old.st_mode)) return CDDP_OK;
+  if (S_ISLNK(old.st_mode)) kind = "a symbolic link: pass the path of its target";
+  if (S_ISDIR(old.st_mode)) kind = "a directory";
+  return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces only regular files", kind);
+}
+
+/* Creates the temporary file and locks it, in ckpt->fd. If it will replace a file, other users
+   cannot open it before it is complete and has the old one's mode. */
 static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
   char *name = ckpt->temporary;
-  struct stat old;
-  cddp_result r = CDDP_OK;
+  cddp_result r = cddp__check_replaced(ckpt);
   int tries, fd, error;
-  if (lstat(ckpt->path, &old) == 0) ckpt->old_mode = old.st_mode;
-  else if (errno != ENOENT) return cddp__fail(CDDP_IO, "lstat: %s", strerror(errno));
-  if (ckpt->old_mode != 0 && !S_ISREG(ckpt->old_mode))
-    return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces only regular files",
-                      S_ISLNK(ckpt->old_mode) ? "a symbolic link: pass the path of its target"
-                      : S_ISDIR(ckpt->old_mode) ? "a directory" : "a device, a pipe or a socket");
+  if (r != CDDP_OK) return r;
   if (!cddp__name_temporary(ckpt)) return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
-  for (tries = 0; r == CDDP_OK && tries < 100; tries++) { /* others can create or remove the file */
-    /* 0600: until cddp__close_temporary sets the old file's mode; 0666: the umask decides */
+  for (tries = 0; tries < 100; tries++) { /* others can create or remove the file */
+    /* 0600: until cddp__finish_temporary sets the old file's mode; 0666: the umask decides */
     fd = cddp__above_stdio(open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
                                 ckpt->old_mode != 0 ? 0600 : 0666));
     if (fd < 0) {
       if (errno == EEXIST) r = cddp__remove_temporary(name); /* left by a process that died */
       else if (errno != EINTR) r = cddp__fail_file("open", name);
+      if (r != CDDP_OK) return r;
       continue;
     }
     if (cddp__lock_temporary(fd) && cddp__file_has_name(fd, name)) {
@@ -24675,18 +24749,18 @@ static cddp_result cddp__open_temporary(cddp__ckpt *ckpt) {
       return CDDP_OK;
     }
     /* EWOULDBLOCK, ENOENT: between open and flock another process took this file for an old one */
-    error = errno; /* of flock or lstat: unlink can change it */
+    error = errno;
     if (error != EWOULDBLOCK && error != ENOENT) {
       unlink(name); /* the file that open has created */
-      r = cddp__fail(CDDP_IO, "flock or lstat %s: %s", name, strerror(error));
+      cddp__close_fd(&fd);
+      return cddp__fail(CDDP_IO, "flock or lstat %s: %s", name, strerror(error));
     }
     cddp__close_fd(&fd);
   }
-  if (r != CDDP_OK) return r;
   return cddp__fail(CDDP_IO, "other processes create and remove %s repeatedly", name);
 }
 
-/* fsync. Returns 0 or errno; ENOSYS: the file system does not support it. */
+/* Returns 0 or errno; ENOSYS: the file system has no fsync. */
 static int cddp__sync_file(int fd) {
   while (fsync(fd) != 0)
     if (errno != EINTR) return errno == EINVAL || errno == EOPNOTSUPP ? ENOSYS : errno;
@@ -24700,9 +24774,7 @@ static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
   strcpy(slash != NULL ? slash + 1 : folder, "."); /* over the file's name, unused after rename */
   fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
   error = fd >= 0 ? cddp__sync_file(fd) : errno;
-  /* no right to read the directory, or no descriptor: syncs the file's whole file system, unless
-     cddp__close_temporary closed the file before rename */
-  if (fd < 0 && ckpt->fd >= 0)
+  if (fd < 0 && ckpt->fd >= 0) /* for example no right to read: syncs the whole file system */
     error = syscall(SYS_syncfs, ckpt->fd) == 0 ? 0 : errno;
   cddp__close_fd(&fd);
   if (error == 0 || error == ENOSYS) return CDDP_OK;
@@ -24711,29 +24783,37 @@ static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
       strerror(error));
 }
 
-/* Gives the temporary file the mode of the file that it replaces, syncs it, renames it, and closes
-   it. If r or one of these is a failure, removes it. */
+/* Renames the temporary file to the path. If it is not synced, or cannot be renamed while it is
+   open (FUSE), it is closed first: then close reports failed writes. Closing ends the lock. */
+static cddp_result cddp__rename_temporary(cddp__ckpt *ckpt, bool synced) {
+  int fd = ckpt->fd;
+  if (synced && rename(ckpt->temporary, ckpt->path) == 0) return CDDP_OK;
+  ckpt->fd = -1;
+  if (close(fd) != 0 && errno != EINTR) return cddp__fail_file("close", ckpt->temporary);
+  if (rename(ckpt->temporary, ckpt->path) == 0) return CDDP_OK;
+  return cddp__fail_file("rename", ckpt->temporary);
+}
+
+/* Gives the temporary file the mode of the file that it replaces, syncs it and renames it. */
+static cddp_result cddp__finish_temporary(cddp__ckpt *ckpt) {
+  int error;
+  if (ckpt->old_mode != 0)
+    fchmod(ckpt->fd, ckpt->old_mode & 0777); /* fails only on file systems without modes */
+  error = cddp__sync_file(ckpt->fd);
+  if (error != 0 && error != ENOSYS) return cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
+  return cddp__rename_temporary(ckpt, error == 0 /* synced */);
+}
+
+/* Finishes and closes the temporary file. If r or its end is a failure, removes it. */
 static cddp_result cddp__close_temporary(cddp__ckpt *ckpt, cddp_result r) {
   const char *name = ckpt->temporary;
   bool named = cddp__file_has_name(ckpt->fd, name); /* else errno says why */
   bool lost = !named && errno == ENOENT; /* no file, or another one, has the name */
-  int error = 0;
-  if (r == CDDP_OK && !named)
-    r = lost ? cddp__fail(CDDP_IO, "another process removed %s while it was written", name)
-             : cddp__fail_file("lstat", name);
-  if (r == CDDP_OK && ckpt->old_mode != 0)
-    fchmod(ckpt->fd, ckpt->old_mode & 0777); /* fails only on file systems without modes */
-  if (r == CDDP_OK) error = cddp__sync_file(ckpt->fd);
-  if (error != 0 && error != ENOSYS) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
-  if (r == CDDP_OK && (error != 0 /* ENOSYS */ || rename(name, ckpt->path) != 0)) {
-    /* Without fsync only close reports a failed write. Some file systems (FUSE) cannot rename an
-       open file. Closing ends the lock, so it is not done in other cases. */
-    int fd = ckpt->fd;
-    ckpt->fd = -1;
-    if (close(fd) != 0 && errno != EINTR) r = cddp__fail_file("close", name);
-    else if (rename(name, ckpt->path) != 0) r = cddp__fail_file("rename", name);
-  }
-  if (r != CDDP_OK && !lost /* the name is this file's */) unlink(name);
+  if (r == CDDP_OK && lost)
+    r = cddp__fail(CDDP_IO, "another process removed %s while it was written", name);
+  else if (r == CDDP_OK && !named) r = cddp__fail_file("lstat", name);
+  if (r == CDDP_OK) r = cddp__finish_temporary(ckpt);
+  if (r != CDDP_OK && !lost) unlink(name);
   if (r == CDDP_OK) r = cddp__sync_directory(ckpt);
   cddp__close_fd(&ckpt->fd);
   return r;
@@ -24747,52 +24827,22 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
   return cddp__fail_in(r, "%s(\"%s\"): ", function, cddp__cut(path != NULL ? path : "NULL", 200).s);
 }
 
-/* Checks the caller's arguments. Sets has_device_memory and partitioned. */
-static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
-  const cddp_checkpoint_desc *desc = ckpt->desc;
-  const cddp_optim *optim = desc->optim;
-  const cddp_group *owners = NULL; /* its ranks have parts of the states; NULL: not divided */
-  uint64_t elements, bytes; /* of a shape that the caller passed */
-  cddp_result r;
+/* Checks the shape that the caller passed for parameter i. */
+static cddp_result cddp__check_shape(const cddp_param *param, const cddp_shape *shape, int i) {
+  int dims = shape->dims > 0 ? shape->dims : 0;
+  uint64_t elements, bytes;
+  if (shape->dims == 0 /* none given */) return CDDP_OK;
+  if (shape->dims < -1 /* -1: a scalar */ || shape->dims > 8)
+    return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, shape->dims);
+  if (cddp__st_size(shape->size, dims, 64 /* bits: the widest */, &elements, &bytes) &&
+      elements == param->count)
+    return CDDP_OK;
+  return CDDP__REFUSE("the shape of parameter \"%s\" does not match its count, %zu", param->name,
+                      param->count);
+}
+
+static cddp_result cddp__check_metadata(const cddp_checkpoint_desc *desc, bool saves) {
   int i;
-  if (ckpt->path == NULL || ckpt->path[0] == 0) return CDDP__REFUSE("the path is NULL or empty");
-  r = cddp__check_params(ckpt->params, ckpt->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
-  if (r != CDDP_OK) return r;
-  ckpt->partitioned = optim != NULL && optim->partitioned;
-  ckpt->has_device_memory = (ckpt->g != NULL && ckpt->g->backend->on_device) ||
-                 (optim != NULL && optim->backend->on_device);
-  for (i = 0; i < ckpt->count; i++) {
-    const cddp_param *p = &ckpt->params[i];
-    const cddp_shape *shape = desc->shapes != NULL ? &desc->shapes[i] : NULL;
-    if (p->count > 0 /* else no data */ && cddp__on_device(ckpt->g, p->data))
-      ckpt->has_device_memory = true;
-    if (shape == NULL || shape->dims == 0 /* none given */) continue;
-    if (shape->dims < -1 /* -1: a scalar */ || shape->dims > 8)
-      return CDDP__REFUSE("shape %d has %d dimensions; at most 8 are supported", i, shape->dims);
-    if (!cddp__st_size(shape->size, shape->dims > 0 ? shape->dims : 0, 64 /* bits: the widest */,
-                       &elements, &bytes) || elements != p->count)
-      return CDDP__REFUSE(
-          "the shape of parameter \"%s\" does not match its count, %zu", p->name, p->count);
-  }
-  if (ckpt->has_device_memory && ckpt->g != NULL && ckpt->g->size > 1 /* else no broadcast */ &&
-      !ckpt->g->backend->on_device)
-    return CDDP__REFUSE(
-        "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
-        "with device \"cuda\", or NULL");
-  if (optim != NULL) r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
-  if (r == CDDP_OK && optim != NULL) r = cddp__check_sizes(optim);
-  if (r != CDDP_OK) return r;
-  /* shared_by: after cddp_ddp_step each rank has stepped its part of the states, in the memory that
-     the host's ranks share */
-  if (optim != NULL && optim->shared_by != NULL && optim->shared_by->group->size > 1)
-    owners = optim->shared_by->group;
-  if (ckpt->partitioned) owners = optim->desc.ddp->group;
-  if (owners != NULL && owners != ckpt->g)
-    return CDDP__REFUSE(
-        "the ranks of the cddp_ddp's group have parts of the optimizer's states: "
-        "pass that group, on all of its ranks");
-  if (desc->sampler != NULL && desc->sampler->desc.world_size <= 0)
-    return CDDP__REFUSE("the sampler is not initialized; call cddp_sampler_init");
   if (desc->metadata_count < 0 || (desc->metadata_count > 0 && desc->metadata == NULL))
     return CDDP__REFUSE("metadata is NULL or metadata_count negative");
   for (i = 0; i < desc->metadata_count; i++) {
@@ -24806,8 +24856,55 @@ static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
   return CDDP_OK;
 }
 
-/* Adds a tensor to the list, for which cddp__list_items has allocated memory. shape NULL, or dims
-   0: saved with one dimension, loaded with any shape. data NULL: set later. */
+/* Checks the caller's optimizer. Its states can be divided among the ranks of a cddp_ddp's group:
+   then that group must save or load. */
+static cddp_result cddp__check_optim(const cddp__ckpt *ckpt, const cddp_optim *optim) {
+  const cddp_group *owners = NULL; /* its ranks have parts of the states; NULL: not divided */
+  cddp_result r = cddp__check_params(optim->params, optim->count, CDDP__RULE_NAME);
+  if (r == CDDP_OK) r = cddp__check_sizes(optim);
+  if (r != CDDP_OK) return r;
+  /* shared_by: cddp_ddp_step on each rank has stepped its part, in memory that the host shares */
+  if (optim->shared_by != NULL && optim->shared_by->group->size > 1)
+    owners = optim->shared_by->group;
+  if (ckpt->partitioned) owners = optim->desc.ddp->group;
+  if (owners == NULL || owners == ckpt->g) return CDDP_OK;
+  return CDDP__REFUSE(
+      "the ranks of the cddp_ddp's group have parts of the optimizer's states: "
+      "pass that group, on all of its ranks");
+}
+
+/* Sets has_device_memory and partitioned. */
+static cddp_result cddp__ckpt_check(cddp__ckpt *ckpt, bool saves) {
+  const cddp_checkpoint_desc *desc = ckpt->desc;
+  const cddp_optim *optim = desc->optim;
+  bool group_on_device = ckpt->g != NULL && ckpt->g->backend->on_device;
+  cddp_result r;
+  int i;
+  if (ckpt->path == NULL || ckpt->path[0] == 0) return CDDP__REFUSE("the path is NULL or empty");
+  r = cddp__check_params(ckpt->params, ckpt->count, CDDP__RULE_NAME | CDDP__RULE_DATA);
+  if (r != CDDP_OK) return r;
+  ckpt->partitioned = optim != NULL && optim->partitioned;
+  ckpt->has_device_memory = group_on_device || (optim != NULL && optim->backend->on_device);
+  for (i = 0; i < ckpt->count; i++) {
+    const cddp_param *p = &ckpt->params[i];
+    if (p->count > 0 /* else no data */ && cddp__on_device(ckpt->g, p->data))
+      ckpt->has_device_memory = true;
+    if (desc->shapes != NULL && (r = cddp__check_shape(p, &desc->shapes[i], i)) != CDDP_OK)
+      return r;
+  }
+  if (ckpt->has_device_memory && !group_on_device && ckpt->g != NULL &&
+      ckpt->g->size > 1 /* else no broadcast */)
+    return CDDP__REFUSE(
+        "parameters are on a GPU, but the group has device \"cpu\"; pass a group "
+        "with device \"cuda\", or NULL");
+  if (optim != NULL && (r = cddp__check_optim(ckpt, optim)) != CDDP_OK) return r;
+  if (desc->sampler != NULL && desc->sampler->desc.world_size <= 0)
+    return CDDP__REFUSE("the sampler is not initialized; call cddp_sampler_init");
+  return cddp__check_metadata(desc, saves);
+}
+
+/* Adds a tensor to the list. shape NULL, or dims 0: saved with one dimension, loaded with any
+   shape. data NULL: set later. */
 static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dtype dtype,
                                      size_t count, const cddp_shape *shape, void *data) {
   cddp__st_item *item = &ckpt->items[ckpt->item_count++];
@@ -24836,21 +24933,46 @@ static const char *cddp__state_name(const cddp_optim *optim, int k) {
   return cddp__is_master(optim, k) ? "master" : optim->algorithm->states[k];
 }
 
-/* Lists the checkpoint's tensors in ckpt->items: the same on all ranks, which compare them. When
-   saving, cddp__select_states removes those without values. algorithm->counts is 1 if the algorithm
-   has a step count per parameter. */
+/* Adds the states and the step count of parameter i. Their names are written from `name` on.
+   Returns their end. */
+static char *cddp__list_states(cddp__ckpt *ckpt, int i, const cddp_shape *shape, char *name) {
+  const cddp_optim *optim = ckpt->desc->optim;
+  const cddp_param *p = &optim->params[i];
+  int k, items = optim->state_count + optim->algorithm->counts;
+  if (p->count == 0) return name; /* it has no states and no step count */
+  for (k = 0; k < items; k++) {
+    cddp__st_item *item;
+    if (k == optim->state_count) { /* the step count, read into the optimizer directly */
+      item = cddp__add_item(ckpt, name, CDDP_F32, 1, NULL /* shape */, &optim->steps[i]);
+      item->shape.dims = 0; /* a scalar */
+    } else {
+      if (!cddp__has_state(optim, k, i)) continue;
+      item = cddp__add_item(ckpt, name, cddp__state_type(optim, i), p->count, shape,
+                            NULL /* data: set later */);
+      item->state_pointer = cddp__state_of(optim, k, i);
+    }
+    item->param = i;
+    item->state = k;
+    name += sprintf(name, "optimizer.%s.%s", cddp__state_name(optim, k), p->name) + 1 /* NUL */;
+  }
+  return name;
+}
+
+/* The list is the same on all ranks. When saving, cddp__select_states removes states without
+   values. */
 static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   const cddp_shape *shapes = ckpt->desc->shapes;
-  int i, k;
-  int states = /* items for each parameter of the optimizer: its states, and a step count */
-      optim != NULL ? optim->state_count + optim->algorithm->counts : 0;
+  int i;
   size_t names = 0 /* most bytes */, n = (size_t)ckpt->count + 1 /* learning rate */;
   char *name;
-  if (optim != NULL)
-    for (i = 0; i < optim->count; i++, n += (size_t)states)
-      names += (size_t)states * (sizeof "optimizer.momentum_buffer." /* longest prefix, NUL */ +
-                                 strlen(optim->params[i].name));
+  for (i = 0; optim != NULL && i < optim->count; i++) {
+    /* algorithm->counts: 1 if each parameter has a step count */
+    size_t states = (size_t)optim->state_count + optim->algorithm->counts;
+    n += states;
+    names += states * (sizeof "optimizer.momentum_buffer." /* longest prefix, NUL */ +
+                       strlen(optim->params[i].name));
+  }
   ckpt->items = (cddp__st_item *)cddp__calloc(ckpt->allocator, 1, n * sizeof *ckpt->items + names);
   if (ckpt->items == NULL) return CDDP_OUT_OF_MEMORY;
   name = (char *)(ckpt->items + n);
@@ -24863,33 +24985,19 @@ static cddp_result cddp__list_items(cddp__ckpt *ckpt) {
       ->shape.dims = 0; /* a scalar */
   if (optim->params != ckpt->params || optim->count > ckpt->count)
     shapes = NULL; /* desc.shapes describes ckpt->params, not the optimizer's */
-  for (i = 0; i < optim->count; i++) {
-    const cddp_param *p = &optim->params[i];
-    if (p->count == 0) continue; /* it has no states and no step count */
-    for (k = 0; k < states; k++) {
-      cddp__st_item *item;
-      if (k == optim->state_count) { /* the step count, read into the optimizer directly */
-        item = cddp__add_item(ckpt, name, CDDP_F32, 1 /* count */, NULL /* shape */,
-                              &optim->steps[i]);
-        item->shape.dims = 0; /* a scalar */
-      } else {
-        if (!cddp__has_state(optim, k, i)) continue;
-        item = cddp__add_item(ckpt, name, cddp__state_type(optim, i), p->count,
-                              shapes != NULL ? &shapes[i] : NULL, NULL /* data */);
-        item->state_pointer = cddp__state_of(optim, k, i);
-      }
-      item->param = i;
-      item->state = k;
-      /* writes the item's name, at the address given to cddp__add_item; + 1: its NUL */
-      name += sprintf(name, "optimizer.%s.%s", cddp__state_name(optim, k), p->name) + 1;
-    }
-  }
+  for (i = 0; i < optim->count; i++)
+    name = cddp__list_states(ckpt, i, shapes != NULL ? &shapes[i] : NULL, name);
   return CDDP_OK;
 }
 
+/* Whether an item is a state of which each rank has only its part. */
+static bool cddp__in_parts(const cddp__ckpt *ckpt, const cddp__st_item *item) {
+  return ckpt->partitioned && item->state_pointer != NULL;
+}
+
 enum { CDDP__CKPT_LOADS, CDDP__CKPT_SAVES }; /* values of `bool saves` */
-/* Sets *ckpt and checks the arguments, without other ranks: r goes to cddp__compare_calls. Waits
-   for operations that can write to params. The caller always calls cddp__ckpt_end. */
+/* Checks the arguments, without other ranks: r goes to cddp__compare_calls. Waits for operations
+   that can write to params. The caller always calls cddp__ckpt_end. */
 static cddp_result cddp__ckpt_begin(
     cddp__ckpt *ckpt, bool saves, cddp_group *g, const char *path, const cddp_param *params,
     int count, const cddp_checkpoint_desc *desc) {
@@ -24909,8 +25017,8 @@ static cddp_result cddp__ckpt_begin(
   return r == CDDP_OK ? cddp__list_items(ckpt) : r;
 }
 
-/* Collective: allocates `whole`, as large as the largest state; memory of the group, as states are
-   gathered and broadcast there. */
+/* Collective: allocates `whole` for the largest state, in memory of the group: states are gathered
+   and broadcast there. */
 static cddp_result cddp__alloc_whole(cddp__ckpt *ckpt) {
   size_t i, most = 0; /* most: bytes of the largest state */
   cddp_result r = CDDP_OK;
@@ -24925,7 +25033,6 @@ static size_t cddp__kept_bytes(const cddp__ckpt *ckpt, const cddp__st_item *item
   return ckpt->desc->optim->parts[item->param].count * cddp__dtype_size(item->dtype);
 }
 
-/* Frees all that ckpt has; its temporary file is closed already. */
 static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   size_t i;
@@ -24940,8 +25047,8 @@ static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   cddp_safetensors_close(ckpt->file);
 }
 
-/* Collective: returns the first failure r of a rank on all ranks, and checks that all passed the
-   same arguments, by a hash. */
+/* Collective: returns the first failure r of a rank, and checks that all passed the same
+   arguments. */
 static cddp_result cddp__compare_calls(cddp__ckpt *ckpt, cddp_result r) {
   uint64_t *all; /* [g->size] the ranks' hashes */
   uint64_t h = (uint64_t)(ckpt->desc->ddp != NULL) << 2 | /* this rank's hash: first the options */
@@ -24977,29 +25084,33 @@ static cddp_result cddp__copy_item(cddp__ckpt *ckpt, const cddp__st_item *item) 
   cddp_dtype file_dtype = save ? dtype : (cddp_dtype)item->file_tensor->dtype; /* in the file */
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(file_dtype), done, n;
   bool device = cddp__on_device(ckpt->g, item->data);
-  bool direct = !device && file_dtype == dtype; /* the file has the bytes of the memory */
-  /* elements in a chunk; in the item's own memory all at once */
-  size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size);
   cddp_result r = CDDP_OK;
-  if (!direct && ckpt->staging == NULL) /* kept for the next items */
+  char *raw, *converted; /* a chunk as in the file; in the item's dtype */
+  if (!device && file_dtype == dtype) /* the file has the bytes of the memory */
+    return cddp__file_io(fd, save, item->data, item->count * size, at);
+  if (ckpt->staging == NULL) /* kept for the next items */
     ckpt->staging = (char *)cddp__malloc(ckpt->allocator, 2 * CDDP__FILE_STAGING);
-  if (!direct && ckpt->staging == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((raw = ckpt->staging) == NULL) return CDDP_OUT_OF_MEMORY;
   for (done = 0; r == CDDP_OK && done < item->count; done += n) {
     char *memory = (char *)item->data + done * size;
-    char *raw = direct ? memory : ckpt->staging; /* the file's bytes */
-    char *converted = file_dtype == dtype ? raw /* the same bytes, in the item's dtype */
-                      : device ? ckpt->staging + CDDP__FILE_STAGING : memory;
-    n = cddp__min(item->count - done, most); /* elements of this chunk */
-    if (save && device) r = cddp__transfer(ckpt->g, raw, memory, n * size);
-    if (r == CDDP_OK) r = cddp__file_io(fd, save, raw, n * file_size, at + done * file_size);
-    if (r == CDDP_OK && converted != raw) cddp__convert(converted, dtype, raw, file_dtype, n);
-    if (r == CDDP_OK && !save && device) r = cddp__transfer(ckpt->g, memory, converted, n * size);
+    uint64_t chunk_at = at + done * file_size;
+    n = cddp__min(item->count - done, CDDP__FILE_STAGING / cddp__max(size, file_size));
+    if (save) { /* from a device */
+      r = cddp__transfer(ckpt->g, raw, memory, n * size);
+      if (r == CDDP_OK) r = cddp__file_io(fd, CDDP__FILE_WRITE, raw, n * size, chunk_at);
+      continue;
+    }
+    r = cddp__file_io(fd, CDDP__FILE_READ, raw, n * file_size, chunk_at);
+    if (r != CDDP_OK) break;
+    converted = device ? raw + CDDP__FILE_STAGING : memory;
+    if (file_dtype == dtype) converted = raw;
+    else cddp__convert(converted, dtype, raw, file_dtype, n);
+    if (device) r = cddp__transfer(ckpt->g, memory, converted, n * size);
   }
   return r;
 }
 
-/* Sets v[CDDP__META_*] to the numbers of the caller's sampler and cddp_ddp. Returns the set of
-   their keys. */
+/* Sets v[CDDP__META_*] to the caller's numbers. Returns the set of their keys. */
 static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t *v) {
   const cddp_sampler *sampler = desc->sampler;
   memset(v, 0, CDDP__META_COUNT * sizeof *v);
@@ -25024,8 +25135,8 @@ static unsigned cddp__collect_numbers(const cddp_checkpoint_desc *desc, uint64_t
 
 /* --- saving --- */
 
-/* Sets the states' addresses. Removes states that no step has created yet, and masters that do not
-   match the weights: the next step copies the weights to them. */
+/* Sets the states' addresses. Removes states that no step has created, and masters that do not
+   match the weights. */
 static void cddp__select_states(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   size_t i, n = 0;
@@ -25034,7 +25145,7 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
     if (item->param >= 0 && optim->steps[item->param] == 0) continue; /* no states yet */
     if (item->state_pointer != NULL) {
       if (cddp__is_master(optim, item->state) && optim->init_master[item->param])
-        continue; /* this master does not match the weights */
+        continue;
       item->data = *item->state_pointer;
       if (optim->shared_by != NULL && item->data == NULL) /* in the shared memory of all ranks */
         item->data = cddp__state_at(optim->shared_by, optim, optim->shared_states, item->state,
@@ -25047,40 +25158,35 @@ static void cddp__select_states(cddp__ckpt *ckpt) {
   ckpt->item_count = n;
 }
 
-/* Selects the states, and writes the header to ckpt->header, with all items' positions. Parses it,
-   to reject duplicate names and invalid UTF-8. */
-static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
-  const cddp_checkpoint_desc *desc = ckpt->desc;
-  char digits[CDDP__META_COUNT][24]; /* `numbers` (20 digits at most) as text, as values must be */
-  uint64_t numbers[CDDP__META_COUNT], data_bytes;
-  unsigned own_keys = cddp__collect_numbers(desc, numbers); /* set of those to write */
-  cddp_metadata *all, *m; /* m: the next element of `all` to write */
-  cddp_safetensors *file; /* only to parse the header: without a descriptor */
-  cddp_result r;
-  size_t n;
+/* Lists the metadata to save in `all`, a zeroed array. Returns their number.
+     digits   receives the numbers as text, of at most 20 digits: values must be strings */
+static size_t cddp__list_metadata(const cddp_checkpoint_desc *desc, cddp_metadata *all,
+                                  char digits[CDDP__META_COUNT][24]) {
+  uint64_t numbers[CDDP__META_COUNT];
+  unsigned own_keys = cddp__collect_numbers(desc, numbers);
+  size_t n = 1;
   int i;
-  all = m = (cddp_metadata *)cddp__calloc(
-      ckpt->allocator, (size_t)desc->metadata_count + CDDP__META_COUNT + 1 /* format */, sizeof *m);
-  if (m == NULL) return CDDP_OUT_OF_MEMORY;
-  m->key = "format"; /* some of PyTorch's loaders require it */
-  m++->value = "pt";
+  all[0].key = "format"; /* some of PyTorch's loaders require it */
+  all[0].value = "pt";
   for (i = 0; i < CDDP__META_COUNT; i++) {
     if ((own_keys & 1u << i) == 0) continue;
     snprintf(digits[i], sizeof digits[i], "%" PRIu64, numbers[i]);
-    m->key = cddp__meta_keys[i];
-    m++->value = digits[i];
+    all[n].key = cddp__meta_keys[i];
+    all[n++].value = digits[i];
   }
   for (i = 0; i < desc->metadata_count; i++) {
     if (strcmp(desc->metadata[i].key, "format") == 0) /* replaces "pt" */
       all[0].value = desc->metadata[i].value;
-    else *m++ = desc->metadata[i];
+    else all[n++] = desc->metadata[i];
   }
-  cddp__select_states(ckpt);
-  data_bytes = cddp__st_write_header(ckpt->allocator, &ckpt->header, ckpt->items, ckpt->item_count,
-                                     all, (size_t)(m - all));
-  cddp__free(ckpt->allocator, all);
-  if (ckpt->header.failed) return CDDP_OUT_OF_MEMORY;
-  n = cddp__buffer_size(&ckpt->header) - 8; /* bytes of JSON */
+  return n;
+}
+
+/* Parses the header that was written, to reject duplicate names and invalid UTF-8. */
+static cddp_result cddp__check_header(cddp__ckpt *ckpt, uint64_t data_bytes) {
+  cddp_safetensors *file; /* without a descriptor */
+  cddp_result r;
+  size_t n = cddp__buffer_size(&ckpt->header) - 8; /* bytes of JSON */
   if (n > CDDP__HEADER_MAX)
     return CDDP__REFUSE(
         "names and metadata make a header of %zu bytes; %u are allowed", n, CDDP__HEADER_MAX);
@@ -25093,15 +25199,29 @@ static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   return r != CDDP_IO ? r : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
 
-/* Rank 0 writes all tensors. Collective if states are partitioned: after an error of rank 0's file
-   (r, or a write) it gathers the rest nevertheless, because the other ranks do. */
+/* Selects the states, and writes the header to ckpt->header, with all items' positions. */
+static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
+  char digits[CDDP__META_COUNT][24];
+  uint64_t data_bytes;
+  size_t most = (size_t)ckpt->desc->metadata_count + CDDP__META_COUNT + 1 /* format */;
+  cddp_metadata *all = (cddp_metadata *)cddp__calloc(ckpt->allocator, most, sizeof *all);
+  if (all == NULL) return CDDP_OUT_OF_MEMORY;
+  cddp__select_states(ckpt);
+  data_bytes = cddp__st_write_header(ckpt->allocator, &ckpt->header, ckpt->items, ckpt->item_count,
+                                     all, cddp__list_metadata(ckpt->desc, all, digits));
+  cddp__free(ckpt->allocator, all);
+  return ckpt->header.failed ? CDDP_OUT_OF_MEMORY : cddp__check_header(ckpt, data_bytes);
+}
+
+/* Rank 0 writes all tensors. Collective if states are partitioned: then also after a failure r of
+   rank 0's file, or of a write. */
 static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
   cddp_result gathered = CDDP_OK; /* of the collectives; r can be a failure of rank 0's file */
   size_t i;
   for (i = 0; i < ckpt->item_count && gathered == CDDP_OK; i++) {
     const cddp__st_item *item = &ckpt->items[i];
     CDDP__POINT("save");
-    if (ckpt->partitioned && item->state_pointer != NULL) {
+    if (cddp__in_parts(ckpt, item)) {
       gathered = cddp__gather_state(ckpt->desc->optim, item->state, item->param, ckpt->whole);
       if (r == CDDP_OK) r = gathered; /* else r has an earlier failure */
     }
@@ -25110,31 +25230,36 @@ static cddp_result cddp__save_items(cddp__ckpt *ckpt, cddp_result r) {
   return r;
 }
 
+/* Rank 0 writes the file. If states are partitioned, all ranks call this. */
+static cddp_result cddp__write_file(cddp__ckpt *ckpt) {
+  cddp_group *g = ckpt->g;
+  cddp_result r;
+  if (!ckpt->root) return cddp__save_items(ckpt, CDDP_OK);
+  r = cddp__open_temporary(ckpt);
+  if (r == CDDP_OK)
+    r = cddp__file_io(ckpt->fd, CDDP__FILE_WRITE, ckpt->header.data, ckpt->header.end, 0 /* at */);
+  if (ckpt->partitioned) r = cddp__save_items(ckpt, r); /* after a failure too: collective */
+  else if (r == CDDP_OK && g != NULL && g->size > 1) {
+    r = cddp__begin_access(g); /* states can be in the memory of other ranks */
+    if (r == CDDP_OK) r = cddp__save_items(ckpt, CDDP_OK);
+    (void)cddp__end_access(g, CDDP_OK); /* OK: no peer uses this rank's memory */
+  } else if (r == CDDP_OK) r = cddp__save_items(ckpt, CDDP_OK);
+  return ckpt->fd >= 0 ? cddp__close_temporary(ckpt, r) : r;
+}
+
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
                                 int count, const cddp_checkpoint_desc *desc) {
   cddp__ckpt ckpt;
-  bool shares; /* rank 0 can read states in other ranks' memory: cddp__begin_access (>>failure) */
   cddp_result r, mine; /* mine: of this rank, before all ranks agree */
   cddp__enter_call(__func__);
   r = cddp__ckpt_begin(&ckpt, CDDP__CKPT_SAVES, g, path, params, count, desc);
-  shares = g != NULL && g->size > 1 && !ckpt.partitioned;
   r = cddp__compare_calls(&ckpt, r);
   if (r == CDDP_OK && ckpt.partitioned) r = cddp__alloc_whole(&ckpt);
   if (r == CDDP_OK) {
-    if (ckpt.root || ckpt.partitioned) /* partitioned: each rank needs the list of states */
-      r = cddp__save_header(&ckpt);
+    bool writes = ckpt.root || ckpt.partitioned; /* else this rank only waits for rank 0 */
+    if (writes) r = cddp__save_header(&ckpt);
     if (ckpt.partitioned) r = cddp__agree(g, r); /* before the ranks gather states together */
-    if (r == CDDP_OK && ckpt.root) {
-      r = cddp__open_temporary(&ckpt);
-      if (r == CDDP_OK && shares) r = cddp__begin_access(g);
-      if (r == CDDP_OK)
-        r = cddp__file_io(ckpt.fd, CDDP__FILE_WRITE, ckpt.header.data, ckpt.header.end, 0 /* at */);
-      if (r == CDDP_OK || ckpt.partitioned /* collective */) r = cddp__save_items(&ckpt, r);
-      if (shares) (void)cddp__end_access(g, CDDP_OK); /* OK: no peer uses this rank's memory */
-      if (ckpt.fd >= 0) r = cddp__close_temporary(&ckpt, r);
-    } else if (r == CDDP_OK && ckpt.partitioned) {
-      r = cddp__save_items(&ckpt, r);
-    }
+    if (r == CDDP_OK && writes) r = cddp__write_file(&ckpt);
     mine = r;
     r = cddp__agree(g, mine); /* the other ranks wait here for rank 0 and its disk */
     if (r == CDDP_TIMEOUT && !ckpt.root)
@@ -25154,8 +25279,8 @@ static cddp_result cddp__fail_missing(const char *what, const char *name) {
       "the file has no %s \"%s\"; set partial to load only what it has", what, name);
 }
 
-/* Fails if the file's tensor cannot be loaded into the item. States can have any shape. Types in
-   which models train are converted into each other. */
+/* Fails if the file's tensor cannot be loaded into the item. States can have any shape. Types that
+   train are converted into each other. */
 static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tensor_info *tensor) {
   cddp_dtype dtype = item->dtype;
   bool converts = tensor->dtype >= 0 /* a cddp_dtype */ &&
@@ -25177,69 +25302,80 @@ static cddp_result cddp__check_tensor(const cddp__st_item *item, const cddp_tens
   return CDDP_OK;
 }
 
-/* Sets the items' file_tensor, and has_lr. Allocates memory for states, which cddp__commit_states
-   gives to the optimizer after everything was read; on a device they are read into the optimizer's
-   memory. Unless partial is set, the file must contain no other tensors, except an optimizer's if
-   the caller has none. */
+/* Sets item->file_tensor, and has_lr. A state gets memory to be read to: on a host new memory, for
+   cddp__commit_states; on a device the optimizer's own.
+     first   the first state of the item's parameter; not a state: the item itself */
+static cddp_result cddp__match_item(cddp__ckpt *ckpt, cddp__st_item *item,
+                                    const cddp__st_item *first) {
+  const cddp_optim *optim = ckpt->desc->optim;
+  const cddp_tensor_info *tensor = cddp__st_find(ckpt->file, item->name);
+  bool partial = ckpt->desc->partial, is_state = item->state_pointer != NULL;
+  cddp_result r;
+  /* A parameter's states are all in the file, or none. A master can be missing alone: cddp_save
+     leaves out one that differs from its weights. */
+  if (tensor == NULL) {
+    bool needed = item->param < 0 || first->file_tensor != NULL;
+    if (partial || !needed || (is_state && cddp__is_master(optim, item->state))) return CDDP_OK;
+    return cddp__fail_missing("tensor", item->name);
+  }
+  if (!partial && first != item && first->file_tensor == NULL)
+    return cddp__fail_missing("tensor", first->name);
+  if ((r = cddp__check_tensor(item, tensor)) != CDDP_OK) return r;
+  item->file_tensor = tensor;
+  if (item->data == &ckpt->lr) ckpt->has_lr = true;
+  if (!is_state) return CDDP_OK;
+  if (optim->backend->on_device) item->data = *item->state_pointer;
+  else /* malloc: the optimizer owns it later */
+    item->data = cddp__calloc(NULL, 1, cddp__kept_bytes(ckpt, item));
+  return item->data != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+}
+
+/* Matches items and the file's tensors. Unless partial is set, the file must contain no other
+   tensors, except an optimizer's if the caller has none. */
 static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
-  bool partial = ckpt->desc->partial;
+  const cddp_safetensors *file = ckpt->file;
   bool *matched = (bool *)cddp__calloc( /* [count] whether a tensor of the file is an item's */
-      ckpt->allocator, ckpt->file->count, sizeof *matched);
-  const cddp__st_item *first = ckpt->items; /* the first state of the parameter of `item` */
+      ckpt->allocator, file->count, sizeof *matched);
+  const cddp__st_item *first = ckpt->items; /* see cddp__match_item */
   cddp_result r = matched != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
-    const cddp_tensor_info *tensor = cddp__st_find(ckpt->file, item->name);
-    bool is_master = item->state_pointer != NULL && cddp__is_master(optim, item->state);
     if (item->param < 0 || item->param != first->param) first = item;
-    if (item->param >= 0 && !ckpt->has_lr) continue; /* partial: the file has no optimizer */
-    /* A parameter's states are all in the file, or none. A master can be missing alone: cddp_save
-       leaves out one that differs from its weights. */
-    if (tensor == NULL) {
-      if (!partial && !is_master && (item->param < 0 || first->file_tensor != NULL))
-        r = cddp__fail_missing("tensor", item->name);
-      continue;
-    }
-    if (!partial && first != item && first->file_tensor == NULL)
-      r = cddp__fail_missing("tensor", first->name);
-    if (r != CDDP_OK) break; /* now: cddp__check_tensor would replace r */
-    r = cddp__check_tensor(item, tensor);
-    matched[tensor - ckpt->file->tensors] = true;
-    if (item->data == &ckpt->lr) ckpt->has_lr = true; /* lr precedes the states in the list */
-    if (r == CDDP_OK && item->state_pointer != NULL) {
-      item->data = *item->state_pointer;
-      if (!optim->backend->on_device)
-        item->data = cddp__calloc(NULL /* malloc: the optimizer owns it later */, 1,
-                                  cddp__kept_bytes(ckpt, item));
-      if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
-    }
-    item->file_tensor = tensor;
+    if (item->param >= 0 && !ckpt->has_lr) break; /* partial: the file has no optimizer */
+    r = cddp__match_item(ckpt, item, first);
+    if (item->file_tensor != NULL) matched[item->file_tensor - file->tensors] = true;
   }
-  if (!partial)
-    for (i = 0; r == CDDP_OK && i < ckpt->file->count; i++)
-      /* without an optimizer the caller need not load the file's optimizer states */
-      if (!matched[i] &&
-          (optim != NULL || strncmp(ckpt->file->tensors[i].name, "optimizer.", 10) != 0))
-        r = CDDP__REFUSE(
-            "the file has a tensor \"%s\", which is not among the parameters%s; set "
-            "partial to ignore it", cddp__cut(ckpt->file->tensors[i].name, CDDP__NAME_CUT).s,
-            optim != NULL ? " or this optimizer's states" : "");
+  for (i = 0; r == CDDP_OK && !ckpt->desc->partial && i < file->count; i++)
+    if (!matched[i] && (optim != NULL || strncmp(file->tensors[i].name, "optimizer.", 10) != 0))
+      r = CDDP__REFUSE(
+          "the file has a tensor \"%s\", which is not among the parameters%s; set "
+          "partial to ignore it", cddp__cut(file->tensors[i].name, CDDP__NAME_CUT).s,
+          optim != NULL ? " or this optimizer's states" : "");
   cddp__free(ckpt->allocator, matched);
   return r;
 }
 
-/* Reads the numbers that the caller wants from the file's metadata, to ckpt->numbers and found. If
-   both runs set shards, these must be equal. In the middle of an epoch the sampler must have the
-   same dataset size, seed and shuffle. */
+/* Why the file's number i, if it differs from the caller's, cannot be loaded; NULL: it can. The
+   numbers up to i have been read. */
+static const char *cddp__fixed_number(const cddp__ckpt *ckpt, int i, uint64_t own) {
+  const uint64_t *v = ckpt->numbers;
+  if (i == CDDP__META_SHARDS && v[i] != 0 && own != 0)
+    return "set cddp_ddp_desc.shards to the file's number, or to 0";
+  if (i >= CDDP__META_DATASET_SIZE && i <= CDDP__META_SHUFFLE && v[CDDP__META_SAMPLES] != 0 &&
+      v[CDDP__META_SAMPLES] < v[CDDP__META_DATASET_SIZE])
+    return "it was saved in the middle of an epoch, which cannot continue";
+  return NULL;
+}
+
+/* Reads the numbers that the caller wants from the file's metadata, to ckpt->numbers and found. */
 static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   uint64_t own[CDDP__META_COUNT], *v = ckpt->numbers;
   unsigned asked = cddp__collect_numbers(ckpt->desc, own); /* own: the caller's present values */
   int i;
   for (i = 0; i < CDDP__META_COUNT; i++) {
-    const char *key = cddp__meta_keys[i], *text = cddp__st_value(ckpt->file, key);
-    bool mid_epoch;
+    const char *key = cddp__meta_keys[i], *text = cddp__st_value(ckpt->file, key), *problem;
     char *rest = NULL;
     if ((asked & 1u << i) == 0 || (text == NULL && ckpt->desc->partial)) continue; /* not `found` */
     if (text == NULL) return cddp__fail_missing("metadata", key);
@@ -25248,14 +25384,9 @@ static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
     /* text[0]: strtoull also accepts blanks and signs */
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
-    /* v[0 .. i] have been read, so also the number of samples and dataset_size */
-    mid_epoch = i >= CDDP__META_DATASET_SIZE && i <= CDDP__META_SHUFFLE &&
-                v[CDDP__META_SAMPLES] != 0 && v[CDDP__META_SAMPLES] < v[CDDP__META_DATASET_SIZE];
-    if (v[i] != own[i] && (mid_epoch || (i == CDDP__META_SHARDS && v[i] != 0 && own[i] != 0)))
-      return CDDP__REFUSE("%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i],
-                          mid_epoch
-                              ? "it was saved in the middle of an epoch, which cannot continue"
-                              : "set cddp_ddp_desc.shards to the file's number, or to 0");
+    if (v[i] != own[i] && (problem = cddp__fixed_number(ckpt, i, own[i])) != NULL)
+      return CDDP__REFUSE(
+          "%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i], problem);
     ckpt->found |= 1u << i;
   }
   return CDDP_OK;
@@ -25266,13 +25397,11 @@ static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, siz
   return ckpt->g != NULL ? cddp__broadcast(ckpt->g, data, bytes, 0 /* root */) : CDDP_OK;
 }
 
-/* Collective: reads the header on rank 0, broadcasts it, and checks on each rank that it contains
-   the caller's tensors, numbers and metadata. Changes nothing outside of ckpt. r: this rank's
-   result so far. */
+/* Collective: broadcasts rank 0's header, and checks on each rank that it contains what the caller
+   wants. Changes nothing outside of ckpt. */
 static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
-  uint64_t sizes[2] = {0, 0}; /* of the text and the data in rank 0's file; set on rank 0, received
-                                 on the others */
+  uint64_t sizes[2] = {0, 0}; /* of the text and the data in rank 0's file */
   size_t needed = 0; /* bytes of desc->text that cddp_load fills: all values, with their NULs */
   int i;
   if (r == CDDP_OK && ckpt->root) r = cddp__st_open(&ckpt->file, ckpt->allocator, ckpt->path);
@@ -25300,8 +25429,7 @@ static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   return cddp__agree(ckpt->g, r);
 }
 
-/* Collective: broadcasts the tensors that rank 0 has read, small ones in host memory together.
-   cddp__load_states has sent partitioned states. */
+/* Collective: broadcasts the tensors that rank 0 has read, small ones in host memory together. */
 static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   cddp__packet packet;
@@ -25311,9 +25439,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
     cddp__st_item *item = &ckpt->items[i];
     cddp_dtype dtype = item->dtype;
     cddp__call call = cddp__broadcast_call(item->data, item->count, dtype, 0 /* root */);
-    if (item->file_tensor == NULL /* not in the file */ ||
-        (ckpt->partitioned && item->state_pointer != NULL /* sent */))
-      continue;
+    if (item->file_tensor == NULL || cddp__in_parts(ckpt, item) /* sent */) continue;
     if (ckpt->has_device_memory)
       r = (ckpt->g->backend->start)(ckpt->g, &call, NULL /* no handle */);
     else r = cddp__packet_add(&packet, item->data, item->count, dtype);
@@ -25327,33 +25453,31 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
 /* Collective: rank 0 broadcasts each state in `whole`, of which each rank keeps its part. */
 static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
-  const cddp_ddp *d = optim->desc.ddp;
   cddp_group *g = ckpt->g;
   cddp_result r = cddp__alloc_whole(ckpt);
   char *whole = ckpt->whole; /* not used if NULL: no states, or r is a failure */
   size_t i;
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item item = ckpt->items[i];
-    cddp_dtype dtype = item.dtype;
-    cddp__call call = cddp__broadcast_call(whole, item.count, dtype, 0 /* root */);
     void *part = item.data; /* of this rank; from cddp__match_items */
-    if (item.file_tensor == NULL /* not in the file */ || item.state_pointer == NULL /* no state */)
-      continue;
+    size_t esize = cddp__dtype_size(item.dtype);
+    cddp__call call = cddp__broadcast_call(whole, item.count, item.dtype, 0 /* root */);
+    if (item.file_tensor == NULL || item.state_pointer == NULL) continue;
     item.data = whole;
     if (ckpt->root) r = cddp__copy_item(ckpt, &item); /* reads it from the file */
     if ((r = cddp__agree(g, r)) != CDDP_OK) break;
     r = (g->backend->start)(g, &call, NULL /* no handle */);
     if (r == CDDP_OK)
-      r = (d->memory->copy)(part, whole + optim->parts[item.param].first * cddp__dtype_size(dtype),
-                            cddp__kept_bytes(ckpt, &item), g->stream);
+      r = (optim->desc.ddp->memory->copy)(part, whole + optim->parts[item.param].first * esize,
+                                          cddp__kept_bytes(ckpt, &item), g->stream);
     if (r == CDDP_OK && ckpt->has_device_memory) r = cddp__await_device(g, CDDP__AWAIT_GROUP);
     r = cddp__agree(g, r); /* all have copied their parts: `whole` is free */
   }
   return r;
 }
 
-/* Rank 0: rejects invalid step counts and an invalid learning rate before anything of the caller's
-   changes. Reads the learning rate to ckpt->lr, the step counts only to a local variable. */
+/* Rank 0: rejects invalid step counts and learning rates before anything of the caller's changes.
+   Reads the learning rate to ckpt->lr. */
 static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   size_t i;
@@ -25373,8 +25497,8 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
   return r;
 }
 
-/* Collective: reads all tensors on rank 0 and gives them to all ranks: parameters and step counts
-   in place, states to the memory from cddp__match_items. */
+/* Collective: reads all tensors on rank 0 and gives them to all ranks: states to the memory from
+   cddp__match_items, all else in place. */
 static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
   cddp_result r = CDDP_OK;
   size_t i;
@@ -25382,8 +25506,7 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
     r = cddp__check_numbers(ckpt);
     for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
       const cddp__st_item *item = &ckpt->items[i];
-      bool by_load_states = ckpt->partitioned && item->state_pointer != NULL;
-      if (item->file_tensor != NULL && !by_load_states) r = cddp__copy_item(ckpt, item);
+      if (item->file_tensor != NULL && !cddp__in_parts(ckpt, item)) r = cddp__copy_item(ckpt, item);
     }
   }
   r = cddp__agree(ckpt->g, r);
@@ -25394,10 +25517,10 @@ static cddp_result cddp__load_tensors(cddp__ckpt *ckpt) {
                                  : CDDP_OK;
 }
 
-/* Gives the loaded states and the learning rate to the optimizer; states that the file lacks begin
-   anew. */
+/* Gives loaded states and learning rate to the optimizer; states that the file lacks begin anew. */
 static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   cddp_optim *optim = ckpt->desc->optim;
+  bool on_device = optim->backend->on_device;
   cddp_result r = CDDP_OK;
   size_t i;
   int k;
@@ -25410,61 +25533,70 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
       if (!found) *(float *)item->data = 0; /* the file lacks it */
       continue;
     }
-    if (!optim->algorithm->counts) /* SGD: steps is 1 if a state, this or an earlier, was found */
-      optim->steps[item->param] =
-          found || (item[-1].param == item->param && optim->steps[item->param] > 0);
+    if (!optim->algorithm->counts) { /* SGD: steps is 1 if the file has one of its states */
+      if (item->state == 0) optim->steps[item->param] = 0;
+      if (found) optim->steps[item->param] = 1;
+    }
     if (cddp__is_master(optim, item->state)) optim->init_master[item->param] = !found;
-    if (!optim->backend->on_device) {
+    if (!on_device) {
       cddp__free(NULL /* malloc */, *item->state_pointer);
       *item->state_pointer = item->data; /* NULL if not found */
-      item->data = NULL; /* else cddp__ckpt_end would free it, which the optimizer owns now */
+      item->data = NULL; /* so that cddp__ckpt_end does not free it */
     } else if (!found) { /* found ones were read into this memory */
       r = (optim->backend->zero)(optim, *item->state_pointer, cddp__kept_bytes(ckpt, item),
                                  CDDP__WAIT);
     }
   }
-  if (!optim->backend->on_device) /* a device has all states: zeroed above if not found */
-    for (k = 0; r == CDDP_OK && k < optim->count; k++)
-      if (optim->steps[k] > 0) r = cddp__ensure_states(optim, k); /* adds missing ones, zeroed */
+  for (k = 0; r == CDDP_OK && !on_device && k < optim->count; k++)
+    if (optim->steps[k] > 0) r = cddp__ensure_states(optim, k); /* adds missing ones, zeroed */
   return r == CDDP_OK ? cddp_optim_set_lr(optim, ckpt->lr) : r;
+}
+
+static cddp_result cddp__commit_optim(cddp__ckpt *ckpt) {
+  cddp_optim *optim = ckpt->desc->optim;
+  cddp_result r = CDDP_OK;
+  cddp__renew_masters(optim); /* they begin anew as the loaded weights */
+  optim->paired = 0; /* steps that other optimizers made before do not matter now */
+  if (ckpt->has_lr) r = cddp__commit_states(ckpt); /* else its states stay: the file has none */
+  return r == CDDP_OK ? (optim->backend->copy)(optim) : r; /* to desc.copies */
+}
+
+/* A set of numbers that the file lacks in part (desc.partial) changes nothing. */
+static void cddp__commit_numbers(const cddp__ckpt *ckpt) {
+  const uint64_t *v = ckpt->numbers;
+  uint64_t start = v[CDDP__META_SAMPLES];
+  if ((ckpt->found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
+    ckpt->desc->ddp->steps = v[CDDP__META_STEPS];
+  if ((ckpt->found & CDDP__META_OF_SAMPLER) != CDDP__META_OF_SAMPLER) return;
+  if (start > 0 && start >= v[CDDP__META_DATASET_SIZE])
+    start = UINT64_MAX; /* the epoch had ended: so it has now, even if the dataset has grown */
+  cddp__sampler_begin(ckpt->desc->sampler, v[CDDP__META_EPOCH], start, CDDP__EPOCH_RESUMED);
+}
+
+/* To desc.text: cddp__load_header has checked its size. */
+static void cddp__commit_metadata(const cddp__ckpt *ckpt) {
+  char *text = ckpt->desc->text;
+  int i;
+  for (i = 0; i < ckpt->desc->metadata_count; i++) {
+    cddp_metadata *m = &ckpt->desc->metadata[i];
+    const char *value = cddp__st_value(ckpt->file, m->key);
+    m->value = value != NULL ? strcpy(text, value) : NULL;
+    if (value != NULL) text += strlen(value) + 1;
+  }
 }
 
 CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *params, int count,
                                 const cddp_checkpoint_desc *desc) {
   cddp__ckpt ckpt;
   cddp_result r;
-  char *text; /* where the next metadata value is copied to, in desc->text */
-  int i;
   cddp__enter_call(__func__);
   r = cddp__ckpt_begin(&ckpt, CDDP__CKPT_LOADS, g, path, params, count, desc);
   r = cddp__load_header(&ckpt, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&ckpt);
-  desc = ckpt.desc; /* never NULL */
-  if (r == CDDP_OK && desc->optim != NULL) {
-    cddp__renew_masters(desc->optim); /* they begin anew as the loaded weights */
-    desc->optim->paired = 0; /* steps that other optimizers made before do not matter now */
-    if (ckpt.has_lr) r = cddp__commit_states(&ckpt); /* else its states stay: the file has none */
-    if (r == CDDP_OK) r = (desc->optim->backend->copy)(desc->optim); /* to desc.copies */
-    r = cddp__agree(ckpt.g, r);
-  }
+  if (r == CDDP_OK && ckpt.desc->optim != NULL) r = cddp__agree(g, cddp__commit_optim(&ckpt));
   if (r == CDDP_OK) {
-    uint64_t start = ckpt.numbers[CDDP__META_SAMPLES];
-    /* a set of numbers that the file lacks in part (desc.partial) changes nothing */
-    if ((ckpt.found & CDDP__META_OF_DDP) == CDDP__META_OF_DDP)
-      desc->ddp->steps = ckpt.numbers[CDDP__META_STEPS];
-    if (start > 0 && start >= ckpt.numbers[CDDP__META_DATASET_SIZE])
-      start = UINT64_MAX; /* the epoch had ended: so it has now, even if the dataset has grown */
-    if ((ckpt.found & CDDP__META_OF_SAMPLER) == CDDP__META_OF_SAMPLER)
-      cddp__sampler_begin(desc->sampler, ckpt.numbers[CDDP__META_EPOCH], start,
-                          CDDP__EPOCH_RESUMED);
-    text = desc->text; /* large enough for the values: cddp__load_header has checked that */
-    for (i = 0; i < desc->metadata_count; i++) {
-      const char *value = cddp__st_value(ckpt.file, desc->metadata[i].key);
-      desc->metadata[i].value = value != NULL ? text : NULL;
-      if (value == NULL) continue;
-      strcpy(text, value);
-      text += strlen(value) + 1;
-    }
+    cddp__commit_numbers(&ckpt);
+    cddp__commit_metadata(&ckpt);
   }
   cddp__ckpt_end(&ckpt);
   return cddp__fail_on_file(__func__, path, r);
@@ -26084,35 +26216,38 @@ CDDPDEF int cddp_launcher_rank(void) {
 
 /* --- groups --- */
 
+/* Whether device is "cuda" or "cuda:N", N of at most 4 digits. */
+static bool cddp__is_cuda(const char *device) {
+  size_t digits;
+  if (strcmp(device, "cuda") == 0) return true;
+  if (strncmp(device, "cuda:", 5) != 0) return false;
+  digits = strspn(device + 5, "0123456789");
+  return digits > 0 && digits <= 4 && device[5 + digits] == 0;
+}
+
 /* Fails unless device and backend are known, fit together, and are in this build. */
 static cddp_result cddp__check_device(const cddp_group_desc *desc) {
   const char *device = desc->device != NULL ? desc->device : "cpu";
-  const char *backend = /* the desc's, or CDDP_BACKEND's */
-      cddp__backend_name(desc) != NULL ? cddp__backend_name(desc) : "cpu";
-  bool cuda = strncmp(device, "cuda", 4) == 0;
-  bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
-  const char *number = cuda && device[4] == ':' ? device + 5 : "0";
-  size_t digits = strspn(number, "0123456789");
-  bool known_device = cuda /* [:number] */
-                   ? digits > 0 && digits <= 4 /* fits an int */ && number[digits] == 0 &&
-                         (device[4] == 0 || device[4] == ':')
-                   : strcmp(device, "cpu") == 0;
-  bool known_backend = nccl || mpi || strcmp(backend, "cpu") == 0;
-  if (!known_device || !known_backend || (cuda ? mpi : nccl) /* do not fit together */)
+  const char *backend = cddp__backend_name(desc); /* the desc's, or CDDP_BACKEND's */
+  bool from_env = desc->backend == NULL && backend != NULL;
+  bool cuda = cddp__is_cuda(device), nccl, mpi;
+  if (backend == NULL) backend = "cpu";
+  nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
+  if ((!cuda && strcmp(device, "cpu") != 0) || (!nccl && !mpi && strcmp(backend, "cpu") != 0) ||
+      (cuda ? mpi : nccl) /* do not fit together */)
     return CDDP__REFUSE(
         "device \"%s\" with backend \"%s\"%s: the device can be \"cpu\", \"cuda\" or one GPU, as "
         "in \"cuda:0\"; the backend \"cpu\" (PyTorch's gloo), \"mpi\" (with device \"cpu\") or "
-        "\"nccl\" (with \"cuda\")", device, backend,
-        desc->backend == NULL && cddp__backend_name(desc) != NULL ? " (CDDP_BACKEND)" : "");
-  if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
-    return cddp__fail( /* desc->backend NULL: backend is CDDP_BACKEND's */
-        CDDP_UNSUPPORTED, "this build has no %s%s; compile cddp's implementation with %s, or %s",
-        cuda ? "CUDA" : "MPI",
-        mpi && desc->backend == NULL ? ", which CDDP_BACKEND=mpi requires" : "",
-        cuda ? "-DCDDP_CUDA and link -lnccl -lcublas" : "mpicc -DCDDP_MPI",
-        mpi && desc->backend == NULL ? "unset CDDP_BACKEND"
-                                     : "use device \"cpu\" and backend \"cpu\"");
-  return CDDP_OK;
+        "\"nccl\" (with \"cuda\")", device, backend, from_env ? " (CDDP_BACKEND)" : "");
+  if (cuda && !CDDP__HAS_CUDA)
+    return cddp__fail(
+        CDDP_UNSUPPORTED, "this build has no CUDA; compile cddp's implementation with -DCDDP_CUDA "
+        "and link -lnccl -lcublas, or use device \"cpu\" and backend \"cpu\"");
+  if (!mpi || CDDP__HAS_MPI) return CDDP_OK;
+  return cddp__fail(
+      CDDP_UNSUPPORTED, "this build has no MPI%s; compile cddp's implementation with mpicc "
+      "-DCDDP_MPI, or %s", from_env ? ", which CDDP_BACKEND=mpi requires" : "",
+      from_env ? "unset CDDP_BACKEND" : "use device \"cpu\" and backend \"cpu\"");
 }
 
 /* Of a desc: all 0 means malloc and free. */
@@ -26244,8 +26379,7 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
 
 /* --- collectives --- */
 
-/* Checks a call and runs it, or (work not NULL) starts it and sets *work. function: the public
-   one's name, for texts and call sites. */
+/* Checks a call and runs it, or (work not NULL) starts it. function: the public one's name. */
 static cddp_result cddp__start_call(const char *function, cddp_group *g, const cddp__call *call,
                                     cddp_work **work) {
   cddp_result r;
@@ -26307,43 +26441,52 @@ CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *rec
   return cddp__start_call(__func__, g, &call, work);
 }
 
-/* cddp__start_call with counts. send_counts NULL (all_gather_v): this rank sends one share, of
-   recv_counts[g->rank] elements, to all ranks. */
-static cddp_result cddp__start_counted(
-    const char *function, cddp_group *g, cddp__call *call, const size_t *send_counts,
-    const size_t *recv_counts, cddp_work **work) {
+/* Sets `shares`, and the elements that this rank sends and receives. Fails if they exceed half of
+   the address space. */
+static cddp_result cddp__fill_shares(const cddp_group *g, const cddp__call *call,
+                                     const size_t *send_counts, const size_t *recv_counts,
+                                     cddp__counted_share *shares, size_t *sent, size_t *received) {
   bool scatters = cddp__shapes[call->kind].scatters;
-  size_t sent = 0, received = 0; /* elements */
-  size_t most = SIZE_MAX / 2 / call->esize; /* elements in half of the address space: a sum and
-                                               one more share cannot overflow */
-  cddp__counted_share *shares; /* [size] for this call; a started one has a copy */
-  cddp_result r;
+  size_t most = SIZE_MAX / 2 / call->esize; /* a sum and one more share cannot overflow */
   int p;
-  cddp__enter_call(function);
-  if (work != NULL) *work = NULL;
-  if (g == NULL || recv_counts == NULL || (scatters && send_counts == NULL))
-    return cddp__named(function,
-                       CDDP__REFUSE("%s is NULL", g == NULL ? "the group" : "an array of counts"));
-  shares = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__counts_bytes(g));
-  if (shares == NULL) return CDDP_OUT_OF_MEMORY;
+  *sent = *received = 0;
   for (p = 0; p < g->size; p++) {
     cddp__counted_share *share = &shares[p];
     share->out = scatters ? send_counts[p] : recv_counts[g->rank];
     share->in = recv_counts[p];
-    share->out_at = scatters ? sent : 0 /* all ranks get the same elements */;
-    share->in_at = received;
-    if (share->out > most - share->out_at || share->in > most - received)
-      break; /* then p < size, which is refused below */
-    sent += share->out;
-    received += share->in;
+    share->out_at = scatters ? *sent : 0 /* all ranks get the same elements */;
+    share->in_at = *received;
+    if (share->out > most - share->out_at || share->in > most - share->in_at)
+      return CDDP__REFUSE("the counts up to rank %d's exceed the address space", p);
+    *sent += share->out;
+    *received += share->in;
   }
+  return CDDP_OK;
+}
+
+/* cddp__start_call with counts. send_counts NULL (all_gather_v): this rank sends one share to
+   all. */
+static cddp_result cddp__start_counted(
+    const char *function, cddp_group *g, cddp__call *call, const size_t *send_counts,
+    const size_t *recv_counts, cddp_work **work) {
+  size_t sent, received; /* elements */
+  cddp__counted_share *shares; /* [size] for this call; a started one has a copy */
+  cddp_result r;
+  cddp__enter_call(function);
+  if (work != NULL) *work = NULL;
+  if (g == NULL || recv_counts == NULL ||
+      (cddp__shapes[call->kind].scatters && send_counts == NULL))
+    return cddp__named(function,
+                       CDDP__REFUSE("%s is NULL", g == NULL ? "the group" : "an array of counts"));
+  shares = (cddp__counted_share *)cddp__malloc(&g->host->allocator, cddp__counts_bytes(g));
+  if (shares == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__fill_shares(g, call, send_counts, recv_counts, shares, &sent, &received);
   if (sent == 0) call->send = g; /* any address, not read: NULL + 0 would be undefined */
   if (received == 0) call->recv = g->host; /* not g: Open MPI takes equal ones for MPI_IN_PLACE */
   /* One rank: as a call without counts, so `shares` is not used. */
   call->count = g->size > 1 ? CDDP__COUNTED : received;
   call->shares = g->size > 1 ? shares : NULL;
-  r = p == g->size ? cddp__check_call(g, call)
-                   : CDDP__REFUSE("the counts up to rank %d's exceed the address space", p);
+  if (r == CDDP_OK) r = cddp__check_call(g, call);
   if (r != CDDP_OK) r = cddp__named(function, r);
   else if (g->size == 1 && sent != received)
     r = cddp__fail(
@@ -26472,27 +26615,32 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   return CDDP_OK;
 }
 
+/* Fails if the model cannot get another shard: the current one's gradients must be ready. */
+static cddp_result cddp__check_shard_ready(const cddp_ddp *d) {
+  int i;
+  if (d->no_sync)
+    return CDDP__REFUSE("cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the "
+                        "last cddp_ddp_ready of a shard", d->group->rank);
+  for (i = 0; d->shards.current >= 0 && i < d->count; i++)
+    if (!d->tensors[i].ready)
+      return CDDP__REFUSE(
+          "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank %d; call "
+          "cddp_ddp_ready for every parameter first", cddp__param_name(d->params, i).s,
+          d->shards.current, d->group->rank);
+  return CDDP_OK;
+}
+
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   cddp_result r;
-  int i = 0;
   if (d == NULL || shard == NULL || cddp__has_cause(&d->failure) /* the step returns it */)
     return false;
   /* the last call of a step: all shards are taken; under no_sync it is refused below */
   if (!d->desc.elastic && d->shards.taken == d->shards.own_count && !d->no_sync) return false;
-  /* i: the first gradient of the current shard that is not ready; d->count: none */
-  while (d->shards.current >= 0 && i < d->count && d->tensors[i].ready) i++;
-  if (d->no_sync)
-    r = CDDP__REFUSE("cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
-                     "cddp_ddp_ready of a shard", d->group->rank);
-  else if (d->shards.current >= 0 && i < d->count)
-    r = CDDP__REFUSE(
-        "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on "
-        "rank %d; call cddp_ddp_ready for every parameter first", cddp__param_name(d->params, i).s,
-        d->shards.current, d->group->rank);
-  else if ((r = d->memory->enter(d)) == CDDP_UNSUPPORTED)
-    return false; /* in a graph's capture: the step returns this error; the model stays usable */
-  else if (r == CDDP_OK)
-    r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_shard(d);
+  if ((r = cddp__check_shard_ready(d)) == CDDP_OK) {
+    r = d->memory->enter(d);
+    if (r == CDDP_UNSUPPORTED) return false; /* in a graph's capture: the step returns this error */
+  }
+  if (r == CDDP_OK) r = d->elastic != NULL ? cddp__elastic_next(d) : cddp__next_shard(d);
   if (r != CDDP_OK) (void)cddp__break_model(d, r); /* the next step returns r */
   if (r != CDDP_OK || d->shards.current < 0 /* none is left */) return false;
   *shard = d->shards.current;
@@ -26523,8 +26671,8 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
   /* + 64, / 4: nor can the sizes in cddp__rows_add overflow, which grows its arrays */
   CDDP__CHECK(n <= SIZE_MAX / 4 / (sparse->row_bytes + 64), "n exceeds the address space");
   if (n > 0 && cddp__on_device(d->group, values)) { /* the rows are collected on the host */
-    /* Waits for the program's kernels, which write the values. An elastic model's d->group can have
-       lost ranks: STREAM ignores that. */
+    /* Waits for the program's kernels, which write the values. STREAM: an elastic model's group can
+       have lost ranks. */
     CDDP__TRY(cddp__await_device(d->group,
                                  d->desc.elastic ? CDDP__AWAIT_STREAM : CDDP__AWAIT_GROUP));
     copy = cddp__malloc(&d->group->host->allocator, n * sparse->row_bytes);
@@ -26547,14 +26695,12 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
   return sparse != NULL ? sparse->mean.n : 0;
 }
 
-/* cddp_ddp_wait, _step, _reduce_scatter, by `kind`. optim NULL: gradients only. function: the
-   public one's name, for errors of arguments. */
+/* By `kind`: cddp_ddp_wait, _step, _reduce_scatter. optim NULL: gradients only. */
 static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, cddp_optim *optim) {
   /* On a GPU `enter` selects the device, and refuses some graph captures. Under no_sync only a wait
-     comes here; it does nothing, so it needs no device. */
+     comes here, which needs no device. */
   cddp_result r = d->no_sync ? CDDP_OK : d->memory->enter(d);
-  /* UNSUPPORTED: a capture is refused, and nothing has begun. After another error of `enter` the
-     step selects the device again, which fails the model. */
+  /* UNSUPPORTED: nothing has begun. After another error of `enter` the step fails the model. */
   if (r != CDDP_UNSUPPORTED)
     r = d->desc.elastic ? cddp__elastic_step(d, optim) : cddp__ddp_step(d, kind, optim);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(function, r) : r;
@@ -26582,7 +26728,7 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
 
 /* Fails if d is NULL, or a model without partitions. */
 static cddp_result cddp__check_partitions(const cddp_ddp *d) {
-  CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
+  if (d == NULL) return CDDP__REFUSE("the cddp_ddp is NULL");
   if (!d->desc.elastic) return CDDP_OK;
   return cddp__fail(
       CDDP_UNSUPPORTED, "an elastic model has no partitions; call cddp_ddp_wait, and "
@@ -26695,8 +26841,8 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 /* --- optimizers --- */
 
-/* Creates an optimizer: checks, chooses its functions, and pairs it with an elastic model, if any.
-   *out is NULL after a failure. state_count: of the algorithm, without masters. */
+/* Chooses the optimizer's functions, and pairs it with an elastic model, if any. *out is NULL after
+   a failure. state_count: of the algorithm, without masters. */
 static cddp_result cddp__optim_create(
     cddp_optim **out, const cddp__algorithm *algorithm, int state_count, cddp_param *params,
     int count, const cddp__optim_desc *desc) {
@@ -26756,17 +26902,15 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 
 /* --- the store --- */
 
-/* Refuses NULLs and sizes above the limits. required: the program's pointer for a result that it
-   must not omit; of a call without one: any, not NULL. */
+/* required: the program's pointer for a result that it must not omit; without one: any, not
+   NULL. */
 static cddp_result cddp__check_request(const cddp_store *store, const cddp__request *request,
                                        const void *required) {
-  const char *problem = /* NULL: none */
-      store == NULL ? "the store is NULL"
-      : request->keys == NULL && request->count > 0 ? "keys is NULL"
-      : required == NULL ? "a pointer for the answer is NULL"
-      : request->out == NULL && request->capacity > 0 ? "value is NULL" : NULL;
   int i;
-  if (problem != NULL) return CDDP__REFUSE("%s", problem);
+  if (store == NULL) return CDDP__REFUSE("the store is NULL");
+  if (request->keys == NULL && request->count > 0) return CDDP__REFUSE("keys is NULL");
+  if (required == NULL) return CDDP__REFUSE("a pointer for the answer is NULL");
+  if (request->out == NULL && request->capacity > 0) return CDDP__REFUSE("value is NULL");
   if (request->count < 0 || (unsigned)request->count > CDDP__KEYS_MAX)
     return CDDP__REFUSE("count is %d; it must be from 0 to %u", request->count, CDDP__KEYS_MAX);
   for (i = 0; i < request->count; i++) {
@@ -26782,8 +26926,7 @@ static cddp_result cddp__check_request(const cddp_store *store, const cddp__requ
   return CDDP_OK;
 }
 
-/* Checks a request, runs it, and waits for the answer, which is in *request. GET first waits for
-   its key. required: the caller's pointer for the answer: CDDP_INVALID_ARGUMENT if it is NULL. */
+/* Checks a request, runs it, and waits for the answer, in *request. GET first waits for its key. */
 static cddp_result cddp__store_command(const char *function, cddp_store *store,
                                        cddp__request *request, const void *required) {
   cddp_result r = cddp__check_request(store, request, required);
@@ -26918,8 +27061,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
 
 #if !defined(CDDP_NO_CALL_SITES) && !defined(CDDP__CALL_SITES) /* see >>api-diagnostics */
 #define CDDP__CALL_SITES
-/* cddp_at notes the line and returns NULL, so the value is the call's own first argument. That can
-   be f<1, 2>(): a macro with parameters would split it at the comma. */
+/* cddp_at notes the line and returns NULL, so the value is the call's own first argument. A macro
+   with parameters would split f<1, 2>() at the comma. */
 #ifdef __cplusplus
 #define CDDP__SITE(T) cddp_at(nullptr, __FILE__, __LINE__) ? static_cast<T *>(nullptr) :
 #else

@@ -312,7 +312,7 @@ enum {
 };
 #define CDDP__CU_KERNEL static __global__ void __launch_bounds__(CDDP__CU_THREADS)
 
-/* Of an element's type T: C is the type of its arithmetic; load and store convert between them. */
+/* C: the type of T's arithmetic; load and store convert between them. */
 template <typename T> struct cddp__cu_type;
 template <> struct cddp__cu_type<float> {
   typedef float C;
@@ -341,7 +341,7 @@ template <typename T> static __device__ typename cddp__cu_type<T>::C cddp__cu_lo
 template <typename T> static __device__ T cddp__cu_store(typename cddp__cu_type<T>::C x) {
   return cddp__cu_type<T>::store(x);
 }
-/* x rounded to type T, as if it had been stored and loaded again. */
+/* x rounded to type T. */
 template <typename T>
 static __device__ typename cddp__cu_type<T>::C cddp__cu_rounded(typename cddp__cu_type<T>::C x) {
   return cddp__cu_type<T>::load(cddp__cu_type<T>::store(x));
@@ -371,15 +371,15 @@ static __device__ size_t cddp__cu_thread() {
 }
 static __device__ size_t cddp__cu_all_threads() { return (size_t)gridDim.x * blockDim.x; }
 
-/* Returns the block's sum in thread 0: each warp adds its lanes pairwise, then warp 0 adds the
-   warps' sums. All threads of the block must call it; blockDim.x is CDDP__CU_THREADS. */
+/* Returns the block's sum in thread 0. All threads of the block must call it; blockDim.x is
+   CDDP__CU_THREADS. */
 static __device__ double cddp__cu_block_sum(double x) {
   __shared__ double warp_sums[CDDP__CU_THREADS / 32]; /* a warp has 32 threads (lanes) */
   int lane = (int)(threadIdx.x % 32), distance;
   for (distance = 16; distance > 0; distance /= 2)
     x += __shfl_down_sync(0xffffffffu /* all lanes */, x, (unsigned)distance);
   __syncthreads(); /* all warps have read the previous call's sums */
-  if (lane == 0) warp_sums[threadIdx.x / 32] = x; /* lane 0 has the sum of its warp */
+  if (lane == 0) warp_sums[threadIdx.x / 32] = x;
   __syncthreads();
   x = lane < CDDP__CU_THREADS / 32 ? warp_sums[lane] : 0;
   for (distance = 16; distance > 0; distance /= 2)
@@ -390,7 +390,7 @@ static __device__ double cddp__cu_block_sum(double x) {
 /* True while the thread loads kernels instead of launching them: see cddp__cu_table_load. */
 static thread_local bool cddp__cu_loads;
 
-/* Launches a kernel and returns the error of this launch; errors of earlier calls stay pending. */
+/* Returns the error of this launch; errors of earlier calls stay pending. */
 template <typename... P, typename... A>
 static cudaError_t cddp__cu_launch_threads(void (*kernel)(P...), dim3 grid, unsigned threads,
                                            cudaStream_t stream, A... arguments) {
@@ -410,8 +410,8 @@ static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, cudaStream_t
   return cddp__cu_launch_threads(kernel, grid, CDDP__CU_THREADS, stream, arguments...);
 }
 
-/* The number of blocks for n elements, with `each` elements per block, but at most `most` blocks:
-   a kernel's threads then process several elements each, in strides of the grid's size. */
+/* The number of blocks for n elements, `each` per block, at most `most`: a kernel's threads then
+   process several elements each, in strides of the grid's size. */
 static unsigned cddp__cu_blocks(size_t n, size_t each, size_t most) {
   size_t blocks = n / each + (n % each != 0);
   return (unsigned)(blocks < most ? blocks : most);
@@ -422,8 +422,8 @@ static unsigned cddp__cu_grid(size_t n) {
   return cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16 /* blocks fill any GPU */);
 }
 
-/* The types that train: those of the float classes, which are the first in cddp_dtype. A new one
-   needs a cddp__cu_type, and its cases in the functions below. */
+/* The types that train are the first in cddp_dtype. A new one needs a cddp__cu_type, and its cases
+   in the functions below. */
 #define CDDP__X(name, text, type, cls, loops) \
   static_assert((CDDP__CLASS_##cls <= CDDP__CLASS_HALF) == (name <= CDDP_BF16), "kernels: " text);
 CDDP__DTYPES(CDDP__X)
@@ -459,7 +459,7 @@ static_assert(sizeof(cddp__cu_pieces) <= 3900, "4 KiB of parameters with the ope
 constexpr unsigned CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4;
 
 /* The defaults of an operation. Each one also has READS and WRITES, begin(), which every thread
-   calls first, apply() for one element, and copy(), which gets the new weights of a pack. */
+   calls first, apply() for one element, and copy(), which gets new weights. */
 struct cddp__cu_each {
   enum {
     BLOCKS = 1 << 30,         /* largest number of blocks: in effect no limit */
@@ -474,8 +474,8 @@ struct cddp__cu_each {
   cudaError_t launched(unsigned, cudaStream_t) const { return cudaSuccess; }
 };
 
-/* Applies op to elements i to i + N - 1 of a piece, already loaded to d, g and m (data, grad and
-   momentum). An operation that needs the piece's other arrays has its own overload. */
+/* Applies op to elements i to i + N - 1 of a piece: d, g and m are its data, grad and momentum. An
+   operation that needs other arrays has its own overload. */
 template <size_t N, typename T, typename Op>
 static __device__ void cddp__cu_apply(const Op &op, const cddp__cu_piece &, size_t, T *d, T *g,
                                       T *m) {
@@ -484,8 +484,8 @@ static __device__ void cddp__cu_apply(const Op &op, const cddp__cu_piece &, size
 
 /* Runs op on K packs of N elements on one thread. All loads precede the first use, so that many are
    in flight.
-     first   index of the thread's first pack. The next is CDDP__CU_THREADS further: the threads of
-             a block access adjacent packs. All K packs must be inside the piece. */
+     first   index of the thread's first pack; the next is CDDP__CU_THREADS further. All K packs
+             must be inside the piece */
 template <size_t N, size_t K, typename T, typename Op>
 static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, const Op &op) {
   typedef cddp__cu_pack<T, N> pack;
@@ -530,8 +530,8 @@ CDDP__CU_KERNEL cddp__cu_segments_kernel(const cddp__cu_pieces s, const Op given
         cddp__cu_do_packs<N, Op::AT_ONCE, T>(p, begin / N + threadIdx.x + u * CDDP__CU_THREADS, op);
       continue;
     }
-    /* The last chunk of a piece: pack by pack, then element by element. Also all chunks of a piece
-       that is not packed, only by elements. */
+    /* The last chunk of a piece: pack by pack, then element by element. All chunks of a piece that
+       is not packed: by elements. */
     for (size_t i = begin / N + threadIdx.x; p.packed && i < end / N; i += CDDP__CU_THREADS)
       cddp__cu_do_packs<N, 1, T>(p, i, op);
     size_t single = p.packed ? end - end % N : begin; /* the first element outside packs */
@@ -542,7 +542,7 @@ CDDP__CU_KERNEL cddp__cu_segments_kernel(const cddp__cu_pieces s, const Op given
 }
 
 /* The bytes by which the segment's arrays begin behind a multiple of 16; -1: the offsets differ, or
-   there is no array. size: bytes of an element. */
+   there is no array. */
 static int cddp__cu_offset(const cddp_segment *s, const void *copy, size_t size) {
   const void *p[3] = {s->data, s->grad, s->momentum};
   int offset = -1, i;
@@ -555,8 +555,8 @@ static int cddp__cu_offset(const cddp_segment *s, const void *copy, size_t size)
     if (offset >= 0 && its_offset != offset) return -1;
     offset = its_offset;
   }
-  /* Copies of f32 weights: a pack has four f32, and their copies 8 bytes. They must begin at the
-     same element of a pack: offset / size is its index. */
+  /* Copies of f32 weights: a pack has four f32, and their copies 8 bytes. Both must begin at the
+     same element of a pack: its index is offset / size. */
   if (copy != NULL && offset >= 0 && (uintptr_t)copy % 8 != (uintptr_t)offset / size * 2) return -1;
   return offset;
 }
@@ -593,8 +593,8 @@ static cudaError_t cddp__cu_flush(cddp__cu_pieces *list, const Op &op, cudaStrea
   return e;
 }
 
-/* Runs op on n segments of elements of type T, in as few launches as possible. copies: [n] arrays
-   of half precision; NULL: none. */
+/* Runs op on n segments, in as few launches as possible. copies: [n] arrays of half precision;
+   NULL: none. */
 template <typename T, typename Op>
 static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies, int n,
                                      const Op &op, cudaStream_t stream) {
@@ -625,7 +625,7 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
   : (dtype) == CDDP_BF16 ? fn<__nv_bfloat16>(__VA_ARGS__)           \
                          : cudaErrorInvalidValue
 
-/* The numbers of SGD's rule in the type of the arithmetic: see cddp__cu_make_rule. */
+/* SGD's rule in the type of the arithmetic: see cddp__cu_make_rule. */
 template <typename C> struct cddp__cu_rule {
   C factor, clip; /* of the gradient */
   C step;         /* -lr */
@@ -640,9 +640,8 @@ template <typename C> struct cddp__cu_rule {
    d = nesterov ? d + momentum * m : m
    p = p - lr * d
    p is the weight, d the gradient, m the momentum. Each a + f * b is rounded once. f16 and bf16
-   round each result to their type, as >>optim in cddp.h does. Variants of the rule are flags,
-   the same for all threads, and not separate kernels: a driver that compiles kernels at program
-   start has fewer to compile. */
+   round each result to their type, as >>optim in cddp.h does. Variants are flags, not separate
+   kernels: a driver that compiles kernels at program start has fewer to compile. */
 template <typename T, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
   typedef typename cddp__cu_type<T>::C C;
   enum { READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM, WRITES = READS };
@@ -695,9 +694,8 @@ template <typename H> struct cddp__cu_half_copy : cddp__cu_each {
   }
 };
 
-/* Rounds x to T only once, although f32 is between them. x is rounded to an odd f32: its lowest bit
-   tells that bits were lost. Then that is rounded to the nearest T. f32, f64: the caller's cast
-   rounds. */
+/* Rounds x to T only once, although f32 is between them: first to an odd f32. Its lowest bit tells
+   that bits were lost. f32, f64: the caller's cast rounds. */
 template <typename T> static double cddp__cu_scalar(double x) { return x; }
 static uint32_t cddp__cu_float_bits_odd(double x) {
   float y = (float)x;
@@ -727,10 +725,10 @@ template <> double cddp__cu_scalar<__half>(double x) {
   return nearbyint(y / unit) * unit;
 }
 
-/* The rule's numbers as PyTorch rounds them: the factors of an addition (alpha) to T, those of a
+/* The rule's numbers as PyTorch rounds them: factors of an addition (alpha) to T, those of a
    multiplication alone (mul_) to the type of the arithmetic.
      factor   of the gradient: 1, or 1/n if the gradient is a sum
-     clip     device memory: clip[1] is the factor of clipping, read by the kernel; NULL: none */
+     clip     device memory: clip[1] is the factor of clipping; NULL: none */
 template <typename T>
 static cddp__cu_rule<typename cddp__cu_type<T>::C>
 cddp__cu_make_rule(const cddp_sgd_desc *desc, double factor, const double *clip, unsigned flags) {
@@ -754,8 +752,8 @@ cddp__cu_make_rule(const cddp_sgd_desc *desc, double factor, const double *clip,
   return rule;
 }
 
-/* Runs op, an operation on f32, on the masters of weights of type H. The weights become the rounded
-   masters. factor and clip are applied here, to gradients of type H; op applies neither. */
+/* Runs op, an operation on f32, on the masters of weights of type H, and rounds the weights from
+   them. op does not apply factor and clip: this does, to gradients of type H. */
 template <typename H, typename Op> struct cddp__cu_master_op : cddp__cu_no_copy {
   enum {
     READS = CDDP__CU_GRAD, /* masters and states: in the overload of cddp__cu_apply below */
@@ -806,7 +804,7 @@ static cudaError_t cddp__cu_on_masters(const cddp_segment *s, int n, const Op &o
 }
 
 /* SGD with arithmetic on type T. H is the type of the weights: T, or half precision if they have
-   masters of type T. Copy: a struct with copy(). */
+   masters. */
 template <typename T, typename H, typename Copy>
 static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
                                    const cddp_sgd_desc *rule, double factor, const double *clip,
@@ -828,13 +826,13 @@ static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_s
   return cddp__cu_sgd_as<T, T, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip, flags, stream);
 }
 
-/* Returns whether the segments have masters. All have one, or none: cddp__cu_segments_ok. */
+/* All segments have masters, or none: cddp__cu_segments_ok. */
 static bool cddp__cu_masters(const cddp_segment *s, int n) {
   return n > 0 && s[0].master != NULL;
 }
 
-/* Returns whether the segments are valid: all or none have masters, and those with elements have
-   grad and, if asked for, data and momentum. */
+/* All or none have masters, and those with elements have grad and, if asked for, data and
+   momentum. */
 static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool momentum) {
   if (n < 0 || (n > 0 && s == NULL)) return false;
   for (int i = 0; i < n; i++)
@@ -884,7 +882,7 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
   return cudaErrorInvalidValue;
 }
 
-/* AdamW, with the arithmetic of CDDP__ADAMW_STEP in cddp.h. */
+/* AdamW, with the arithmetic of CDDP__ADAMW_MOMENTS and _WEIGHT in cddp.h. */
 template <typename T> struct cddp__cu_adamw_op : cddp__cu_no_copy {
   enum {
     READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM,
@@ -1063,8 +1061,8 @@ static __device__ void cddp__cu_widen(typename cddp__cu_type<T>::C *to, const vo
 }
 
 /* Sums pack i of N elements. The last node's elements have type Last. The top of the stack is
-   sums[0], and a push or a merge moves the whole stack: all indices are constants, so the stack
-   stays in registers. CDDP__CU_UNROLL nodes are loaded before the first of them is added. */
+   sums[0], and a push or a merge moves the whole stack: all indices are constants, so it stays in
+   registers. CDDP__CU_UNROLL nodes are loaded before the first is added. */
 template <typename Out, typename Last, size_t N, size_t DEPTH>
 static __device__ void cddp__cu_sum_pack(const cddp__cu_nodes &s, void *out, size_t i) {
   typedef typename cddp__cu_type<Out>::C C;
@@ -1094,7 +1092,7 @@ static __device__ void cddp__cu_sum_pack(const cddp__cu_nodes &s, void *out, siz
   ((cddp__cu_pack<Out, N> *)out)[i] = result;
 }
 
-/* Sums packs first, then the remaining elements, or all if the nodes are not packed, one by one. */
+/* Sums packs first, then the remaining elements (all if the nodes are not packed) one by one. */
 template <typename Out, typename Last>
 CDDP__CU_KERNEL cddp__cu_sum_kernel(const cddp__cu_nodes s, void *out) {
   const size_t N = 16 / sizeof(typename cddp__cu_type<Out>::C);
@@ -1163,8 +1161,8 @@ static cudaError_t cddp__cu_finish(double *to, const double *partial, unsigned b
                          factor);
 }
 
-/* The sum of squares of all grad. Each launch of pieces is followed by one that adds its blocks'
-   sums to scratch[0]. */
+/* The sum of squares of all grad. Each launch of pieces is followed by one that adds to
+   scratch[0]. */
 template <typename T> struct cddp__cu_squares_op : cddp__cu_no_copy {
   enum { READS = CDDP__CU_GRAD, WRITES = 0, BLOCKS = CDDP_CUDA_BLOCKS };
   double *scratch;
@@ -1190,7 +1188,7 @@ static cudaError_t cddp__cu_squares(const cddp_segment *s, int n, double *scratc
   /* not add: scratch[0] = 0 */
   cudaError_t e = add ? cudaSuccess : cudaMemsetAsync(scratch, 0, sizeof *scratch, stream);
   op.scratch = scratch;
-  op.sum = 0; /* begin() sets it in each thread; here only so that op has no undefined field */
+  op.sum = 0; /* begin() sets it; here only so that op has no undefined field */
   return e == cudaSuccess ? cddp__cu_segments<T>(s, NULL, n, op, stream) : e;
 }
 
@@ -1215,8 +1213,8 @@ extern "C" cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaSt
 /* >>arrays ----------------------------------------------------------------------------------------
    Job: convert and fill arrays. Entry points: cddp_cuda_convert, _fill, _uniform. */
 
-/* Converts an element, and rounds once. From f32, f16 and bf16 only the store rounds. From f64
-   there is a cast to f32 before it, unless To is f32 or f64: the specializations below. */
+/* Converts an element, and rounds once. From f64 to a half there is a cast to f32 before the store:
+   the specializations below. */
 template <typename To, typename From> struct cddp__cu_conversion {
   static __device__ To of(From x) {
     return cddp__cu_store<To>((typename cddp__cu_type<To>::C)cddp__cu_load(x));
@@ -1362,9 +1360,8 @@ extern "C" cudaError_t cddp_cuda_mse(const float *y, const float *target, float 
   return cddp__cu_finish(stats, scratch + 2, blocks, 1.0 / (double)n, stream);
 }
 
-/* A warp processes a row in three passes: the maximum and its index; the sum of exp(y - maximum);
-   the gradient. No exponent is positive, so no value overflows. Every lane returns the row's loss:
-   log(sum) + maximum - y[label].
+/* A warp processes a row in three passes: the maximum and its index; the sum of exp(y - maximum),
+   which cannot overflow; the gradient. Every lane returns the loss: log(sum) + maximum - y[label].
      dy      receives the gradient; NULL: not wanted
      share   of the row in the mean: 1 / rows
      right   whether the label is the index of the maximum */
@@ -1389,7 +1386,7 @@ static __device__ double cddp__cu_row_loss(const float *y, float *dy, int label,
   return (double)(maximum - target) + (double)logf(sum);
 }
 
-/* partial[b]: block b's sum of losses; partial[CDDP_CUDA_BLOCKS + b]: its number of right rows. */
+/* partial[b]: block b's sum of losses; partial[CDDP_CUDA_BLOCKS + b]: its right rows. */
 CDDP__CU_KERNEL cddp__cu_cross_entropy_kernel(const float *y, const int32_t *labels, float *dy,
                                               double *partial, int64_t rows, int classes,
                                               float share) {
@@ -1453,7 +1450,7 @@ enum {
   CDDP__CU_ROWS = 8  /* rows of dout that a thread loads before it adds them */
 };
 
-/* Writes the keys of ids to `keys`, in sorted runs of CDDP__CU_RUN keys. */
+/* Writes the keys of ids, in sorted runs of CDDP__CU_RUN keys. */
 CDDP__CU_KERNEL cddp__cu_runs_kernel(const int32_t *ids, uint64_t *keys, size_t n) {
   const size_t stride = cddp__cu_all_threads() * CDDP__CU_RUN;
   for (size_t begin = cddp__cu_thread() * CDDP__CU_RUN; begin < n; begin += stride) {
@@ -1467,8 +1464,8 @@ CDDP__CU_KERNEL cddp__cu_runs_kernel(const int32_t *ids, uint64_t *keys, size_t 
   }
 }
 
-/* Merges pairs of runs of `run` keys to runs of twice that. The first `before` keys of a merged
-   pair consist of keys from both runs: the bisection finds how many are from the first run. */
+/* Merges pairs of runs of `run` keys. The first `before` keys of a merged pair are from both runs:
+   the bisection finds how many are from the first. */
 CDDP__CU_KERNEL cddp__cu_merge_kernel(const uint64_t *from, uint64_t *to, size_t n, size_t run) {
   const size_t stride = cddp__cu_all_threads() * CDDP__CU_RUN;
   for (size_t at = cddp__cu_thread() * CDDP__CU_RUN; at < n; at += stride) {
@@ -1500,8 +1497,8 @@ static __device__ size_t cddp__cu_row_end(const uint64_t *keys, size_t i, size_t
   return n;
 }
 
-/* Adds the rows of dout with one id to the id's row of dtable: the block of the id's first key does
-   it. The additions of one sum depend on each other, so CDDP__CU_ROWS loads precede them. */
+/* Adds the rows of dout with one id to its row of dtable: the block of the id's first key does it.
+   Additions of one sum depend on each other, so CDDP__CU_ROWS loads precede them. */
 CDDP__CU_KERNEL cddp__cu_rows_kernel(const float *dout, const uint64_t *keys, float *dtable,
                                      size_t n, int vocabulary, int width) {
   for (size_t i = blockIdx.x; i < n; i += gridDim.x) {
@@ -1585,8 +1582,8 @@ extern "C" cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, con
                          stream, y, b, rows, out, relu);
 }
 
-/* sums[columns] += the column sums of x. A block sums 32 columns. Each of its warps adds every 32nd
-   row, with four loads in flight; then warp 0 adds the warps' sums. */
+/* sums[columns] += the column sums of x. A block sums 32 columns: each of its warps every 32nd row,
+   with four loads in flight; then warp 0 adds the warps' sums. */
 enum { CDDP__CU_COLUMN_WARPS = 32, CDDP__CU_COLUMN_ROWS = 4 };
 static __global__ void __launch_bounds__(32 * CDDP__CU_COLUMN_WARPS)
     cddp__cu_columns_kernel(const float *x, float *sums, int rows, int columns) {
@@ -1650,9 +1647,9 @@ static int cddp__cu_table_squares(const cddp_segment *s, int n, cddp_dtype dtype
 static int cddp__cu_table_factor(double *scratch, double max_norm, void *stream) {
   return (int)cddp_cuda_factor(scratch, max_norm, (cudaStream_t)stream);
 }
-/* Loads all kernels that cddp.h launches. Otherwise a kernel's first launch would wait for the
-   device and other threads' CUDA calls, and invalidate a stream capture. It calls each function as
-   for one element, of host memory: cddp__cu_loads keeps them from launching. */
+/* Loads all kernels that cddp.h launches, by calls as for one element, of host memory:
+   cddp__cu_loads keeps them from launching. Otherwise a kernel's first launch would wait for the
+   device and other threads, and invalidate a capture. */
 static int cddp__cu_table_load(void) {
   double element[2] = {0, 0};
   cddp_segment plain = {element, element, element, 1 /* count */, NULL};
@@ -1712,13 +1709,7 @@ static struct cddp__cu_registers {
    Touches: the group's slots, where each rank logs its calls on device memory; the group's failure;
    its engine (barriers); its links to other hosts (p2p.lock); the arena (copies on the host).
    Entry points: those of CDDP__DEVICE_FUNCTIONS; cddp__transfer and cddp__await_nccl_threads of
-   >>hooks. The rooms below use
-     contexts   cddp__device_open, _of, _enter, cddp__use_device, cddp__main_stream
-     streams    cddp__stream_after, _await_stream, _capturing, _refuse_capture, _release_buffers
-     memory     cddp__memory_of, _memory_of_call, _device_scratch, _scratch_free, _free_on,
-                cddp__device_copy, _zero, _scale
-     calls      cddp__log_call, _issue, _issue_messages, _break_waiting
-     results    cddp__cuda_result, cddp__need_kernels
+   >>hooks; for the rooms below contexts (cddp__device_open), streams, memory and calls.
    How an operation runs:
      1. Its call is logged, with a hash of all calls so far. Ranks of a host compare the hashes at
         the latest call that both have made, ranks of different hosts in cddp_barrier and
@@ -1745,16 +1736,15 @@ enum {
   CDDP__SEVERAL_DEVICES = 1000000 /* in cddp__device_groups; no device has this number */
 };
 
-/* State of a watched communicator: alive; then how it ends (the first call of cddp__device_end
-   decides); then DETACHED and DONE are added. */
+/* State of a watched communicator. The first call of cddp__device_end decides how it ends; then
+   DETACHED and DONE are added. */
 enum {
   CDDP__COMM_ALIVE,
   CDDP__COMM_DESTROYED, /* to be ended in good order */
   CDDP__COMM_ABORTED,   /* to be ended immediately */
   CDDP__COMM_HOW_MASK = 3,
   CDDP__COMM_DETACHED = 4, /* the watcher accesses the context only, no longer the group */
-  CDDP__COMM_DONE = 8 /* added by the watcher, after NCCL's end, and by the group: the second of
-                         them frees the context */
+  CDDP__COMM_DONE = 8 /* after NCCL's end, and by the group: the second frees the context */
 };
 
 /* The event behind an operation. */
@@ -1763,8 +1753,8 @@ typedef struct cddp__marker {
   double since; /* when the operation was issued: the event was recorded */
 } cddp__marker;
 
-/* Device memory for temporary use. The last piece is the largest. Owner: a device context, or a
-   cddp_ddp. */
+/* Device memory for temporary use, of a device context or a cddp_ddp. The last piece is the
+   largest. */
 enum { CDDP__SCRATCH_PIECES = 64 };
 typedef struct cddp__scratch {
   void *at[CDDP__SCRATCH_PIECES]; /* [count] pieces of device memory */
@@ -1772,16 +1762,15 @@ typedef struct cddp__scratch {
   size_t bytes; /* of the last piece; 0: there is none */
 } cddp__scratch;
 
-/* A cddp_ddp's further memory for gradients on a GPU. Guarded by ddp.lock, or used only by the
-   thread that steps. */
+/* A model's memory on a GPU. Guarded by ddp.lock, or used only by the thread that steps. */
 typedef struct cddp__gpu_work {
   cddp_segment *segments; /* [parameters] arguments of a launch */
   double *clip; /* device memory: [0] squared norm, [1] factor of clipping; then scratch */
   cddp__scratch scratch;  /* device memory: a bucket for a hook, or nodes of all ranks */
 } cddp__gpu_work;
 
-/* A group's device context. issue_lock: held while an operation is issued. lock: guards the fields
-   marked "lock". The watcher takes it, so it is never held during a call of CUDA or NCCL. */
+/* A group's device context. issue_lock: held while an operation is issued. lock: of the fields
+   marked so. The watcher takes it: never held during a call of CUDA or NCCL. */
 typedef struct cddp__device {
   cddp_group *group;
   int index;           /* of the GPU: cuda:index */
@@ -1792,17 +1781,17 @@ typedef struct cddp__device {
   cddp__atomic_u32 state; /* CDDP__COMM_*; both threads sleep on it */
   pthread_t poller;      /* valid if pid is not 0. The watcher is detached */
   pid_t pid;                 /* the process that has the threads; 0: no threads */
-  cddp__atomic_u32 captured; /* 1: a CUDA graph may have captured its operations and replay them */
+  cddp__atomic_u32 captured; /* 1: a CUDA graph may replay its operations */
   cddp__marker markers[CDDP__MARKER_COUNT]; /* a ring: marker n is at n % COUNT; lock */
-  /* Number of markers, and of those that the poller has seen completed, oldest first; lock */
+  /* Number of markers, and of those seen completed by the poller; lock */
   uint32_t issued, completed;
-  double gone_since;     /* watcher; when it first saw that a peer had left or ended; 0: none has */
+  double gone_since;     /* watcher; since when a peer has left or ended; 0: none has */
   double gone_oldest;    /* watcher; start of the oldest operation at its last check */
-  int late_checks;       /* watcher; number of checks in a row at which an operation was late */
+  int late_checks;       /* watcher; checks in a row at which an operation was late */
   uint64_t hashes[CDDP__CALL_HASHES]; /* of all calls up to each of the latest, a ring; lock */
   cddp_work *messages; /* sends and receives to be issued together, oldest first; issue_lock */
-  cddp__atomic_u32 received[CDDP__COUNTED_PEERS]; /* number of receives from each rank, without
-                                                     those in CUDA graphs */
+  cddp__atomic_u32 received[CDDP__COUNTED_PEERS]; /* receives from each rank, without those in
+                                                     graphs */
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* [spares] events for reuse; lock */
   int spares;            /* lock */
   cddp__scratch scratch; /* used on `side`; owner: the thread that calls collectives */
@@ -1817,8 +1806,8 @@ typedef struct cddp__device_report {
 
 #define CDDP__WATCH_INTERVAL_S 0.005 /* between two checks of the watcher, and of the poller */
 #define CDDP__YIELD_S 3e-4 /* of yields before the first sleep: NCCL takes 0.1 ms for a call */
-/* Time for the cause of an error of NCCL to show: the death of a rank, or another rank's failure.
-   On a busy host the end of a process took more than half a second to show. */
+/* Time for the cause of an error of NCCL to show: on a busy host the end of a process took more
+   than half a second. */
 #define CDDP__CAUSE_S 2.0
 #define CDDP__CAUSE_ARGUMENTS_S 0.01 /* instead, if NCCL refuses this rank's arguments */
 #define CDDP__CALLS_S 0.5  /* time for other threads to return from NCCL before an abort */
@@ -1826,8 +1815,8 @@ typedef struct cddp__device_report {
 #define CDDP__AWAIT_END_S 2.0 /* longest wait for NCCL's threads to end */
 #endif
 #define CDDP__AWAIT_GRAPH_S 0.1 /* instead, if a CUDA graph may delay them */
-#define CDDP__GRACE_ENDED_S 0.05 /* for operations that a peer had issued before it ended: the
-                                    poller may not have seen yet that they are complete */
+#define CDDP__GRACE_ENDED_S 0.05 /* for operations of a peer that has ended: the poller may see
+                                    their end later */
 #define CDDP__LATE_CHECKS 20 /* a process that was stopped checks its device before it times out */
 #define CDDP__LATE_S 0.5 /* other threads time out later than the watcher: its text says more */
 #ifndef CDDP__COMM_MIN_RANKS
@@ -1837,8 +1826,7 @@ typedef struct cddp__device_report {
 #define CDDP__WARM_UP ((size_t)8 << 20) /* bytes of the largest operation of a warm-up */
 #endif
 
-/* The result of a CUDA call or of a kernel launcher. code: a cudaError_t. what: names the call in
-   the error text. */
+/* code: a cudaError_t, of the CUDA call or kernel `what`. */
 static cddp_result cddp__cuda_result(int code, const char *what) {
   cudaError_t e = (cudaError_t)code;
   if (CDDP__LIKELY(e == cudaSuccess)) return CDDP_OK;
@@ -1852,7 +1840,6 @@ static cddp_result cddp__cuda_result(int code, const char *what) {
 
 #define CDDP__CUDA(function, ...) cddp__cuda_result((int)function(__VA_ARGS__), #function)
 
-/* Makes the device the thread's current device, unless it already is. */
 static cddp_result cddp__use_device(int device) {
   int current = -1;
   if (cudaGetDevice(&current) == cudaSuccess && current == device) return CDDP_OK;
@@ -1863,12 +1850,11 @@ static cddp_result cddp__use_device(int device) {
 static cddp__device *cddp__device_of(const cddp_group *g) { return (cddp__device *)g->device; }
 static cudaStream_t cddp__main_stream(const cddp_group *g) { return (cudaStream_t)g->stream; }
 
-static cddp__atomic_u32 cddp__device_groups; /* 1 + the device of all groups of this process so far,
-                                                or CDDP__SEVERAL_DEVICES; 0: no groups */
+static cddp__atomic_u32 cddp__device_groups; /* 1 + the device of all groups so far, or
+                                                CDDP__SEVERAL_DEVICES; 0: no groups */
 
-/* Returns whether the program's memory can be on a device: false without kernels and groups on
-   devices, and without a driver. Callers then call no function of CUDA: a process that does not use
-   CUDA must not initialize it. */
+/* Returns whether the program's memory can be on a device. If not, callers call no function of
+   CUDA: a process that does not use CUDA must not initialize it. */
 static bool cddp__cuda_in_use(void) {
   int version = 0;
   if (cddp__load32(&cddp__device_groups) != 0) return true;
@@ -1877,8 +1863,8 @@ static bool cddp__cuda_in_use(void) {
 }
 
 /* While any thread captures a stream, calls such as cudaMalloc and cudaEventQuery fail and
-   invalidate the capture, by default. Between these two functions they do not, on this thread. The
-   first returns the mode that the second restores. */
+   invalidate the capture, except between these two functions on this thread. The first returns the
+   mode that the second restores. */
 static enum cudaStreamCaptureMode cddp__relax_capture(void) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
@@ -1888,7 +1874,6 @@ static void cddp__restore_capture(enum cudaStreamCaptureMode mode) {
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
-/* Returns whether the stream is being captured in a CUDA graph. */
 static bool cddp__capturing(cudaStream_t stream) {
   enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess)
@@ -1897,13 +1882,13 @@ static bool cddp__capturing(cudaStream_t stream) {
   return false;
 }
 
-/* Fails with r if the stream is being captured. what: the call, and why it cannot be in a graph. */
+/* Fails with r if the stream is being captured. what: the call, and why no graph can have it. */
 static cddp_result cddp__refuse_capture(cudaStream_t stream, cddp_result r, const char *what) {
   if (!cddp__capturing(stream)) return CDDP_OK;
   return cddp__fail(r, "%s and cannot be captured in a CUDA graph", what);
 }
 
-/* Starts a call: makes the group's device current, and checks that its stream is usable. */
+/* Makes the group's device current, and checks that its stream is usable. */
 static cddp_result cddp__device_enter(const cddp_group *g) {
   enum cudaStreamCaptureStatus status;
   cddp_result r = cddp__use_device(cddp__device_of(g)->index);
@@ -1915,7 +1900,7 @@ static cddp_result cddp__device_enter(const cddp_group *g) {
       "call may use then: give the captured one to cddp_set_stream");
 }
 
-/* Takes the event of *from, which becomes NULL. Keeps it for reuse, or destroys it. */
+/* Takes the event of *from: keeps it for reuse, or destroys it. */
 static void cddp__event_release(cddp__device *device, void **from) {
   cudaEvent_t event = (cudaEvent_t)*from;
   *from = NULL;
@@ -1928,7 +1913,7 @@ static void cddp__event_release(cddp__device *device, void **from) {
   if (event != NULL) cudaEventDestroy(event);
 }
 
-/* Records an event behind the work that is now on the stream. cddp__event_release must follow. */
+/* Records an event behind the work on the stream. cddp__event_release must follow. */
 static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream, void **out) {
   cudaEvent_t event = NULL;
   cddp_result r = CDDP_OK;
@@ -1942,7 +1927,7 @@ static cddp_result cddp__event_acquire(cddp__device *device, cudaStream_t stream
   return r;
 }
 
-/* Makes stream `to` wait for everything that is now on `from`. The host does not wait. */
+/* Makes stream `to` wait for the work that is now on `from`. The host does not wait. */
 static cddp_result cddp__stream_after(cddp__device *device, cudaStream_t to, cudaStream_t from) {
   void *event;
   cddp_result r;
@@ -1953,8 +1938,7 @@ static cddp_result cddp__stream_after(cddp__device *device, cudaStream_t to, cud
   return r;
 }
 
-/* These enqueue a copy, or zeros, on the stream. The streams of this file's tables are void *, as
-   cddp.h has no CUDA types without CDDP_CUDA. */
+/* Streams in tables are void *: cddp.h has no CUDA types without CDDP_CUDA. */
 static cddp_result cddp__device_copy(void *to, const void *from, size_t bytes, void *stream) {
   if (bytes == 0 || to == from) return CDDP_OK;
   return CDDP__CUDA(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, (cudaStream_t)stream);
@@ -1998,8 +1982,8 @@ static cddp_result cddp__device_scale(void *p, size_t n, cddp_dtype dtype, doubl
                            "the kernel that scales");
 }
 
-/* *here: p is on the rank's device, not in host memory. Fails if p is on another device. Managed
-   memory counts as on every device, since each can access it. what: names p in the error text. */
+/* *here: p is on the rank's device. Fails if it is on another. Managed memory counts as on every
+   device. what: names p in the error text. */
 static cddp_result cddp__memory_of(int device, const void *p, const char *what, bool *here) {
   struct cudaPointerAttributes attributes;
   cddp_result r = CDDP__CUDA(cudaPointerGetAttributes, &attributes, p);
@@ -2010,8 +1994,7 @@ static cddp_result cddp__memory_of(int device, const void *p, const char *what, 
                       attributes.device, device);
 }
 
-/* *here: the call's buffers are on the device; true if this rank uses no buffer. Fails if one is on
-   the device and the other is not. */
+/* *here: all buffers that this rank uses are on the device. Fails if one of two is not. */
 static cddp_result cddp__memory_of_call(const cddp__device *device, const cddp__call *call,
                                         bool *here) {
   const char *send_name = cddp__in_one_buffer(call) ? "buf" : "send";
@@ -2026,13 +2009,13 @@ static cddp_result cddp__memory_of_call(const cddp__device *device, const cddp__
   if (has_send) r = cddp__memory_of(device->index, call->send, send_name, &send_here);
   if (r == CDDP_OK && has_recv)
     r = cddp__memory_of(device->index, call->recv, recv_name, &recv_here);
-  *here = send_here && recv_here; /* a buffer that is not used counts as here */
+  *here = send_here && recv_here;
   if (r != CDDP_OK || !has_send || !has_recv || send_here == recv_here) return r;
   return CDDP__REFUSE("send and recv must both be on the device, or both in host memory");
 }
 
-/* In a group of several hosts: receives notices of failures. The hosts' leaders watch each other in
-   a ring, by connections that end when a leader ends. Never waits. Called by any thread. */
+/* Receives notices of failures from other hosts. The leaders watch each other in a ring, by
+   connections that end when a leader ends. Never waits. Any thread. */
 static void cddp__watch_hosts(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
   if (hosts == NULL) return;
@@ -2045,8 +2028,8 @@ static void cddp__watch_hosts(cddp_group *g) {
   pthread_mutex_unlock(&g->p2p.lock);
 }
 
-/* The time at which the oldest unfinished operation was issued, as last polled; 0: none is
-   unfinished. Operations in CUDA graphs do not count. */
+/* When the oldest unfinished operation was issued, as last polled; 0: none is unfinished.
+   Operations in CUDA graphs do not count. */
 static double cddp__busy_since(cddp__device *device) {
   double since = 0;
   pthread_mutex_lock(&device->lock);
@@ -2057,7 +2040,7 @@ static double cddp__busy_since(cddp__device *device) {
 }
 
 /* The pause between two polls of the host, which waits for `what`. Fails if the group is broken;
-   breaks it if the deadline has passed. Yields for as long as most waits take before it sleeps. */
+   breaks it after the deadline. */
 static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const char *what) {
   cddp_group *g = device->group;
   cddp_result r = cddp__check_group(g);
@@ -2082,8 +2065,8 @@ static uint32_t cddp__logged_calls(const cddp__device *device) {
   return cddp__load32(&cddp__slot_of(device->group, device->group->rank)->calls);
 }
 
-/* Appends a call of this rank to the context's log, for the watchers of the other ranks.
-   on_device: false for a call on host memory, which the other ranks must make there too. */
+/* Logs a call for the other ranks' watchers. on_device: false for a call on host memory, which the
+   other ranks must make there too. */
 static void cddp__log_call(cddp__device *device, const cddp__call *call, bool on_device) {
   cddp__slot *slot = cddp__slot_of(device->group, device->group->rank);
   cddp__logged_call *entry;
@@ -2110,16 +2093,15 @@ static void cddp__log_call(cddp__device *device, const cddp__call *call, bool on
 }
 
 /* Copies the log entry of call n of a rank of this host. Returns false if it was overwritten: the
-   writer invalidates the number before it writes the entry, and the reader reads the number again
-   after the entry. Both accesses are read-modify-writes, which order the others around them: gcc's
-   tsan does not know fences. */
+   writer invalidates the number before it writes, and it is read again at the end. Both accesses
+   are read-modify-writes, which order the others: gcc's tsan does not know fences. */
 static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__logged_call *out) {
   cddp__logged_call *from = &cddp__slot_of(g, rank)->call_log[n & (CDDP__CALL_LOG - 1)];
   if (cddp__load32(&from->number) != n) return false;
   out->what = from->what;
   out->hash = from->hash;
   memcpy(out->site, from->site, sizeof out->site - 1);
-  out->site[sizeof out->site - 1] = 0; /* also if it was read while it changed */
+  out->site[sizeof out->site - 1] = 0;
   return cddp__add32(&from->number, 0) == n; /* a read, as read-modify-write */
 }
 
@@ -2154,9 +2136,9 @@ static cddp_result cddp__break_mismatch(cddp__device *device, int rank, uint32_t
   return cddp__break(g, CDDP_MISMATCH);
 }
 
-/* Compares the calls of this host's ranks so far, without waiting for any rank: the hashes of all
-   calls up to the latest that both ranks have made. A rank's log has its last 64 hashes, its own
-   memory the last 4,096. So if one rank is more than 64 calls ahead, only that rank can compare. */
+/* Compares, for each rank of this host, the hash of all calls up to the latest that both have made.
+   Never waits. A rank's log has its last 64 hashes, its own memory the last 4,096: if one rank is
+   more than 64 calls ahead, only that rank can compare. */
 static cddp_result cddp__compare_logs(cddp__device *device) {
   cddp_group *g = device->group;
   cddp__logged_call theirs;
@@ -2180,8 +2162,8 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
 
 /* --- the end of a communicator --- */
 
-/* Of this process: number of contexts with threads; number of watchers that have not ended. There
-   can be more watchers: each one outlives its context's group until NCCL has ended. */
+/* Numbers of contexts with threads, and of watchers. A watcher outlives its context's group until
+   NCCL has ended. */
 static cddp__atomic_u32 cddp__watched, cddp__watchers;
 
 /* Returns whether NCCL may be called with the communicator. issue_lock held. */
@@ -2189,9 +2171,9 @@ static bool cddp__comm_alive(const cddp__device *device) {
   return cddp__load32(&device->state) == CDDP__COMM_ALIVE;
 }
 
-/* NCCL's state of the communicator. Two threads that ask would both free NCCL's data of an
-   operation that has ended. So the caller holds issue_lock, or is the watcher after the
-   communicator's life: then no other thread asks. */
+/* NCCL's state of the communicator. Only one thread may ask at a time (two would both free NCCL's
+   data of an ended operation): one with issue_lock, or the watcher after the communicator's
+   life. */
 static ncclResult_t cddp__comm_state(const cddp__device *device) {
   ncclComm_t comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED);
   ncclResult_t e = ncclSuccess;
@@ -2208,10 +2190,9 @@ static void cddp__device_release(cddp__device *device) {
   cddp__free(NULL, device);
 }
 
-/* Ends the communicator, on the watcher's thread, after a thread that is inside NCCL has left it.
-   Later threads that take issue_lock find the communicator no longer alive. ncclCommAbort can block
-   until streams and CUDA graphs end, ncclCommDestroy until the other ranks of the host call it. A
-   failed ncclCommDestroy leaves NCCL's group open, in which an abort has no effect.
+/* Ends the communicator, on the watcher's thread, after other threads have left NCCL. Threads that
+   take issue_lock later find it no longer alive. ncclCommAbort can block until streams and CUDA
+   graphs end. ncclCommDestroy can block until the other ranks of the host call it.
      aborts   false: ends in good order, if NCCL has no error */
 static void cddp__comm_end(cddp__device *device, bool aborts) {
   cddp__wait w;
@@ -2227,19 +2208,20 @@ static void cddp__comm_end(cddp__device *device, bool aborts) {
   if (comm == NULL) return; /* it was not created */
   if (!aborts && cddp__comm_state(device) == ncclSuccess) {
     if (ncclCommDestroy(comm) == ncclSuccess) return;
-    (void)ncclGroupEnd(); /* closes the group that the failure left open */
+    (void)ncclGroupEnd(); /* closes the group that the failure left open, in which an abort has no
+                             effect */
   }
   ncclCommAbort(comm);
 }
 
 /* Tells the watcher to end the communicator, unless an earlier call has. how: CDDP__COMM_ABORTED
-   also ends all operations on this rank's streams; the group must be broken before. Never waits. */
+   also ends all operations; the group must be broken before. Never waits. */
 static void cddp__device_end(cddp__device *device, uint32_t how) {
   if (cddp__compare_swap32(&device->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&device->state);
 }
 
-/* After an abort: waits a short time until NCCL's threads no longer use the operations' memory. If
-   a CUDA graph has captured operations, the abort itself waits for the graph. */
+/* After an abort: waits a short time until NCCL no longer uses the operations' memory. An abort
+   waits for CUDA graphs with its operations. */
 static void cddp__await_abort(cddp__device *device) {
   cddp__wait w;
   bool graph = cddp__load32(&device->captured) != 0;
@@ -2250,8 +2232,9 @@ static void cddp__await_abort(cddp__device *device) {
   while (cddp__load32(&device->state) < CDDP__COMM_DONE && cddp__wait_pause(&w)) {}
 }
 
-/* Called after an operation with result r, so that the caller can free its buffers. If the group is
-   broken, aborts the communicator and waits until NCCL no longer uses them. Returns r. */
+/* Called after an operation with result r, which it returns, so that the caller can free its
+   buffers. If the group is broken, aborts the communicator and waits until NCCL no longer uses
+   them. */
 static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
   if (r == CDDP_OK || !cddp__is_broken(device->group)) return r;
   cddp__device_end(device, CDDP__COMM_ABORTED);
@@ -2262,8 +2245,7 @@ static cddp_result cddp__release_buffers(cddp__device *device, cddp_result r) {
 /* --- the watcher --- */
 
 /* Breaks the group after NCCL's error e in operation `what`. The death of a rank causes various
-   errors, some of them before the death shows: so it waits for the cause, and prefers it in the
-   error text. Only then it reports NCCL's error. */
+   errors, some before it shows: so this waits for it, and prefers it in the error text. */
 static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   bool arguments = e == ncclInvalidArgument || e == ncclInvalidUsage; /* this rank's own fault */
   cddp_group *g = device->group;
@@ -2283,40 +2265,41 @@ static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const 
   return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s)); /* no other cause has shown */
 }
 
-/* By how many calls a rank of this host is behind this rank; negative: it is ahead. 0 for ranks of
-   other hosts: unknown. */
+/* By how many calls a rank of this host is behind this one (negative: ahead). Other hosts: 0. */
 static int cddp__calls_behind(const cddp__device *device, int rank) {
   const cddp_group *g = device->group;
   if (g->host_index[rank] < 0) return 0;
   return (int)(cddp__logged_calls(device) - cddp__load32(&cddp__slot_of(g, rank)->calls));
 }
 
-/* Breaks the group if its oldest unfinished operation is late: unfinished after timeout_s, at more
-   than CDDP__LATE_CHECKS checks in a row. */
+/* Breaks the group if its oldest operation is unfinished after timeout_s, at more than
+   CDDP__LATE_CHECKS checks in a row. */
 static cddp_result cddp__check_late_operations(cddp__device *device) {
   cddp_group *g = device->group;
   cddp__logged_call latest;
   double oldest = cddp__busy_since(device);
-  bool known, late;
-  int behind = 0; /* the lowest rank that has made fewer calls; g->size: none */
-  late = oldest > 0 && cddp__now() - oldest > g->timeout_s;
-  device->late_checks = late ? device->late_checks + 1 : 0;
-  if (device->late_checks <= CDDP__LATE_CHECKS) return CDDP_OK;
-  /* A rank that made fewer calls is the likely cause. */
-  while (behind < g->size && cddp__calls_behind(device, behind) <= 0) behind++;
+  bool known;
+  int q = 0;
+  cddp__text behind = {""}; /* the likely cause: a rank that made fewer calls */
+  if (oldest == 0 || cddp__now() - oldest <= g->timeout_s) {
+    device->late_checks = 0;
+    return CDDP_OK;
+  }
+  if (++device->late_checks <= CDDP__LATE_CHECKS) return CDDP_OK;
+  while (q < g->size && cddp__calls_behind(device, q) <= 0) q++;
+  if (q < g->size)
+    behind = cddp__textf("; behind it in calls: %s, and perhaps others", cddp__name_rank(g, q).s);
   known = cddp__read_logged(g, g->rank, cddp__logged_calls(device), &latest);
   cddp__fail(CDDP_TIMEOUT,
-             "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s; the "
-             "rank's latest is %s",
-             g->timeout_s, g->rank, device->index, behind < g->size ? "; behind it in calls: " : "",
-             behind < g->size ? cddp__name_rank(g, behind).s : "",
-             behind < g->size ? ", and perhaps others" : "",
+             "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s; the rank's "
+             "latest is %s",
+             g->timeout_s, g->rank, device->index, behind.s,
              known ? cddp__describe_logged(&latest).s : "none");
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
-/* Counts a message on device memory, for cddp__lacks_message. The sender's count is in shared
-   memory, since the receiver reads it; the receiver's is not. */
+/* Counts a message on device memory, for cddp__lacks_message. The receiver reads the sender's
+   count, in shared memory. */
 static void cddp__count_message(cddp__device *device, const cddp__call *call) {
   bool captured = cddp__capturing(cddp__main_stream(device->group));
   /* call->root is the peer. Of ranks beyond the arrays no messages are counted. */
@@ -2328,8 +2311,8 @@ static void cddp__count_message(cddp__device *device, const cddp__call *call) {
     cddp__add32(&device->received[call->root], 1);
 }
 
-/* Returns whether this rank waits for a message that `rank`, which has left, has not sent. Of ranks
-   on other hosts the number of messages is unknown. */
+/* Returns whether this rank waits for a message that `rank`, which has left, has not sent. Unknown
+   for ranks on other hosts. */
 static bool cddp__lacks_message(const cddp__device *device, int rank) {
   const cddp_group *g = device->group;
   if (g->host_index[rank] < 0 || rank >= CDDP__COUNTED_PEERS || g->rank >= CDDP__COUNTED_PEERS)
@@ -2338,15 +2321,15 @@ static bool cddp__lacks_message(const cddp__device *device, int rank) {
                    cddp__load32(&cddp__slot_of(g, rank)->sent[g->rank])) > 0;
 }
 
-/* Called by the watcher. Breaks the group if operations need a rank that has ended, or left in good
-   order (called cddp_destroy). inside: a thread waits for NCCL, and thus possibly for other ranks.
+/* Breaks the group if operations need a rank that has ended, or left in good order (cddp_destroy).
+   inside: a thread waits for NCCL, and thus possibly for other ranks.
      That rank                                      this rank
      made fewer calls, or left without a send       breaks the group immediately
      made as many; operations are unfinished        waits GRACE_ENDED_S or, if the rank left,
                                                     timeout_s: its part may be done
-     made as many; nothing is unfinished, but a     does the same if the rank ended: CUDA does not
-     CUDA graph was captured                        tell whether the graph runs. It would never end.
-                                                    A rank leaves only after the end of its graph
+     made as many; nothing is unfinished, but a     does the same if the rank ended: the graph may
+     CUDA graph was captured                        run, and would never end. (A rank leaves only
+                                                    after the end of its graph)
      made as many; nothing is unfinished            continues */
 static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
   double oldest = cddp__busy_since(device);
@@ -2374,15 +2357,15 @@ static cddp_result cddp__check_lost_peers(cddp__device *device, bool inside) {
   return CDDP_OK;
 }
 
-/* Called first by both threads. Their CUDA calls then use this device (on another one they would
-   create a context), and do not invalidate another thread's capture. */
+/* Called first by both threads: their CUDA calls use this device (on another one they would create
+   a context), and do not invalidate another thread's capture. */
 static void cddp__bind_device(const cddp__device *device) {
   (void)cudaSetDevice(device->index);
   (void)cddp__relax_capture(); /* for the thread's whole life */
 }
 
-/* The watcher. It breaks the group before the abort, because results on streams are undefined
-   afterwards: a caller must see the failure. */
+/* Breaks the group before the abort: results on streams are undefined afterwards, so a caller must
+   see the failure. */
 static void *cddp__watch_main(void *context) {
   cddp__device *device = (cddp__device *)context;
   cddp__bind_device(device);
@@ -2412,18 +2395,19 @@ static void *cddp__watch_main(void *context) {
   return NULL;
 }
 
-/* The poller: checks which operations have ended, oldest first. An operation that failed breaks the
-   group, and counts as ended. */
+/* Checks which operations have ended, oldest first. One that failed breaks the group, and counts as
+   ended. */
 static void *cddp__poll_main(void *context) {
   cddp__device *device = (cddp__device *)context;
   cddp__bind_device(device);
   while (cddp__load32(&device->state) == CDDP__COMM_ALIVE) {
-    bool busy = cddp__busy_since(device) > 0;
     /* Without lock: only this thread changes `completed`, and no thread replaces the oldest. */
     void **oldest = &device->markers[device->completed % CDDP__MARKER_COUNT].event;
-    /* not busy: sleeps like after cudaErrorNotReady */
-    cudaError_t e = busy ? cudaEventQuery((cudaEvent_t)*oldest) : cudaErrorNotReady;
-    if (busy && e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
+    cudaError_t e = cudaErrorNotReady; /* also if no operation is unfinished */
+    if (cddp__busy_since(device) > 0) {
+      e = cudaEventQuery((cudaEvent_t)*oldest);
+      if (e != cudaSuccess) (void)cudaGetLastError(); /* also set by cudaErrorNotReady */
+    }
     if (e == cudaErrorNotReady) {
       cddp__futex_wait(&device->state, CDDP__COMM_ALIVE, CDDP__WATCH_INTERVAL_S);
       continue;
@@ -2447,12 +2431,11 @@ static cddp_result cddp__start_watching(cddp__device *device) {
   cddp_result r;
   cddp__store32(&device->state, CDDP__COMM_ALIVE);
   r = cddp__thread_start(&device->poller, cddp__poll_main, device, CDDP__THREAD_OF_CDDP);
-  if (r == CDDP_OK) {
-    r = cddp__thread_start(&watcher, cddp__watch_main, device, CDDP__THREAD_OF_CDDP);
-    if (r != CDDP_OK) {
-      cddp__device_end(device, CDDP__COMM_ABORTED); /* the poller ends */
-      pthread_join(device->poller, NULL);
-    }
+  if (r == CDDP_OK &&
+      (r = cddp__thread_start(&watcher, cddp__watch_main, device, CDDP__THREAD_OF_CDDP)) !=
+          CDDP_OK) {
+    cddp__device_end(device, CDDP__COMM_ABORTED); /* the poller ends */
+    pthread_join(device->poller, NULL);
   }
   if (r != CDDP_OK) {
     cddp__store32(&device->state, CDDP__COMM_DONE); /* as if the watcher had ended */
@@ -2465,7 +2448,7 @@ static cddp_result cddp__start_watching(cddp__device *device) {
   return r;
 }
 
-/* Called when the process may end soon: if no context is left, waits for NCCL's threads to end. */
+/* The process may end soon: if no context is left, waits for NCCL's threads to end. */
 static void cddp__await_nccl_threads(void) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__AWAIT_END_S);
@@ -2473,8 +2456,8 @@ static void cddp__await_nccl_threads(void) {
   while (cddp__load32(&cddp__watchers) != 0 && cddp__wait_pause(&w)) {}
 }
 
-/* Records a marker behind an operation, for the poller. If all are in use, replaces the newest,
-   which then ends later. issue_lock held: markers are in the order of operations. */
+/* Records a marker behind an operation, for the poller. If all are in use, replaces the newest.
+   issue_lock held: markers are in the order of operations. */
 static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t stream) {
   void *event, *older;
   cddp__marker *marker;
@@ -2497,14 +2480,14 @@ static cddp_result cddp__mark_operation(cddp__device *device, cudaStream_t strea
 
 /* --- device contexts --- */
 
-/* Frees all pieces. No operation or CUDA graph uses them any more. */
+/* No operation or CUDA graph uses the pieces any more. */
 static void cddp__scratch_free(cddp__scratch *scratch) {
   while (scratch->count > 0) cudaFree(scratch->at[--scratch->count]);
   scratch->bytes = 0;
 }
 
 /* Aborts unfinished operations, and waits until both threads no longer use the group and the device
-   has no more work. An abort ends the poller's wait for CUDA. */
+   has no more work. */
 static void cddp__device_stop(cddp__device *device) {
   cddp__wait w;
   cddp__wait_begin(&w, INFINITY); /* no limit: the watcher leaves its loop soon */
@@ -2531,9 +2514,8 @@ static void cddp__device_delete(cddp__device *device) {
   cddp__device_release(device);
 }
 
-/* *out: device memory for an operation, valid until the next call. Each new piece is at least twice
-   as large; old pieces are kept, since operations and CUDA graphs may still use them. Also called
-   in a capture. */
+/* *out: device memory for an operation, valid until the next call. Old pieces are kept, since
+   operations and CUDA graphs may still use them; each new one is at least twice as large. */
 static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, void **out) {
   enum cudaStreamCaptureMode mode;
   cddp_result r;
@@ -2559,8 +2541,8 @@ static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
   return r == CDDP_OK ? p : NULL;
 }
 
-/* Frees memory of a device, which becomes the current one first: cudaFree waits for the current
-   device, and would create a context on another. An error is cleared and ignored. */
+/* cudaFree waits for the current device, and would create a context on another: so `device` becomes
+   current. An error is cleared and ignored. */
 static void cddp__free_on(int device, void *p) {
   if (p == NULL) return;
   (void)cddp__use_device(device);
@@ -2571,9 +2553,8 @@ static void cddp__device_free(const cddp_group *g, void *p) {
   cddp__free_on(cddp__device_of(g)->index, p);
 }
 
-/* Waits on the host for the event, or (NULL) for the stream, while the group is healthy. For other
-   operations the watcher times out; the deadline here is for those in a CUDA graph, behind which
-   the watcher has no event. */
+/* Waits on the host for the event, or (NULL) for the stream, while the group is healthy. The
+   deadline is for operations in CUDA graphs: others end by the watcher. */
 static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
                                       cudaEvent_t event) {
   enum cudaStreamCaptureMode mode = cddp__relax_capture();
@@ -2591,8 +2572,8 @@ static cddp_result cddp__await_stream(cddp__device *device, cudaStream_t stream,
   return cddp__cuda_result((int)e, "work on the group's stream");
 }
 
-/* Copies between host memory and device memory. Returns when the copy is complete. g: its device's
-   side stream copies; NULL, or a group without a device: the default stream. */
+/* Copies between host and device memory, and waits. g: its device's side stream copies; NULL, or a
+   group without a device: the default stream. */
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   cudaStream_t side;
   cddp_result r;
@@ -2604,8 +2585,8 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
   return r == CDDP_OK ? CDDP__CUDA(cudaStreamSynchronize, side) : r;
 }
 
-/* Breaks the group with r, as its other ranks wait for this one. The text of a CUDA error names no
-   rank, so this rank's number is put before it. */
+/* Breaks the group with r, as the other ranks wait. The text of a CUDA error gets this rank's
+   number. */
 static cddp_result cddp__break_waiting(cddp_group *g, cddp_result r) {
   if (r == CDDP_CUDA) r = cddp__fail_in(r, "rank %d: ", g->rank);
   return cddp__break(g, r);
@@ -2617,31 +2598,29 @@ static cddp_result cddp__break_waiting(cddp_group *g, cddp_result r) {
      2. The CPU's collective or message runs there.
      3. The result is copied back to the device; with a work handle, in cddp_wait. */
 
-/* After a call on the host memory work->stage, with result r: copies the received data to the
-   device, to work->context, and frees the host memory. */
-static cddp_result cddp__unstage(cddp_work *work, cddp_result r) {
-  cddp_group *g = work->group;
+/* After a call on the host memory `stage`, with result r: copies received data to the device, at
+   `to`, and frees the host memory. */
+static cddp_result cddp__unstage(cddp_group *g, const cddp__call *call, void *to, void *stage,
+                                 cddp_result r) {
   size_t sent, received;
-  cddp__call_bytes(g, &work->call, &sent, &received);
-  if (r == CDDP_OK && work->call.kind != CDDP__KIND_SEND &&
-      cddp__is_written(&work->call, g->rank)) {
-    r = cddp__transfer(g, work->context, work->call.recv, received);
+  cddp__call_bytes(g, call, &sent, &received);
+  if (r == CDDP_OK && call->kind != CDDP__KIND_SEND && cddp__is_written(call, g->rank)) {
+    r = cddp__transfer(g, to, call->recv, received);
     if (r != CDDP_OK && cddp__load32(&g->left) == 0 /* this rank has not left */)
       r = cddp__break_waiting(g, r);
   }
-  cddp__arena_free(g->host, work->stage);
-  work->context = work->stage = NULL;
+  cddp__arena_free(g->host, stage);
   return r;
 }
 
-/* Runs a collective or message through host memory. work NULL: to its end; else *work receives the
-   handle, and cddp__unstage follows in its wait. */
+/* work NULL: runs the call to its end; else *work receives a handle, and cddp__unstage follows in
+   its wait. */
 static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call,
                                     cudaStream_t stream, cddp_work **work) {
   bool message = cddp__is_message(call);
   cddp_group *g = device->group;
   size_t sends, recvs, recv_offset; /* bytes */
-  cddp_work immediate, *staged = NULL; /* immediate: holds the fields if there is no handle */
+  cddp_work *staged = NULL; /* the handle, if the caller wants one and the call has started */
   cddp__call inner = *call;
   char *stage;
   cddp_result r = cddp__refuse_capture(stream, CDDP_UNSUPPORTED,
@@ -2659,22 +2638,18 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
   if (r != CDDP_OK && !message) r = cddp__break_waiting(g, r);
   inner.send = stage; /* `inner` is the call on host memory */
   inner.recv = stage + recv_offset;
-  /* Sets `staged` if the caller wants a handle and the call has started. */
   if (r == CDDP_OK) r = cddp__cpu_start(g, &inner, work != NULL ? &staged : NULL);
-  if (staged != NULL) *work = staged;
-  else staged = &immediate;
-  staged->context = call->recv;
+  if (staged == NULL) return cddp__unstage(g, &inner, call->recv, stage, r);
+  staged->context = call->recv; /* for cddp__device_wait, which calls cddp__unstage */
   staged->stage = stage;
-  if (staged != &immediate) return CDDP_OK; /* its wait calls cddp__unstage */
-  immediate.group = g;
-  immediate.call = inner;
-  return cddp__unstage(&immediate, r);
+  *work = staged;
+  return CDDP_OK;
 }
 
 /* --- operations by NCCL --- */
 
-/* Sends and receives the shares of gather, scatter, all_to_all and calls with counts, except the
-   rank's own (cddp__copy_own_share). Called inside an NCCL group. */
+/* Sends and receives the shares of gather, scatter, all_to_all and calls with counts. Called inside
+   an NCCL group. */
 static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cddp__call *call,
                                            ncclDataType_t type, cudaStream_t stream) {
   int me = device->group->rank, q;
@@ -2694,7 +2669,7 @@ static ncclResult_t cddp__nccl_post_shares(const cddp__device *device, const cdd
   return e;
 }
 
-/* Copies the share that this rank has for itself, in the calls of cddp__nccl_post_shares. */
+/* The rank's own share, in the calls of cddp__nccl_post_shares. */
 static cddp_result cddp__copy_own_share(const cddp__device *device, const cddp__call *call,
                                         cudaStream_t stream) {
   int me = device->group->rank;
@@ -2709,15 +2684,15 @@ static cddp_result cddp__copy_own_share(const cddp__device *device, const cddp__
 }
 
 /* Returns whether NCCL computes a sum for a mean, and a kernel multiplies by 1/n afterwards. NCCL's
-   own mean multiplies by 1/n in the operands' type first: in bf16 the error is up to 0.2 %, and
-   NVLink's switches, which can only add, are not used. In f16 sums could exceed 65,504, and the
-   error of 1/n is at most the rounding. */
+   own mean multiplies first, in the operands' type: in bf16 the error is up to 0.2 %, and NVLink's
+   switches, which can only add, are not used. In f16 sums could exceed 65,504, and 1/n is precise
+   enough. */
 static bool cddp__averages_by_sum(const cddp__device *device, const cddp__call *call) {
   return call->op == CDDP_AVG && device->kernels != NULL && cddp__dtype_trains(call->dtype) &&
          call->dtype != CDDP_F16;
 }
 
-/* Calls NCCL's function of the call. Inside an NCCL group, so that it does not wait. */
+/* Called inside an NCCL group, so that it does not wait. */
 static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call *call,
                                     cudaStream_t stream) {
   /* By cddp_dtype: ncclDataType_t as numbers, since some versions lack a name for bf16. */
@@ -2749,9 +2724,9 @@ static ncclResult_t cddp__nccl_post(const cddp__device *device, const cddp__call
 }
 
 /* Polls until NCCL has enqueued the operation that returned e; the watcher checks the other ranks.
-   what: names it in error texts. issue_lock held. ncclSuccess in e means nothing: up to NCCL 2.23
-   single operations return it too early. Up to 2.25 ncclCommGetAsyncError leaves work of NCCL to
-   this thread, which would delay another communicator; ncclCommCount does it. */
+   issue_lock held. ncclSuccess in e means nothing: up to NCCL 2.23 single operations return it too
+   early. Up to 2.25 ncclCommGetAsyncError leaves work of NCCL to this thread, which would delay
+   another communicator; ncclCommCount does it. */
 static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const char *what) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
@@ -2768,8 +2743,8 @@ static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const 
   return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(device, e, what);
 }
 
-/* Enqueues n operations on the stream as one NCCL group, so that sends and receives between the
-   ranks can be in any order. issue_lock held. */
+/* Enqueues n operations as one NCCL group, so that messages between the ranks can be in any order.
+   issue_lock held. */
 static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call, int n,
                                     cudaStream_t stream) {
   ncclResult_t e, end;
@@ -2784,7 +2759,6 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   }
   for (i = 0; i < n; i++)
     if ((r = cddp__copy_own_share(device, &call[i], stream)) != CDDP_OK) return r;
-  /* The communicator is non-blocking: ncclInProgress is no error. */
   e = ncclGroupStart();
   for (i = 0; i < n && (e == ncclSuccess || e == ncclInProgress); i++)
     e = cddp__nccl_post(device, &call[i], stream);
@@ -2800,28 +2774,28 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
 }
 
 /* Issues n operations on device memory, in order, behind the work on the stream. NCCL runs them.
-   Without a communicator (one rank) they are copies. With backend "cpu" they go through host
-   memory, and each one waits. */
+   Without a communicator (one rank) they are copies. With backend "cpu" each one waits. */
 static cddp_result cddp__issue(cddp__device *device, const cddp__call *call, int n,
                                cudaStream_t stream) {
-  bool enqueues = device->group->backend->enqueues, by_nccl = enqueues && device->comm != NULL;
+  bool enqueues = device->group->backend->enqueues;
   cddp_result r = CDDP_OK;
   int i;
-  for (i = 0; r == CDDP_OK && i < n && !by_nccl; i++)
+  if (n > 0 && enqueues && device->comm != NULL) {
+    pthread_mutex_lock(&device->issue_lock);
+    r = cddp__issue_held(device, call, n, stream);
+    pthread_mutex_unlock(&device->issue_lock);
+    return cddp__release_buffers(device, r);
+  }
+  for (i = 0; r == CDDP_OK && i < n; i++)
     r = enqueues
             ? cddp__device_copy(call[i].recv, call[i].send, call[i].count * call[i].esize, stream)
             : cddp__stage_call(device, &call[i], stream, NULL);
-  if (n == 0 || !by_nccl) return r;
-  pthread_mutex_lock(&device->issue_lock);
-  r = cddp__issue_held(device, call, n, stream);
-  pthread_mutex_unlock(&device->issue_lock);
-  return cddp__release_buffers(device, r);
+  return r;
 }
 
 /* --- handles and messages --- */
 
-/* Creates a handle for an operation that is on *stream, or (NULL) not yet on a stream. The handle's
-   event is recorded behind it. */
+/* Creates a handle for an operation that is on *stream, or (NULL) not yet on a stream. */
 static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
                                      const cudaStream_t *stream, cddp_work **out) {
   cddp_work *work = cddp__work_new(g, 0);
@@ -2835,33 +2809,35 @@ static cddp_result cddp__device_work(cddp_group *g, const cddp__call *call,
   return r;
 }
 
-/* Issues all posted sends and receives together. A failure breaks the group, and their waits return
-   it. only: a message; if it was issued already, nothing is done. NULL: issues in any case. */
-static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *only) {
+/* Issues the n posted messages. issue_lock held. A failure breaks the group. */
+static cddp_result cddp__issue_posted(cddp__device *device, int n) {
   const cddp_allocator *allocator = &device->group->host->allocator;
-  cddp__call *calls = NULL;
+  cddp__call *calls = (cddp__call *)cddp__malloc(allocator, (size_t)n * sizeof *calls);
+  cddp_result r = calls != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+  cddp_work *work = device->messages;
+  int i;
+  for (i = 0; r == CDDP_OK && i < n; i++, work = work->next) calls[i] = work->call;
+  if (r == CDDP_OK) /* the buffers are ready when the group's stream is here */
+    r = cddp__stream_after(device, device->side, cddp__main_stream(device->group));
+  if (r == CDDP_OK) r = cddp__issue_held(device, calls, n, device->side);
+  while ((work = device->messages) != NULL) { /* also after a failure, so that waits end */
+    device->messages = work->next;
+    if (r == CDDP_OK) r = cddp__event_acquire(device, device->side, &work->event);
+    work->done = true;
+  }
+  cddp__free(allocator, calls);
+  return r == CDDP_OK ? r : cddp__break_waiting(device->group, r);
+}
+
+/* Issues all posted messages together. A failure breaks the group, and their waits return it. only:
+   does nothing if this message was issued already; NULL: issues in any case. */
+static cddp_result cddp__issue_messages(cddp__device *device, const cddp_work *only) {
   cddp_result r = CDDP_OK;
-  cddp_work *work;
+  const cddp_work *work;
   int n = 0;
   pthread_mutex_lock(&device->issue_lock);
-  if (only == NULL || !only->done /* issued */)
-    for (work = device->messages; work != NULL; work = work->next) n++;
-  if (n > 0) {
-    calls = (cddp__call *)cddp__malloc(allocator, (size_t)n * sizeof *calls);
-    /* the buffers are ready when the group's stream is here */
-    r = calls == NULL ? CDDP_OUT_OF_MEMORY
-                      : cddp__stream_after(device, device->side, cddp__main_stream(device->group));
-    for (n = 0, work = device->messages; r == CDDP_OK && work != NULL; work = work->next)
-      calls[n++] = work->call;
-    if (r == CDDP_OK) r = cddp__issue_held(device, calls, n, device->side);
-    while ((work = device->messages) != NULL) { /* also after a failure, so that waits end */
-      device->messages = work->next;
-      if (r == CDDP_OK) r = cddp__event_acquire(device, device->side, &work->event);
-      work->done = true;
-    }
-    if (r != CDDP_OK) r = cddp__break_waiting(device->group, r);
-    cddp__free(allocator, calls);
-  }
+  for (work = device->messages; work != NULL; work = work->next) n++;
+  if (n > 0 && (only == NULL || !only->done /* issued */)) r = cddp__issue_posted(device, n);
   pthread_mutex_unlock(&device->issue_lock);
   return cddp__release_buffers(device, r);
 }
@@ -2878,7 +2854,7 @@ static bool cddp__device_done(cddp_work *work) {
   /* A failure breaks the group: the checks below find it. */
   if (cddp__is_message(&work->call)) (void)cddp__issue_messages(device, work);
   /* No event: the issue failed. A group that was left (elastic: replaced) has no block, which would
-     tell whether it is broken: the wait asks the context. */
+     tell whether it is broken: its wait tells. */
   if (work->event == NULL || cddp__load32(&work->group->left) != 0 ||
       cddp__is_broken(work->group))
     return true;
@@ -2889,8 +2865,17 @@ static bool cddp__device_done(cddp_work *work) {
   return e != cudaErrorNotReady;
 }
 
-/* cddp__backend.wait. Without a limit the host does not wait: the group's stream does. CUDA cannot
-   wait with a limit, so then the host polls until the operation has ended. */
+/* Fails if the group of a work is broken. A group that was left has no block: asks its context. */
+static cddp_result cddp__check_work_group(const cddp_work *work) {
+  cddp__device *device = cddp__device_of(work->group);
+  if (cddp__load32(&work->group->left) == 0) return cddp__check_group(work->group);
+  if ((cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) != CDDP__COMM_ABORTED) return CDDP_OK;
+  return cddp__fail(CDDP_PEER_LOST,
+                    "the group of this operation has been replaced, as ranks changed");
+}
+
+/* cddp__backend.wait. Without a limit the group's stream waits, and the host does not. CUDA cannot
+   wait with a limit: then the host polls until the operation has ended. */
 static cddp_result cddp__device_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__device *device = cddp__device_of(g);
@@ -2899,18 +2884,16 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
   if (!work->on_stream) {
     r = cddp__cpu_wait(work, limit);
     if (work->stage == NULL /* on host memory */ || r == CDDP__CONTINUES) return r;
-    return cddp__unstage(work, r);
+    r = cddp__unstage(g, &work->call, work->context, work->stage, r);
+    work->context = work->stage = NULL;
+    return r;
   }
   cddp__wait_begin(&w, limit); /* a negative limit: not used */
   while (limit >= 0 && !cddp__device_done(work))
     if (!cddp__wait_pause(&w)) return cddp__fail_unfinished(work, limit);
   r = cddp__use_device(device->index); /* the stream can be the default one: the current device's */
   if (cddp__is_message(&work->call)) (void)cddp__issue_messages(device, work);
-  if (r == CDDP_OK && cddp__load32(&g->left) == 0) r = cddp__check_group(g);
-  else if (r == CDDP_OK && /* the group has been left and has no block: asks the context */
-           (cddp__load32(&device->state) & CDDP__COMM_HOW_MASK) == CDDP__COMM_ABORTED)
-    r = cddp__fail(CDDP_PEER_LOST,
-                   "the group of this operation has been replaced, as ranks changed");
+  if (r == CDDP_OK) r = cddp__check_work_group(work);
   if (r == CDDP_OK && work->event != NULL)
     r = CDDP__CUDA(
         cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)work->event, 0 /* flags */);
@@ -2920,8 +2903,8 @@ static cddp_result cddp__device_wait(cddp_work *work, double limit) {
 
 /* --- the calls of a group --- */
 
-/* A barrier, on the group's engine thread: waits for the group's stream, then for the other ranks,
-   and compares the calls of the ranks on this host. */
+/* On the engine's thread: waits for the group's stream, then for the other ranks, and compares the
+   calls of this host's ranks. */
 static cddp_result cddp__run_barrier(cddp_work *work) {
   cddp__device *device = cddp__device_of(work->group);
   cddp_result r = cddp__use_device(device->index);
@@ -2931,8 +2914,8 @@ static cddp_result cddp__run_barrier(cddp_work *work) {
   return r == CDDP_OK ? cddp__compare_logs(device) : r;
 }
 
-/* cddp_barrier: starts cddp__run_barrier in the engine, and (work NULL) waits for it. Ranks of
-   several hosts compare the hashes of their calls as the barrier's count, which must be equal. */
+/* cddp_barrier: cddp__run_barrier in the engine. Ranks of several hosts compare the hashes of their
+   calls as the barrier's count. */
 static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   cudaStream_t stream = cddp__main_stream(g);
@@ -2957,9 +2940,9 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *call, c
   return r;
 }
 
-/* A call with counts: exchanges them before NCCL transfers the data. A rank without data has no
-   buffer, and learns here whether the others' are in host memory. Then the call runs here, through
-   host memory, and call->count becomes 0: nothing is left for NCCL. */
+/* Exchanges the counts before NCCL transfers the data. A rank without data learns here whether the
+   others' buffers are in host memory. Then the call runs here, and call->count becomes 0: nothing
+   is left for NCCL. */
 static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
   bool host_memory = false;
   size_t sent, received;
@@ -2978,9 +2961,9 @@ static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *call) {
   return r;
 }
 
-/* Runs a collective with NCCL on the group's stream. With a handle, or if it needs a copy in the
-   context's scratch memory (only `side` uses that), it runs on the side stream. NCCL cannot
-   exchange shares in place: the sent ones are copied. */
+/* Runs a collective with NCCL on the group's stream; with a handle, or if it needs scratch memory
+   (only `side` uses that), on the side stream. NCCL cannot exchange shares in place: the sent ones
+   are copied. */
 static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   bool copied = g->size > 1 && cddp__is_in_place_all_to_all(given); /* from a copy */
@@ -2992,10 +2975,10 @@ static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_
   void *copy;
   cddp_result r = call.shares != NULL ? cddp__counts_on_device(g, &call) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__stream_after(device, stream, home);
-  if (r == CDDP_OK && copied &&
-      (r = cddp__device_scratch(&device->scratch, bytes, &copy)) == CDDP_OK) {
-    r = cddp__device_copy(copy, call.send, bytes, stream);
-    call.send = copy;
+  if (r == CDDP_OK && copied) {
+    r = cddp__device_scratch(&device->scratch, bytes, &copy);
+    if (r == CDDP_OK) r = cddp__device_copy(copy, call.send, bytes, stream);
+    if (r == CDDP_OK) call.send = copy;
   }
   if (r == CDDP_OK && call.count > 0) r = cddp__issue(device, &call, 1 /* call */, stream);
   if (r == CDDP_OK)
@@ -3006,8 +2989,8 @@ static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_
   return r;
 }
 
-/* Posts a message for NCCL, behind those posted before. Without a handle it is issued now (in
-   cddp__work_wait), together with them. */
+/* Posts a message for NCCL. Without a handle it is issued now, together with those posted
+   before. */
 static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   cddp_work **link, *w;
@@ -3032,8 +3015,8 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cdd
   return CDDP_OK;
 }
 
-/* cddp__backend.start. Chooses where the call runs. If its buffers are in host memory: on the host.
-   If they are on the device: by NCCL or, with backend "cpu", through host memory. */
+/* cddp__backend.start. Buffers in host memory: the call runs on the host. On the device: by NCCL
+   or, with backend "cpu", through host memory. */
 static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   bool message = cddp__is_message(call), enqueues = g->backend->enqueues;
@@ -3046,8 +3029,8 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cdd
   if (r == CDDP_CUDA && !message) return cddp__break_waiting(g, r);
   if (r != CDDP_OK) return r;
   cddp__call_bytes(g, call, &sent, &received);
-  /* A call without data has no buffers that show where it runs. Messages, and all calls with
-     backend "cpu", then run on the host, which compares them; NCCL's collectives are logged. */
+  /* A call without data shows not where it runs. Messages, and all calls with backend "cpu", then
+     run on the host, which compares them; NCCL's collectives are logged. */
   here = here && (sent + received > 0 || (enqueues && !message));
   /* Posted messages are issued first: in the order of calls. */
   if (!message && (r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
@@ -3063,7 +3046,7 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cdd
   return message ? cddp__nccl_message(g, call, work) : cddp__nccl_call(g, call, work);
 }
 
-/* cddp_synchronize: issues the posted messages, and waits on the host for the group's stream. */
+/* cddp_synchronize: waits on the host for the group's stream. */
 static cddp_result cddp__device_synchronize(cddp_group *g) {
   cddp__device *device = cddp__device_of(g);
   cddp_result r;
@@ -3079,7 +3062,7 @@ static cddp_result cddp__device_synchronize(cddp_group *g) {
 /* --- contexts: connected, left --- */
 
 /* Collective: runs sums and means of several sizes. NCCL connects ranks at the first use of an
-   algorithm, while the host waits. Without this call the first training step would wait. */
+   algorithm, while the host waits: else the first training step would wait. */
 static cddp_result cddp__warm_up(cddp__device *device) {
   cddp__call call;
   void *buffer = NULL;
@@ -3112,8 +3095,7 @@ static cddp_result cddp__check_blocking(void) {
                       "from the environment, and from NCCL's configuration files");
 }
 
-/* Collective: creates a communicator over all ranks of the context's group, starts the context's
-   threads, and warms up. */
+/* Collective: starts the context's threads, connects the group's ranks, and warms up. */
 static cddp_result cddp__nccl_connect(cddp__device *device) {
   cddp_group *g = device->group;
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -3167,9 +3149,11 @@ static cddp_result cddp__device_open(cddp_group *g, int index, const cddp__backe
   if (r == CDDP_OK) r = CDDP__CUDA(cudaDeviceGetStreamPriorityRange, &least, &greatest);
   if (r == CDDP_OK)
     r = CDDP__CUDA(cudaStreamCreateWithPriority, &device->side, cudaStreamNonBlocking, greatest);
-  for (; r == CDDP_OK && device->spares < CDDP__SPARE_EVENTS; device->spares += r == CDDP_OK)
-    r = CDDP__CUDA(cudaEventCreateWithFlags, &device->spare[device->spares],
-                   cudaEventDisableTiming);
+  while (r == CDDP_OK && device->spares < CDDP__SPARE_EVENTS) {
+    cudaEvent_t *spare = &device->spare[device->spares];
+    r = CDDP__CUDA(cudaEventCreateWithFlags, spare, cudaEventDisableTiming);
+    if (r == CDDP_OK) device->spares++;
+  }
   if (r != CDDP_OK) r = cddp__break(g, r);
   else if (connects && backend->enqueues /* NCCL */ && g->size >= CDDP__COMM_MIN_RANKS)
     r = cddp__nccl_connect(device);
@@ -3182,16 +3166,16 @@ static cddp_result cddp__device_open(cddp_group *g, int index, const cddp__backe
   return r;
 }
 
-/* cddp__backend.open. Collective over g, which has no context yet: creates one like that of group
-   `from`, of which g has some or all ranks. */
+/* cddp__backend.open. Collective over g: creates a context like that of group `from`, of which g
+   has some or all ranks. */
 static cddp_result cddp__device_open_like(const cddp_group *from, cddp_group *g) {
   const cddp__device *like = cddp__device_of(from);
   g->stream = from->stream;
   return cddp__device_open(g, like->index, from->backend, like->kernels, true /* connects */);
 }
 
-/* cddp__backend.prepare, before a split: waits for the device, and checks that all ranks have made
-   the same calls. So no operation of g is in flight while NCCL connects the new group. */
+/* cddp__backend.prepare, before a split: waits for the device, so that no operation of g is in
+   flight while NCCL connects the new group, and compares the calls. */
 static cddp_result cddp__device_before_split(cddp_group *g) {
   cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
   cddp__device *device = cddp__device_of(g);
@@ -3207,8 +3191,8 @@ static cddp_result cddp__device_before_split(cddp_group *g) {
 }
 
 /* cddp__backend.leave. Ends the communicator in good order: first this rank finishes operations
-   that peers still need. They end, or the watcher breaks the group: so no deadline is needed.
-   Nothing here breaks the group, since the remaining ranks must not see a failure. */
+   that peers still need. They end, or the watcher breaks the group. Nothing here breaks it, since
+   the remaining ranks must not see a failure. */
 static void cddp__device_leave(cddp_group *g) {
   cddp__device *device = cddp__device_of(g);
   cddp__wait w;
@@ -3223,8 +3207,8 @@ static void cddp__device_leave(cddp_group *g) {
   cddp__device_stop(device);
 }
 
-/* cddp__backend.close: called when a group that was left has no models any more, since a model
-   frees its memory by the group's context. */
+/* cddp__backend.close: the group that was left has no models any more, which need its context to
+   free memory. */
 static void cddp__device_close(cddp_group *g) {
   (void)cddp__use_device(cddp__device_of(g)->index);
   cddp__device_delete(cddp__device_of(g));
@@ -3241,8 +3225,8 @@ static void cddp__device_close(cddp_group *g) {
      2. The states are one piece of memory. It never moves, because a CUDA graph may have recorded
         its address. */
 
-/* The address of parameter i's gradient on the device: in the arena of its model or, in
-   cddp_optim_step (d is NULL), the caller's if it is dense. */
+/* Parameter i's gradient on the device: in the arena of its model or, in cddp_optim_step (d is
+   NULL), the caller's if it is dense. */
 static void *cddp__device_gradient(const cddp_optim *optim, const cddp_ddp *d, int i) {
   if (d == NULL && cddp__optim_sparse(optim, i) == NULL) return optim->params[i].grad;
   if (d == NULL) d = optim->desc.ddp; /* sparse: its model has the mean as a dense gradient */
@@ -3262,16 +3246,15 @@ static bool cddp__same_launch(const cddp_optim *optim, const cddp_ddp *d, int i,
          (d == NULL || (cddp__sparse_of(d, i) == NULL) == (cddp__sparse_of(d, j) == NULL));
 }
 
-/* The stream of the group of d, or (NULL) of desc.ddp, or of the desc. Makes the optimizer's device
-   current. */
+/* The stream of the group of d, or (NULL) of desc.ddp, or of the desc. Makes the device current. */
 static cudaStream_t cddp__optim_stream(const cddp_optim *optim, const cddp_ddp *d) {
   (void)cddp__use_device(optim->device);
   if (d == NULL) d = optim->desc.ddp;
   return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)optim->desc.stream;
 }
 
-/* Launches the step of n segments. Their parameters have the same scalars as parameter i. factor,
-   clip, flags: as in cddp_kernels.sgd. Returns a cudaError_t. */
+/* Launches the step of n segments, with the scalars of parameter i. factor, clip, flags: as in
+   cddp_kernels.sgd. Returns a cudaError_t. */
 typedef int cddp__launch(const cddp_optim *optim, int i, const cddp_segment *segments, int n,
                          double factor, const double *clip, unsigned flags, void *stream);
 
@@ -3303,10 +3286,49 @@ static int cddp__launch_sgd(const cddp_optim *optim, int i, const cddp_segment *
                                        flags, stream);
 }
 
-/* The function that launches the algorithm's kernels; NULL: it has no kernels, only CPU code. */
+/* NULL: the algorithm has only CPU code. */
 static cddp__launch *cddp__launch_of(const cddp__algorithm *algorithm) {
   if (algorithm == &cddp__sgd) return cddp__launch_sgd;
   return algorithm == &cddp__adamw ? cddp__launch_adamw : NULL;
+}
+
+/* Sets the master of parameter i, its last state, to the weights. */
+static cddp_result cddp__begin_master(const cddp_optim *optim, int i, cudaStream_t stream) {
+  const cddp_partition *part = &optim->parts[i];
+  const cddp_param *param = &optim->params[i];
+  char *weights = (char *)param->data + part->first * cddp__dtype_size(param->dtype);
+  return cddp__cuda_result(
+      cddp__registered_kernels->convert(*cddp__state_of(optim, optim->state_count - 1, i),
+                                        CDDP_F32, weights, param->dtype, part->count,
+                                        (void *)stream),
+      "the kernel that begins masters");
+}
+
+/* The part of parameter i that this rank steps. */
+static cddp_segment cddp__segment_of(const cddp_optim *optim, const cddp_ddp *d, int i) {
+  const cddp_partition *part = &optim->parts[i];
+  size_t part_offset = part->first * cddp__dtype_size(optim->params[i].dtype);
+  bool masters = optim->desc.master_weights != 0;
+  int last = optim->state_count - 1; /* the masters, if any */
+  cddp_segment segment;
+  segment.data = (char *)optim->params[i].data + part_offset;
+  segment.grad = (char *)cddp__device_gradient(optim, d, i) + part_offset;
+  segment.momentum = optim->state_count > masters ? optim->state[i] /* the first state */ : NULL;
+  segment.count = part->count;
+  segment.master = NULL;
+  if (masters && cddp__has_state(optim, last, i)) segment.master = *cddp__state_of(optim, last, i);
+  return segment;
+}
+
+/* Refuses a capture of parameter i's step that a CUDA graph cannot repeat. */
+static cddp_result cddp__check_captured_step(const cddp_optim *optim, int i) {
+  if (optim->algorithm->counts)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "%s cannot be captured in a CUDA graph, which would repeat one step number",
+                      optim->algorithm->name);
+  if (optim->state_count == 0 || optim->steps[i] != 0) return CDDP_OK;
+  return CDDP__REFUSE(
+      "take two steps before you capture one in a CUDA graph: the first starts momentum");
 }
 
 /* Updates the weights that this rank keeps states for.
@@ -3320,49 +3342,32 @@ static cddp_result cddp__device_step(cddp_optim *optim, const cddp_ddp *d, const
   bool *launched = (bool *)(segments + optim->count); /* [count] behind them; also the skipped */
   bool capturing = cddp__capturing(stream);
   bool clips = d != NULL && d->desc.max_grad_norm > 0; /* cddp__gpu_clip_by has set clip[1] */
-  const cddp_kernels *kernels = cddp__registered_kernels;
   cddp_result r = CDDP_OK;
   int i, j, n;
   for (i = 0; i < optim->count; i++) launched[i] = cddp__optim_skips(optim, i);
   /* From the last parameter: its gradient is first in a cddp_ddp's arena, so addresses ascend. */
   for (i = optim->count - 1; r == CDDP_OK && i >= 0; i--) {
-    /* the kernel applies factors[dtype] */
-    bool sum = d != NULL && cddp__sparse_of(d, i) == NULL && !clips;
+    double factor = 1;
+    const double *clip = clips && d->step.used[i] ? d->gpu->clip : NULL;
     if (launched[i]) continue; /* with another parameter, or skipped */
-    if (capturing && optim->algorithm->counts)
-      return cddp__fail(CDDP_UNSUPPORTED,
-                        "%s cannot be captured in a CUDA graph, which would repeat one step number",
-                        optim->algorithm->name);
-    if (capturing && optim->state_count > 0 && optim->steps[i] == 0) /* replays would start again */
-      return CDDP__REFUSE(
-          "take two steps before you capture one in a CUDA graph: the first starts momentum");
-    for (n = 0, j = i; j >= 0; j--) { /* all parameters that fit into i's launch */
-      size_t part_offset = optim->parts[j].first * cddp__dtype_size(optim->params[j].dtype);
+    if (capturing && (r = cddp__check_captured_step(optim, i)) != CDDP_OK) return r;
+    if (d != NULL && cddp__sparse_of(d, i) == NULL && !clips)
+      factor = factors[optim->params[i].dtype];
+    for (n = 0, j = i; r == CDDP_OK && j >= 0; j--) { /* all parameters that fit into i's launch */
       if (launched[j] || !cddp__same_launch(optim, d, i, j)) continue;
       launched[j] = true;
       if (optim->parts[j].count == 0) continue; /* another rank's */
-      segments[n].data = (char *)optim->params[j].data + part_offset;
-      segments[n].grad = (char *)cddp__device_gradient(optim, d, j) + part_offset;
-      /* The first state, unless the only one is the master. */
-      segments[n].momentum =
-          optim->state_count > (optim->desc.master_weights != 0) ? optim->state[j] : NULL;
-      segments[n].master = NULL;
-      if (optim->desc.master_weights != 0 && cddp__has_state(optim, optim->state_count - 1, j))
-        segments[n].master = optim->state[(optim->state_count - 1) * optim->count + j]; /* last */
-      if (segments[n].master != NULL && optim->init_master[j] && r == CDDP_OK) /* from data */
-        r = cddp__cuda_result(kernels->convert(segments[n].master, CDDP_F32, segments[n].data,
-                                               optim->params[j].dtype, optim->parts[j].count,
-                                               (void *)stream),
-                              "the kernel that begins masters");
-      segments[n++].count = optim->parts[j].count;
+      segments[n] = cddp__segment_of(optim, d, j);
+      if (segments[n].master != NULL && optim->init_master[j])
+        r = cddp__begin_master(optim, j, stream);
+      n++;
     }
-    if (r != CDDP_OK || n == 0) continue; /* failed: ends the loop; 0: all of other ranks */
-    r = cddp__cuda_result(
-        cddp__launch_of(optim->algorithm)(
-            optim, i, segments, n, sum ? factors[optim->params[i].dtype] : 1,
-            clips && d->step.used[i] ? d->gpu->clip : NULL,
-            d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
-        "the optimizer's kernel");
+    if (r == CDDP_OK && n > 0)
+      r = cddp__cuda_result(
+          cddp__launch_of(optim->algorithm)(optim, i, segments, n, factor, clip,
+                                            d != NULL ? (unsigned)CDDP_SGD_ZERO : 0,
+                                            (void *)stream),
+          "the optimizer's kernel");
   }
   return r;
 }
@@ -3390,24 +3395,18 @@ static cddp_result cddp__device_step_copies(cddp_optim *optim) {
   return r == CDDP_OK ? cddp__device_copies(optim, NULL) : r;
 }
 
-/* cddp__optim_backend.copy. With init_master set (a checkpoint had no masters) the next step would
-   begin the masters. They get the weights now: a CUDA graph of that step would begin them in each
-   replay. */
+/* cddp__optim_backend.copy. Masters that the next step would begin (a checkpoint had none) get the
+   weights now: a CUDA graph of that step would begin them in each replay. */
 static cddp_result cddp__device_write_copies(const cddp_optim *optim) {
-  int master = optim->state_count - 1, i;
+  cudaStream_t stream = cddp__optim_stream(optim, NULL);
   cddp_result r = CDDP_OK;
-  for (i = 0; r == CDDP_OK && i < optim->count && optim->desc.master_weights != 0; i++) {
-    const cddp_partition *part = &optim->parts[i];
-    const cddp_param *param = &optim->params[i];
-    if (!optim->init_master[i] || optim->steps[i] == 0 || part->count == 0 ||
-        !cddp__has_state(optim, master, i))
+  int i;
+  if (optim->desc.master_weights == 0) return cddp__device_copies(optim, NULL);
+  for (i = 0; r == CDDP_OK && i < optim->count; i++) {
+    if (!optim->init_master[i] || optim->steps[i] == 0 || optim->parts[i].count == 0 ||
+        !cddp__has_state(optim, optim->state_count - 1 /* masters */, i))
       continue;
-    r = cddp__cuda_result(
-        cddp__registered_kernels->convert(
-            optim->state[master * optim->count + i], CDDP_F32,
-            (char *)param->data + part->first * cddp__dtype_size(param->dtype), param->dtype,
-            part->count, (void *)cddp__optim_stream(optim, NULL)),
-        "the kernel that begins masters");
+    r = cddp__begin_master(optim, i, stream);
     if (r == CDDP_OK) optim->init_master[i] = false;
   }
   return r == CDDP_OK ? cddp__device_copies(optim, NULL) : r;
@@ -3424,14 +3423,14 @@ static cddp_result cddp__device_clear(const cddp_optim *optim, void *p, size_t b
 static cddp_result cddp__states_alloc(cddp_optim *optim) {
   size_t bytes = 0;
   cddp_result r;
-  int param, k;
-  for (k = 0; k < optim->count * optim->state_count; k++) { /* by state, then by parameter */
-    param = k % optim->count;
-    optim->state[k] = (void *)(uintptr_t)bytes; /* the offset, until the memory is allocated */
-    if (cddp__has_state(optim, k / optim->count, param))
-      bytes += cddp__round_up(
-          optim->parts[param].count * cddp__dtype_size(cddp__state_type(optim, param)), 256);
-  }
+  int i, k;
+  for (k = 0; k < optim->state_count; k++)
+    for (i = 0; i < optim->count; i++) {
+      size_t size = optim->parts[i].count * cddp__dtype_size(cddp__state_type(optim, i));
+      /* the offset, until the memory is allocated */
+      *cddp__state_of(optim, k, i) = (void *)(uintptr_t)bytes;
+      if (cddp__has_state(optim, k, i)) bytes += cddp__round_up(size, 256);
+    }
   (void)cddp__use_device(optim->device);
   r = cddp__cuda_result((int)cudaMalloc(&optim->flat, bytes > 0 ? bytes : 1),
                         "cudaMalloc of states");
@@ -3464,10 +3463,9 @@ static const cddp__optim_backend cddp__device_optim = {
         parts of the mean, NCCL reduces a bucket to the ranks whose parts are in it
         (d->step.scatters). A step that needs the whole mean gathers it. */
 
-/* The functions below are those of cddp__ddp_memory, where their results are described, and their
-   helpers. d->comm is the caller's group with NCCL, else a private group. */
+/* The functions of cddp__ddp_memory, which describes their results, and their helpers. */
 
-/* select_device: fails after cddp_destroy of the group: its context no longer runs calls. */
+/* select_device: fails after cddp_destroy of the group. */
 static cddp_result cddp__gpu_use(const cddp_ddp *d) {
   if (cddp__load32(&d->group->left) == 0) return cddp__device_enter(d->group);
   return CDDP__REFUSE(
@@ -3489,9 +3487,9 @@ static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
   return cddp__device_scratch(&d->gpu->scratch, bytes, out);
 }
 
-/* meet. *no_round: the ranks need not meet in a round on the host. With NCCL the watchers compare
-   the calls that are logged here. During a capture of a graph ranks are not compared. All
-   gradients must then be ready: only a round finds those that no rank has used.
+/* meet. *no_round: the ranks need not meet on the host. With NCCL the watchers compare the calls
+   that are logged here. During a capture ranks are not compared, and all gradients must be ready:
+   only a round finds those that no rank has used.
      kind, check   the kind of the call, and a hash of its settings: in the log, the count */
 static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *no_round) {
   bool capturing = cddp__capturing(cddp__main_stream(d->group));
@@ -3519,8 +3517,8 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *n
 }
 
 /* Issues the bucket's all-reduce on the side stream, or (d->step.scatters) a reduce to each rank
-   that has a part of the bucket. If the kernel of cddp_ddp_step will divide (d->step.sums), it is
-   a sum: the result is the same, bit for bit. f16 is never a sum, see cddp__averages_by_sum. */
+   that has a part of it. It is a sum if the kernel of cddp_ddp_step divides (d->step.sums), with
+   the same bits. f16 is never a sum, see cddp__averages_by_sum. */
 static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *device = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
@@ -3547,8 +3545,8 @@ static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   return cddp__issue(device, calls, n, device->side);
 }
 
-/* sum. The last node has dtype if it is one shard: the gradients that were just computed. Otherwise
-   it is a sum in a slot, in the compute type. */
+/* sum. The last node has dtype if it is one shard (gradients that were just computed), else the
+   compute type. */
 static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const *nodes,
                                  const int *widths, int count, int divisor, size_t n,
                                  void *stream) {
@@ -3559,9 +3557,8 @@ static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const 
       "the kernel that adds shards");
 }
 
-/* begin_bucket: reduces a bucket after the work that is on the caller's stream now, which computes
-   its gradients, and after the messages that the caller has posted. Through host memory the engine
-   does it and waits for the copies. d->lock held. */
+/* begin_bucket: reduces a bucket after the work on the caller's stream, which computes its
+   gradients, and after posted messages. Through host memory the engine does it. d->lock held. */
 static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *device = cddp__device_of(d->comm);
   void *caller_stream = d->group->stream;
@@ -3592,7 +3589,7 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
 }
 
 /* fence: makes the caller's stream wait until all buckets are reduced. If each rank has only its
-   part of the mean (step.scatters) but all of it is needed, the ranks broadcast their parts. */
+   part of the mean (step.scatters) but all is needed, the ranks broadcast their parts. */
 static cddp_result cddp__gpu_fence(cddp_ddp *d, bool part) {
   cddp__device *device = cddp__device_of(d->comm);
   size_t begin, end;
@@ -3624,8 +3621,8 @@ enum {
   CDDP__LIST_CALLERS /* where the caller has them: the copies in the arena are not changed */
 };
 
-/* Lists gradients of a dtype in d->gpu->segments, without those that no rank used in the last step.
-   Returns their number. */
+/* Lists the gradients of a dtype, without unused ones, in d->gpu->segments. Returns their
+   number. */
 static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
   bool part = which == CDDP__LIST_PART;
   int i, n = 0;
@@ -3648,8 +3645,7 @@ static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
 }
 
 /* Sets clip[0] to the sum of squares of the gradients that `normed` lists, and clip[1] to the
-   factor of clipping. Multiplies the gradients that `multiplied` lists; CDDP__LIST_NONE: the
-   optimizer's kernel will multiply. */
+   factor of clipping. Multiplies those that `multiplied` lists. */
 static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int normed, int multiplied) {
   const cddp_kernels *kernels = cddp__registered_kernels;
   void *stream = d->group->stream;
@@ -3693,9 +3689,9 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
 }
 
-/* step: clips, updates the weights of this rank's parts, and sends them if states are sharded.
-   optim NULL: only clips, for the caller's optimizer. Ignores averaged and wrote: the stream has
-   reduced the buckets before this call, and peers do not read the arena. */
+/* step: clips, updates this rank's weights, and sends them if states are sharded. optim NULL: only
+   clips, for the caller's optimizer. Ignores averaged and wrote: the stream has reduced the buckets
+   already, and peers do not read the arena. */
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *optim, bool averaged, bool wrote) {
   double max_norm = d->desc.max_grad_norm, factors[CDDP__DTYPE_COUNT];
   int dtype;
@@ -3704,7 +3700,7 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *optim, bool averaged,
   if (max_norm > 0)
     r = cddp__gpu_clip_by(d, max_norm, CDDP__LIST_ALL,
                           optim == NULL ? CDDP__LIST_PART : CDDP__LIST_NONE);
-  /* Without elements on the device the optimizer has the backend of CPUs, and nothing to step. */
+  /* Without elements the optimizer has the CPU's backend, and nothing to step. */
   if (r != CDDP_OK || optim == NULL || !optim->backend->on_device) return r;
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++)
     factors[dtype] = cddp__mean_factor(d, (cddp_dtype)dtype);
@@ -3714,38 +3710,42 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *optim, bool averaged,
   return r == CDDP_OK ? cddp__device_copies(optim, d) : r;
 }
 
+/* Fails unless `at`, data or grad of parameter i, is on the group's device. */
+static cddp_result cddp__check_param_on_device(const cddp_ddp *d, int i, const char *array,
+                                               const void *at) {
+  int device = cddp__device_of(d->group)->index;
+  cddp__text what = cddp__textf("%s of parameter \"%.60s\"", array,
+                                cddp__param_name(d->params, i).s);
+  bool here;
+  cddp_result r;
+  if (at == NULL || d->params[i].count == 0) return CDDP_OK;
+  if ((r = cddp__memory_of(device, at, what.s, &here)) != CDDP_OK || here) return r;
+  return CDDP__REFUSE("%s is in host memory, but the group's device is cuda:%d; allocate it with "
+                      "cddp_alloc or cudaMalloc",
+                      what.s, device);
+}
+
 /* Fails unless all parameters are in the memory of the group's device, and the kernels can run the
    model. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
-  int device = cddp__device_of(d->group)->index, k;
+  bool shards = d->shards.uses_slots || d->desc.elastic;
   /* of a sum; elastic: up to one for each shard */
-  int most_nodes = d->desc.elastic ? d->shards.count : d->shards.node_count;
-  bool here;
-  const char *feature = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
-                      : d->shards.uses_slots || d->desc.elastic ? "shards in cddp_ddp_desc"
-                                                            : NULL;
-  cddp_result r = feature != NULL ? cddp__need_kernels(feature) : CDDP_OK;
-  if (r == CDDP_OK && (d->desc.elastic || d->shards.uses_slots) && most_nodes > CDDP_NODES)
+  int most_nodes = d->desc.elastic ? d->shards.count : d->shards.node_count, i;
+  cddp_result r = CDDP_OK;
+  if (d->desc.max_grad_norm > 0) r = cddp__need_kernels("max_grad_norm in cddp_ddp_desc");
+  else if (shards) r = cddp__need_kernels("shards in cddp_ddp_desc");
+  if (r == CDDP_OK && shards && most_nodes > CDDP_NODES)
     r = cddp__fail(CDDP_UNSUPPORTED,
                    "%d shards on %d ranks leave %d sums of shards to add; GPUs add at most %d",
                    d->shards.count, d->group->size, most_nodes, CDDP_NODES);
-  for (k = 0; r == CDDP_OK && k < 2 * d->count; k++) { /* data, then grad, of each parameter */
-    const cddp_param *param = &d->params[k / 2];
-    const void *at = k % 2 == 0 ? param->data : param->grad;
-    cddp__text what = cddp__textf("%s of parameter \"%.60s\"", k % 2 == 0 ? "data" : "grad",
-                                  cddp__param_name(d->params, k / 2).s);
-    if (at == NULL || param->count == 0) continue;
-    r = cddp__memory_of(device, at, what.s, &here);
-    if (r == CDDP_OK && !here)
-      r = CDDP__REFUSE("%s is in host memory, but the group's device is cuda:%d; allocate it with "
-                       "cddp_alloc or cudaMalloc",
-                       what.s, device);
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    r = cddp__check_param_on_device(d, i, "data", d->params[i].data);
+    if (r == CDDP_OK) r = cddp__check_param_on_device(d, i, "grad", d->params[i].grad);
   }
   return r;
 }
 
-/* alloc: checks the parameters, then allocates d->gpu, the zeroed arena and, behind it, the scratch
-   memory of kernels (d->gpu->clip). */
+/* alloc: the zeroed arena and, behind it, the scratch memory of kernels (d->gpu->clip). */
 static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   const cddp_kernels *kernels = cddp__registered_kernels;
   void *memory = NULL;
@@ -3772,7 +3772,7 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   return cddp__device_zero(memory, d->layout.bytes, d->group->stream);
 }
 
-/* free: waits until no operation uses the memory, and frees it. After a failure it aborts them. */
+/* free: first waits until no operation uses the memory; after a failure it aborts them. */
 static void cddp__gpu_free(cddp_ddp *d) {
   cddp__device *device = d->comm != NULL ? cddp__device_of(d->comm) : NULL;
   (void)cddp__use_device(cddp__device_of(d->group)->index);
@@ -3791,8 +3791,8 @@ static void cddp__gpu_free(cddp_ddp *d) {
   d->arena = NULL;
 }
 
-/* place_rows: writes the mean rows into dense gradients that are zero elsewhere, for the kernels.
-   Adjacent rows are copied together. */
+/* place_rows: writes the mean rows into dense gradients, for the kernels. Adjacent rows are copied
+   together. */
 static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
   void *stream = d->group->stream;
   cddp_result r = CDDP_OK;
@@ -3804,8 +3804,9 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
     if (sparse == NULL) continue;
     r = cddp__device_zero(dense, sparse->rows * sparse->row_bytes, stream);
     for (first = 0; r == CDDP_OK && first < sparse->mean.n; first = end) {
-      const int64_t *number = sparse->mean.number; /* of each row; [first, end): adjacent rows */
-      for (end = first + 1; end < sparse->mean.n && number[end] == number[end - 1] + 1;) end++;
+      const int64_t *number = sparse->mean.number; /* of each row */
+      end = first + 1; /* [first, end): adjacent rows */
+      while (end < sparse->mean.n && number[end] == number[end - 1] + 1) end++;
       r = cddp__device_copy(dense + (size_t)number[first] * sparse->row_bytes,
                             sparse->mean.values + first * sparse->row_bytes,
                             (end - first) * sparse->row_bytes, stream);
@@ -3838,19 +3839,36 @@ static cddp_result cddp__group_scratch(const cddp_group *g, size_t bytes, void *
 static const cddp__backend cddp__nccl_backend = {true, true, CDDP__DEVICE_FUNCTIONS};
 static const cddp__backend cddp__staged_backend = {true, false, CDDP__DEVICE_FUNCTIONS};
 
+/* Sets *device to the number of this rank's GPU, of `count` visible ones. */
+static cddp_result cddp__device_number(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
+                                       int count, int *device) {
+  bool numbered = desc->device[4] == ':'; /* "cuda:N" */
+  int env_local_rank = -1; /* not set */
+  cddp_result r = CDDP_OK;
+  if (!g->host->one_process || g->host->size == 1) /* else LOCAL_RANK is of all threads */
+    r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &env_local_rank);
+  if (r != CDDP_OK) return r;
+  if (numbered) *device = atoi(desc->device + 5);
+  else if (env_local_rank >= 0) *device = env_local_rank;
+  else *device = g->host->one_process ? g->host->index : g->local_rank;
+  if (!numbered && (!nccl || count == 1)) *device %= count; /* count 1: only its own is visible */
+  if (*device < count) return CDDP_OK;
+  return CDDP__REFUSE("rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
+                      "start at most %d ranks here, or let them share with backend \"cpu\"",
+                      g->rank, *device, count, count);
+}
+
 /* Chooses this rank's device, makes it current, and describes it for the other ranks.
      desc   device is "cuda" or "cuda:N"
-     nccl   the backend is NCCL, which needs a GPU for each rank; with backend "cpu" ranks share:
-            the number is taken modulo the number of GPUs */
+     nccl   the backend is NCCL, with a GPU for each rank; with "cpu" ranks share GPUs */
 static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                        cddp__device_report *out) {
   const char *nccl_host = getenv("NCCL_HOSTID");
   const char *multi_rank = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  bool numbered = desc->device[4] == ':'; /* "cuda:N" */
   bool may_share; /* NCCL lets several ranks use one GPU */
-  int device, count = 0, version = 0, env_local_rank = -1 /* not set */, i;
+  int device, count = 0, version = 0, i;
   struct cudaDeviceProp properties;
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   cudaError_t e = cudaGetDeviceCount(&count);
   memset(out, 0, sizeof *out);
   memset(&properties, 0, sizeof properties);
@@ -3863,17 +3881,7 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
                       "it forked (cddp_spawn must come first); device \"cpu\" needs no GPU",
                       cudaGetErrorString(e), version / 1000, version % 1000 / 10);
   }
-  if (!g->host->one_process || g->host->size == 1) /* else LOCAL_RANK is of all threads */
-    r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &env_local_rank);
-  if (r != CDDP_OK) return r;
-  device = numbered ? atoi(desc->device + 5)
-           : env_local_rank >= 0 ? env_local_rank
-           : g->host->one_process ? g->host->index : g->local_rank; /* the rank's index here */
-  if (!numbered && (!nccl || count == 1)) device %= count; /* count 1: only its own is visible */
-  if (device >= count)
-    return CDDP__REFUSE("rank %d needs cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
-                        "start at most %d ranks here, or let them share with backend \"cpu\"",
-                        g->rank, device, count, count);
+  if ((r = cddp__device_number(g, desc, nccl, count, &device)) != CDDP_OK) return r;
   if (nccl) r = cddp__check_blocking();
   if (r == CDDP_OK) r = CDDP__CUDA(cudaSetDevice, device);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaGetDeviceProperties, &properties, device);
@@ -3889,9 +3897,27 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
   return r;
 }
 
+/* Fails, on all ranks, if two of the n ranks have the same GPU and may not share it. */
+static cddp_result cddp__check_gpus(const cddp_group *g, const cddp__device_report *reports,
+                                    int n) {
+  int i, k;
+  for (i = 0; i < n; i++)
+    for (k = 0; k < i; k++) {
+      if (reports[i].gpu[0] == 0 /* may share */ || strcmp(reports[i].gpu, reports[k].gpu) != 0 ||
+          reports[i].host != reports[k].host)
+        continue;
+      return CDDP__REFUSE(
+          "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set device to "
+          "\"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let them share with backend \"cpu\" "
+          "or, from NCCL 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1",
+          cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, reports[i].device, reports[i].gpu);
+    }
+  return CDDP_OK;
+}
+
 /* Collective: creates the device context of a group that has none. Fails on all ranks if one cannot
-   have its device or, with NCCL, if two have the same GPU. A process that joins an elastic job is
-   alone in its first group, and connects in the model's groups later. */
+   have its device. A process that joins an elastic job is alone in its first group, and connects in
+   the model's groups later. */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
   const cddp_allocator *allocator = &g->host->allocator;
   const char *backend = cddp__backend_name(desc);
@@ -3899,26 +3925,15 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   cddp__device_report mine, *reports;
   bool kernels = true; /* all ranks have kernels */
   bool joins = g->host->joined && g->id == 0; /* a joining process's first group: no exchange */
-  int report_count = joins ? 1 : g->size, i, k;
+  int report_count = joins ? 1 : g->size, i;
   cddp_result r;
   reports = (cddp__device_report *)cddp__malloc(allocator, (size_t)g->size * sizeof *reports);
   if (reports == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__choose_device(g, desc, nccl, &mine);
   if (joins) reports[0] = mine;
   else r = cddp__consensus(g, r, &mine, sizeof mine, reports);
-  for (i = 0; r == CDDP_OK && i < report_count; i++) {
-    kernels = kernels && reports[i].kernels != 0;
-    for (k = 0; r == CDDP_OK && nccl && k < i; k++) { /* the same result on every rank */
-      if (reports[i].gpu[0] == 0 /* may share */ || strcmp(reports[i].gpu, reports[k].gpu) != 0 ||
-          reports[i].host != reports[k].host)
-        continue;
-      r = CDDP__REFUSE(
-          "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set device to "
-          "\"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let them share with backend \"cpu\" "
-          "or, from NCCL 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1",
-          cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, reports[i].device, reports[i].gpu);
-    }
-  }
+  for (i = 0; r == CDDP_OK && i < report_count; i++) kernels = kernels && reports[i].kernels != 0;
+  if (r == CDDP_OK && nccl) r = cddp__check_gpus(g, reports, report_count);
   cddp__free(allocator, reports);
   if (r != CDDP_OK) return r;
   if (mine.kernels != 0)
@@ -3933,9 +3948,8 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
 }
 
 /* Returns whether p is device memory, or managed. g: a group, or NULL. CUDA's answer creates a
-   context on the current device, so the group's device becomes current first. Without a group, if
-   all groups of the process have one device, that becomes current in a thread that has chosen none
-   (its current one is 0). */
+   context on the current device, so the group's device becomes current first. Without a group, the
+   only device of all groups does, in a thread that has chosen none (its current one is 0). */
 static bool cddp__on_device(const cddp_group *g, const void *p) {
   struct cudaPointerAttributes attributes;
   uint32_t only = cddp__load32(&cddp__device_groups); /* 1 + the device; 0: none; or several */
@@ -3952,9 +3966,8 @@ static bool cddp__on_device(const cddp_group *g, const void *p) {
   return false;
 }
 
-/* Waits on the host for the work on the group's stream; refuses a capture. Without a group on a
-   device: for all work on the current device.
-     what   CDDP__AWAIT_STREAM: also if the group is broken; CDDP__AWAIT_GROUP: fails then */
+/* Waits on the host for the work on the group's stream, or without a device for all work on the
+   current device. Refuses a capture. */
 static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what) {
   cddp_result r;
   if (g == NULL || !g->backend->on_device)
@@ -3966,8 +3979,8 @@ static cddp_result cddp__await_device(cddp_group *g, enum cddp__await what) {
   return r == CDDP_OK ? cddp__device_synchronize(g) : r;
 }
 
-/* Selects the backend of a cddp_optim: the device's if its parameters are on a device, and
-   allocates its states there. Otherwise the optimizer keeps the CPU's. */
+/* Selects the device's backend if the parameters are on a device, and allocates the states there.
+   Otherwise the optimizer keeps the CPU's. */
 static cddp_result cddp__select_optim_backend(cddp_optim *optim) {
   const cddp_ddp *d = optim->desc.ddp;
   struct cudaPointerAttributes attributes;
@@ -3999,21 +4012,21 @@ static cddp_result cddp__select_optim_backend(cddp_optim *optim) {
   return cddp__states_alloc(optim); /* waits: zeroed before a step on any stream */
 }
 
-/* cddp_set_stream: the new stream waits for the work on the old one. If one is captured, neither
-   can wait for the other: then nothing is done. The next call of the group returns an error, as
-   cddp_set_stream has no result. */
-static void cddp__follow_stream(cddp_group *g, void *stream) {
-  cudaStream_t streams[2] = {cddp__main_stream(g), (cudaStream_t)stream}; /* old, new */
+/* Returns whether the stream is known not to be captured: a query can fail. */
+static bool cddp__not_captured(cudaStream_t stream) {
   enum cudaStreamCaptureStatus status;
-  int i;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+         status == cudaStreamCaptureStatusNone;
+}
+
+/* cddp_set_stream: the new stream waits for the work on the old one. Nothing is done if one is
+   captured: the next call of the group returns an error, as cddp_set_stream has no result. */
+static void cddp__follow_stream(cddp_group *g, void *stream) {
+  cudaStream_t from = cddp__main_stream(g), to = (cudaStream_t)stream;
   if (cddp__use_device(cddp__device_of(g)->index) != CDDP_OK) return; /* the next call returns it */
-  for (i = 0; i < 2; i++)
-    if (cudaStreamIsCapturing(streams[i], &status) != cudaSuccess ||
-        status != cudaStreamCaptureStatusNone)
-      break;
-  if (i == 2) /* neither is captured */
-    (void)cddp__stream_after(cddp__device_of(g), streams[1], streams[0]);
-  (void)cudaGetLastError(); /* of the queries above */
+  if (cddp__not_captured(from) && cddp__not_captured(to))
+    (void)cddp__stream_after(cddp__device_of(g), to, from);
+  (void)cudaGetLastError(); /* of the queries */
 }
 
 CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
