@@ -13025,6 +13025,8 @@ typedef struct cddp__join_search { /* a joining process's search for its job */
   double next_all; /* when to call numbers beyond WORLD_SIZE again; 0: now */
   double pause; /* seconds between two such calls */
   double seen; /* when a rank last listened, or a process held the name of a first rank's socket */
+  double far_until; /* a rank has answered by TCP: until then one of this host is preferred, as it
+                       has memory to share; 0: none has answered */
   cddp__text blocked; /* the last error of a connection to MASTER_ADDR, or "" */
 } cddp__join_search;
 
@@ -13046,7 +13048,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     (void)cddp__resolve(job->master, job->port, search->addresses, &search->address_count);
     search->next_resolve = now + (search->address_count > 0 ? 5 : 0.5 /* does not resolve yet */);
   }
-  for (rank = -search->address_count;
+  for (rank = search->far_until == 0 ? -search->address_count : 0;
        rank < rank_end && search->count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++) {
     cddp__connection *c = &search->calls[search->count];
     cddp__address at =
@@ -13163,14 +13165,21 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
                     job->timeout_s, job->endpoint);
 }
 
-/* Connects to ranks of the job until one has answered with *table. *fd receives the memory of this
-   host's ranks; -1: the rank that answered is on another host. */
+/* Whether a call to a rank of this host has no answer yet. */
+static bool cddp__join_calls_here(const cddp__join_search *search) {
+  int i;
+  for (i = 0; i < search->count && search->calls[i].peer < 0;) i++;
+  return i < search->count;
+}
+
+/* Connects to ranks of the job until one has answered with *table, preferably one of this host. *fd
+   receives the memory of this host's ranks; -1: the rank that answered is on another host. */
 static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
                                   cddp__join_table *table) {
   cddp__connection *polled[CDDP__JOIN_CALLS]; /* &search.calls[i], for cddp__connections_poll */
   cddp__join_search search;
   int i;
-  bool answered = false; /* *table is set */
+  bool answered = false; /* *table is set, and stays */
   cddp_result r = CDDP_OK;
   memset(&search, 0, sizeof search);
   search.calls =
@@ -13191,13 +13200,18 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
     for (i = search.count; i-- > 0 && r == CDDP_OK && !answered;) {
       if (polled[i]->ready) {
         r = cddp__join_receive(host->job_info, polled[i], fd, table);
-        answered = r == CDDP_OK;
+        answered = r == CDDP_OK && polled[i]->peer >= 0;
+        if (r == CDDP_OK && !answered && search.far_until == 0)
+          search.far_until = cddp__earlier_deadline(CDDP__JOB_SILENT_S, deadline);
         if (r == CDDP_NETWORK) r = CDDP_OK; /* no answer yet */
       }
       if (polled[i]->state != CDDP__CONNECTION_ENDED) continue; /* the call stays */
       cddp__connection_close(polled[i]);
       *polled[i] = search.calls[--search.count]; /* the last call moves here */
     }
+    if (search.far_until > 0 && /* it does not wait for a rank of this host any more */
+        (!cddp__join_calls_here(&search) || cddp__now() >= search.far_until))
+      answered = true;
   }
   for (i = 0; i < search.count; i++) cddp__connection_close(&search.calls[i]);
   cddp__free(&host->allocator, search.calls);
@@ -27177,7 +27191,8 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels) { (void)k
               Each joined process cost the others descriptors. A second model, and split groups
               beside it, kept the memory of each lost process; a group of the present ranks kept
               its own after each loss. A core dump of an elastic rank allocated memory that it had
-              freed. A waiting joining process uses less time.
+              freed. A waiting joining process uses less time. On several hosts most processes that
+              joined shared no memory with the ranks of their host.
               GPUs, elastic, after a loss: grad_norm, _add_rows and missing shards failed.
               A failed cddp_init left the flight recorder's files. Sparse rows take 16 bytes less.
      Mended. Texts and tools

@@ -1560,6 +1560,29 @@ static void test_hosts(void) {
   unsetenv("TEST_HOSTS");
 }
 
+/* Each process that replaces rank 1 shares the memory of rank 0, on its host, whichever rank of the
+   job answers first. */
+static void test_shares_memory(void) {
+  process_config first = usual(), v = usual();
+  pid_t pids[3];
+  int status, i;
+  setenv("TEST_HOSTS", "aab", 1);
+  first.join = NULL;
+  first.world_size = v.world_size = 3;
+  v.rank = 1;
+  begin_job(pids, &first);
+  for (i = 1; i <= 8; i++) {
+    kill(pids[1], SIGKILL);
+    waitpid(pids[1], &status, 0);
+    pids[1] = ranks_fork(life, 1, &v);
+    await(&shared->joined, i);
+    ask_resources(3);
+    CHECK(shared->use[1].kib > 0);
+  }
+  end_job(pids, 3);
+  unsetenv("TEST_HOSTS");
+}
+
 /* All ranks of the first host die. A rank of the other host then listens at MASTER_PORT, and admits
    processes on both hosts. It dies too: a rank that has joined admits a process on a third host. */
 static void test_master_gone(void) {
@@ -2086,6 +2109,7 @@ int main(void) {
   RUN(test_nobody);
   RUN(test_orphan);
   RUN(test_hosts);
+  RUN(test_shares_memory);
   RUN(test_master_gone);
   RUN(test_master_busy);
   RUN(test_changed_weights);
