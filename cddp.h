@@ -2839,10 +2839,11 @@ static const char *const cddp__result_texts[/* cddp_result */] = {
 
 /* Size of the UTF-8 sequence at p, of at most n bytes; 0 if it is invalid. */
 static size_t cddp__utf8(const unsigned char *p, size_t n) {
-  size_t i, size = 0; /* 0: p[0] is not the first byte of a sequence */
+  size_t i, size;
   if (p[0] < 0x80) return 1;
-  /* 0xc0 and 0xc1 would begin overlong sequences; 0xf5 and above code points beyond U+10FFFF. */
-  if (p[0] >= 0xc2 && p[0] < 0xf5) size = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
+  /* A continuation byte, an overlong sequence (0xc0, 0xc1), or beyond U+10FFFF (0xf5 and above). */
+  if (p[0] < 0xc2 || p[0] > 0xf4) return 0;
+  size = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
   if (size > n) return 0; /* the sequence is cut off */
   for (i = 1; i < size; i++)
     if ((p[i] & 0xc0) != 0x80) return 0; /* not a continuation byte */
@@ -2855,17 +2856,17 @@ static size_t cddp__utf8(const unsigned char *p, size_t n) {
 /* Formats into a buffer of n bytes. A text that is too long ends after a whole character. */
 CDDP__PRINTF(3, 0)
 static void cddp__format(char *to, size_t n, const char *format, va_list args) {
-  size_t length = (size_t)vsnprintf(to, n, format, args), last = n - 1; /* last: a cut text's NUL */
+  size_t length = (size_t)vsnprintf(to, n, format, args);
+  size_t bytes = 1; /* of the last character: its first byte, and at most 3 continuation bytes */
   if (length < n) return; /* the whole text is in the buffer; a failure (-1) counts as a long one */
-  /* Go back over continuation bytes, at most three, to the first byte of the last character, which
-     is then to[last - 1]. The character is removed if bytes of it are missing. */
-  while (last > 0 && n - last < 4 && (to[last - 1] & 0xc0) == 0x80) last--;
-  if (last > 0 && cddp__utf8((unsigned char *)to + last - 1, n - last) == 0) to[last - 1] = 0;
+  while (bytes < 4 && bytes < n && (to[n - 1 - bytes] & 0xc0) == 0x80) bytes++;
+  /* to[n - 1] is the NUL. A character that lacks bytes is removed. */
+  if (bytes < n && cddp__utf8((unsigned char *)to + n - 1 - bytes, bytes) == 0)
+    to[n - 1 - bytes] = 0;
 }
 
 /* Escapes control characters in this thread's error text, as \r or \x1b: a terminal would execute
-   them. Those from U+0080 to U+009F have two bytes in UTF-8. Bytes that are not UTF-8 are escaped
-   too. */
+   them. Escapes bytes that are not UTF-8 too. */
 static void cddp__escape_controls(void) {
   char raw[CDDP__ERROR_MAX], *to = cddp__error_text; /* to: where the next character goes */
   const unsigned char *c, *end;
@@ -2875,7 +2876,7 @@ static void cddp__escape_controls(void) {
   for (c = (unsigned char *)raw; *c != 0; c += size) {
     if (to >= cddp__error_text + CDDP__ERROR_MAX - 5) break; /* 4 for \x1b or UTF-8, NUL */
     size = cddp__utf8(c, (size_t)(end - c));
-    if (size == 2 && c[0] == 0xc2 && c[1] < 0xa0) /* U+0080 to U+009F, which is c[1] */
+    if (size == 2 && c[0] == 0xc2 && c[1] < 0xa0) /* the controls U+0080 to U+009F */
       to += snprintf(to, 5, "\\x%02x", (unsigned)c[1]);
     else if (size > 1 || (size == 1 && *c >= ' ' && *c != 127 /* DEL */))
       to = (char *)memcpy(to, c, size) + size;
@@ -2909,8 +2910,7 @@ static void cddp__append(char *text, size_t n, const char *format, ...) {
   va_end(args);
 }
 
-/* Formats a part of an error text, as in cddp__textf("rank %d", p).s; it is cut to
-   CDDP__ERROR_MAX - 1 bytes. */
+/* A part of an error text, as in cddp__textf("rank %d", p).s */
 CDDP__PRINTF(1, 2)
 static cddp__text cddp__textf(const char *format, ...) {
   cddp__text t;
@@ -2929,18 +2929,20 @@ static cddp__text cddp__cut(const char *text, size_t n) {
   return t;
 }
 
-/* A decimal text that strtod converts back to x: 15 digits if they suffice, as for 0.1; else 17. */
+/* A text that strtod converts back to x: of 15 digits if they suffice, as for 0.1; else of 17. */
 static cddp__text cddp__describe_number(double x) {
   cddp__text t = cddp__textf("%.15g", x);
-  return strtod(t.s, NULL) == x ? t : cddp__textf("%.17g", x); /* 17 digits: always exact */
+  return strtod(t.s, NULL) == x ? t : cddp__textf("%.17g", x);
 }
 
 /* " at train.c:120", with the last 80 bytes of a path; "" if the call site is not known. */
 static cddp__text cddp__describe_site(void) {
   const char *file = cddp__this_site.file;
-  size_t omitted = file != NULL && strlen(file) > 80 ? strlen(file) - 80 : 0; /* first bytes */
+  size_t length;
   if (file == NULL) return cddp__textf("%s", ""); /* gcc warns of an empty format */
-  return cddp__textf(" at %s%s:%d", omitted > 0 ? "..." : "", file + omitted, cddp__this_site.line);
+  length = strlen(file);
+  if (length <= 80) return cddp__textf(" at %s:%d", file, cddp__this_site.line);
+  return cddp__textf(" at ...%s:%d", file + length - 80, cddp__this_site.line);
 }
 
 /* Puts a prefix before the error text: "cddp_init: " + text. Returns r. */
@@ -2962,27 +2964,26 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", function);
 }
 
-/* Sets the error text for a wrong argument, format and values; the value is the result. */
+/* The result for a wrong argument, after setting the error text: format and values. */
 #define CDDP__REFUSE(...) cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__)
 
-/* Checks an argument of a public function. If the condition is false, the function returns
-   CDDP_INVALID_ARGUMENT. The error text is the function's name, then this text. */
+/* Checks an argument of a public function, which returns CDDP_INVALID_ARGUMENT if the condition is
+   false. The error text is the function's name, then this text. */
 #define CDDP__CHECK(condition, ...) \
   do { \
     if (CDDP__UNLIKELY(!(condition))) \
       return cddp__named(__func__, CDDP__REFUSE(__VA_ARGS__)); \
   } while (0)
 
-/* Makes a call in a public function. If the call fails, the function returns the call's result, and
-   puts its own name before the error text. */
+/* Makes a call in a public function, which returns the call's failure, with its own name before the
+   error text. */
 #define CDDP__TRY(result) \
   do { \
     cddp_result cddp__tried = (result); \
     if (CDDP__UNLIKELY(cddp__tried != CDDP_OK)) return cddp__named(__func__, cddp__tried); \
   } while (0)
 
-/* Advice after strerror(e) of a call that needs a file descriptor; "": none is lacking, as e tells
-   of another cause. */
+/* Advice after strerror(e) of a call that needs a file descriptor; "": e has another cause. */
 static const char *cddp__descriptor_advice(int e) {
   return e == EMFILE || e == ENFILE ? "; raise the limit of open files (ulimit -n)" : "";
 }
@@ -3007,12 +3008,17 @@ static void cddp__log(const cddp_logger *logger, int level, const char *format, 
 
 /* --- memory --- */
 
+static size_t cddp__min(size_t a, size_t b) { return a < b ? a : b; }
+static size_t cddp__max(size_t a, size_t b) { return a > b ? a : b; }
+static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
+
 /* The functions below allocate with the caller's allocator; NULL, or one without functions: with
    libc's. They return NULL if there is no memory, and have set the error text. */
 static void *cddp__malloc(const cddp_allocator *allocator, size_t bytes) {
+  size_t n = cddp__max(bytes, 1); /* for 0 bytes an allocator can return NULL */
   void *p = allocator != NULL && allocator->alloc != NULL
-                ? (allocator->alloc)(bytes ? bytes : 1, allocator->user_data)
-                : malloc(bytes ? bytes : 1); /* for 0 bytes either can return NULL */
+                ? (allocator->alloc)(n, allocator->user_data)
+                : malloc(n);
   if (p == NULL) cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory allocating %zu bytes", bytes);
   return p;
 }
@@ -3045,17 +3051,13 @@ static char *cddp__strdup(const cddp_allocator *allocator, const char *s) {
   return p;
 }
 
-static size_t cddp__min(size_t a, size_t b) { return a < b ? a : b; }
-static size_t cddp__max(size_t a, size_t b) { return a > b ? a : b; }
-static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
-
 /* Returns an array with space for at least `needed` elements of `size` bytes: p, or a larger copy,
    after which p is freed. NULL: no memory, and p is unchanged. *capacity: elements of the array. */
 static void *cddp__grow_array(const cddp_allocator *allocator, void *p, size_t *capacity,
                               size_t needed, size_t size) {
-  size_t enlarged = cddp__max(needed, *capacity * 2 + 8); /* at least 8; doubled: O(n) in all */
+  size_t enlarged = cddp__max(needed, *capacity * 2 + 8); /* doubled: O(n) copies in all */
   void *copy;
-  if (needed <= *capacity) return p; /* large enough, and *capacity is unchanged */
+  if (needed <= *capacity) return p;
   if ((copy = cddp__malloc(allocator, enlarged * size)) == NULL) return NULL;
   if (p != NULL) memcpy(copy, p, *capacity * size);
   cddp__free(allocator, p);
@@ -3084,15 +3086,16 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
 #if defined(__x86_64__)
   const size_t page = 4096, pages = 4 * page; /* interleaved: 0.8 of the time */
   /* head: bytes before the first address that is a multiple of 16. line: offset in a page. */
-  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), line, at;
+  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), line, at, rest;
   memcpy(t, f, head);
   n -= head, t += head, f += head;
   for (; n >= pages; n -= pages, t += pages, f += pages)
     for (line = 0; line < page; line += CDDP__CACHE_LINE)
       for (at = line; at < pages; at += page) /* the same line of each page */
         cddp__stream_store(t + at, f + at, CDDP__CACHE_LINE);
-  cddp__stream_store(t, f, n & ~(size_t)15);
-  t += n & ~(size_t)15, f += n & ~(size_t)15, n &= 15; /* less than 16 bytes are left */
+  rest = n % 16;
+  cddp__stream_store(t, f, n - rest);
+  t += n - rest, f += n - rest, n = rest;
   _mm_sfence(); /* later stores, which announce the copy, wait for these */
 #endif
   memcpy(t, f, n); /* the rest; on other processors all */
@@ -3100,7 +3103,7 @@ static void cddp__copy_nontemporal(void *to, const void *from, size_t n) {
 
 enum { CDDP__COPY_CACHED, CDDP__COPY_NONTEMPORAL }; /* values of `bool nontemporal` */
 static void cddp__copy_by(void *to, const void *from, size_t n, bool nontemporal) {
-  if (nontemporal && to != from) /* the same place needs no copy: cddp__copy does nothing */
+  if (nontemporal && to != from)
     cddp__copy_nontemporal(to, from, n);
   else cddp__copy(to, from, n);
 }
@@ -3134,8 +3137,8 @@ static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* also orders v be
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
 /* Stores v for a process that reads after this one has died. A reader that sees v sees all earlier
-   stores; one that does not see v sees no later store. Barriers for the compiler suffice, because a
-   process dies between two instructions. */
+   stores; another sees no later store. Compiler barriers suffice: a process dies between two
+   instructions. */
 static void cddp__store64_crash_safe(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
@@ -3156,10 +3159,15 @@ static bool cddp__compare_swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_
    cddp__note_sleep, in any thread. */
 static cddp__atomic_u64 cddp__stopped;
 
-static double cddp__monotonic(void) { /* seconds, the same for all processes of the machine */
+/* The clock's time in seconds; 0: the system does not tell it. */
+static double cddp__seconds(clockid_t clock) {
   struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
+  if (clock_gettime(clock, &t) != 0) return 0;
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static double cddp__monotonic(void) { /* the same for all processes of the machine */
+  return cddp__seconds(CLOCK_MONOTONIC);
 }
 
 /* The clock of all deadlines, in seconds: it stands still while this process is stopped. */
@@ -3189,11 +3197,8 @@ static struct timespec cddp__timespec(double seconds) { /* a time, or a duration
   return t;
 }
 
-/* Processor time of this thread so far; 0: the system does not tell it. */
-static double cddp__thread_seconds(void) {
-  struct timespec t;
-  if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) != 0) return 0;
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+static double cddp__thread_seconds(void) { /* processor time of this thread so far */
+  return cddp__seconds(CLOCK_THREAD_CPUTIME_ID);
 }
 
 static void cddp__sleep(double seconds) {
@@ -3353,26 +3358,25 @@ static void cddp__cond_init(pthread_cond_t *c) { /* for cddp__cond_wait_until */
 static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, double deadline) {
   double start, left;
   struct timespec t;
-  int e = ETIMEDOUT; /* of the last of several short sleeps; the initial value begins the loop */
+  int e;
   /* No deadline: a stop (SIGSTOP) cannot end this wait too early, so none is looked for. */
   if (deadline > 1e15 /* infinite */) return pthread_cond_wait(c, lock) == 0;
-  while (e == ETIMEDOUT) {
+  do { /* several short sleeps */
     start = cddp__now();
     left = deadline - start;
-    if (left <= 0) break;
+    if (left <= 0) return false;
     if (left > CDDP__STOP_S / 2) left = CDDP__STOP_S / 2; /* as CDDP__POLL_MAX_MS */
     t = cddp__timespec(cddp__monotonic() + left);
     e = pthread_cond_timedwait(c, lock, &t);
     cddp__note_sleep(start, left);
-  }
-  return e != ETIMEDOUT;
+  } while (e == ETIMEDOUT);
+  return true;
 }
 
 enum cddp__thread_kind { CDDP__THREAD_OF_USER /* cddp_run_threads */, CDDP__THREAD_OF_CDDP };
 /* Starts a thread that runs fn(arg), with a stack large enough for the user's callbacks: the
-   default can be 64 KiB (ulimit -s 64) or 128 KiB (musl). A thread inherits the signal mask of its
-   creator. For those of cddp it blocks all signals except faults', so that the program's handlers
-   run on the program's threads. */
+   default can be 64 KiB (ulimit -s 64) or 128 KiB (musl). Threads of cddp block all signals except
+   faults', so that the program's handlers run on the program's threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       enum cddp__thread_kind kind) {
   /* Signals of a thread's own fault: blocked, they would end the process without its handler. */
@@ -3380,12 +3384,11 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   pthread_attr_t a;
   sigset_t blocked, old; /* old: this thread's mask */
   size_t stack = 0, i; /* stack: bytes */
-  int e = pthread_attr_init(&a); /* an errno, or 0: pthread functions return it */
+  int e = pthread_attr_init(&a);
   if (e == 0) {
     pthread_attr_getstacksize(&a, &stack);
-    if (stack < CDDP__STACK_MIN + CDDP__STACK_MARGIN) /* a larger default stays */
-      pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_MARGIN);
-    sigfillset(&blocked); /* all except the faults: */
+    pthread_attr_setstacksize(&a, cddp__max(stack, CDDP__STACK_MIN + CDDP__STACK_MARGIN));
+    sigfillset(&blocked);
     for (i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&blocked, faults[i]);
     /* NULL blocks none: a user's thread keeps the mask. */
     pthread_sigmask(SIG_BLOCK, kind == CDDP__THREAD_OF_CDDP ? &blocked : NULL, &old);
@@ -3445,8 +3448,7 @@ static bool cddp__wait_yields_spent(cddp__wait *w) {
   return w->yields-- <= 0 || cddp__now() - w->since > CDDP__YIELDS_MAX_S;
 }
 
-/* Yields the core and returns true; or returns false, since the yields or their time are used up:
-   the caller must sleep. */
+/* Yields the core and returns true; or returns false: the yields are used up, the caller sleeps. */
 static bool cddp__wait_try_yield(cddp__wait *w) {
   if (cddp__wait_yields_spent(w)) return false;
   sched_yield();
@@ -3456,14 +3458,15 @@ static bool cddp__wait_try_yield(cddp__wait *w) {
 /* For `while (condition && cddp__wait_pause(&w))`: yields, or sleeps for a sixteenth of the time
    waited so far. Returns false, without a pause, once the deadline has passed. */
 static bool cddp__wait_pause(cddp__wait *w) {
-  double pause;
+  double pause, left;
   w->now = cddp__now();
-  if (w->now >= w->deadline) return false;
-  if (cddp__wait_try_yield(w)) return true; /* yielded; the first sleep comes after all yields */
+  left = w->deadline - w->now;
+  if (left <= 0) return false;
+  if (cddp__wait_try_yield(w)) return true;
   pause = (w->now - w->since) / 16;
   if (pause < CDDP__PAUSE_MIN_S) pause = CDDP__PAUSE_MIN_S;
   if (pause > CDDP__PAUSE_MAX_S) pause = CDDP__PAUSE_MAX_S;
-  cddp__sleep(pause < w->deadline - w->now ? pause : w->deadline - w->now); /* not beyond it */
+  cddp__sleep(pause < left ? pause : left);
   return true;
 }
 
@@ -3474,8 +3477,9 @@ static bool cddp__wait_pause(cddp__wait *w) {
 static uint64_t cddp__file_allowance(uint64_t at) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) return UINT64_MAX - at; /* no limit known */
-  if (at >= limit.rlim_cur) errno = EFBIG;
-  return at < limit.rlim_cur ? limit.rlim_cur - at : 0; /* RLIM_INFINITY is the largest number */
+  if (at < limit.rlim_cur) return limit.rlim_cur - at; /* RLIM_INFINITY is the largest number */
+  errno = EFBIG;
+  return 0;
 }
 
 /* Advice after strerror(e) of a call that enlarges a file; "": e is not the limit of its size. */
