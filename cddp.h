@@ -3945,7 +3945,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
    return 0 or an errno do not, as their callers try the next address. */
 
 typedef struct cddp__address {
-  __extension__ union { /* as sa.ss_family tells: v4, v6 or un. C99 has no unions without a name */
+  __extension__ union { /* sa.ss_family tells: v4, v6 or un. C99 has no unions without a name */
     struct sockaddr any; /* for system calls */
     struct sockaddr_storage sa;
     struct sockaddr_in v4;
@@ -3960,22 +3960,21 @@ typedef struct cddp__address {
 /* FORK. While a forked child lives, its copy of a connection hides from the other side that the
    rank has died. So the child replaces each socket in this table with an unconnected one. The
    numbers stay in use: the child's copy of a group or store can still use or close them. */
-#define CDDP__OWN_SOCKETS (1 << 17) /* numbers in the table, 16 KiB. Children keep higher ones: then
-                                       peers notice a death of this rank late */
+#define CDDP__OWN_SOCKETS (1 << 17) /* numbers in the table, 16 KiB. Children keep higher ones */
 static uint32_t cddp__own_sockets[CDDP__OWN_SOCKETS / 32]; /* 1 bit each; atomic, for any thread */
 
 /* Runs in the child after fork, so only async-signal-safe calls. Replaces each socket of the table
-   with a copy of `idle`. If no descriptor is left for `idle`, closes the socket, and a new `idle`
-   gets that number. */
+   with a copy of `idle`, which needs a descriptor: without one it gets that of the first socket. */
 static void cddp__in_forked_child(void) {
   int idle, fd; /* idle: an unconnected socket */
-  uint32_t i, word; /* word: the rest of the bits of word i */
+  uint32_t i, word, bit;
   idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   for (i = 0; i < CDDP__OWN_SOCKETS / 32; i++) {
     if ((word = __atomic_load_n(&cddp__own_sockets[i], __ATOMIC_ACQUIRE)) == 0) continue;
     __atomic_store_n(&cddp__own_sockets[i], 0, __ATOMIC_RELEASE); /* the child owns none */
-    for (fd = (int)i * 32; word != 0; fd++, word >>= 1) {
-      if ((word & 1) == 0) continue;
+    for (bit = 0; bit < 32; bit++) {
+      if ((word >> bit & 1) == 0) continue;
+      fd = (int)(i * 32 + bit);
       /* syscall: a program without _GNU_SOURCE does not declare dup3 */
       if (idle < 0 || syscall(SYS_dup3, idle, fd, O_CLOEXEC) < 0) close(fd);
       if (idle < 0) idle = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -3985,8 +3984,7 @@ static void cddp__in_forked_child(void) {
   if (idle >= 0) close(idle);
 }
 
-/* If this fails, children keep the sockets: peers can notice a death of this rank late. */
-static void cddp__watch_forks(void) {
+static void cddp__watch_forks(void) { /* if it fails, children keep the sockets */
   (void)pthread_atfork(NULL, NULL, cddp__in_forked_child /* in the child */);
 }
 
@@ -4007,11 +4005,14 @@ CDDP__OUT_OF_LINE void cddp__close_fd(int *fd) {
   *fd = -1;
 }
 
+/* Duplicates fd to the lowest free descriptor above 2; -1 and errno on failure. The output of a
+   program that was started with stdout closed must not reach a peer or shared memory. */
+static int cddp__dup_above_stdio(int fd) { return fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); }
+
 /* Moves a connection to the lowest free descriptor above 2, if that is lower, and returns its
-   descriptor. So the highest descriptors below the limit stay free for the program:
-   cddp__has_spare_fd. */
+   descriptor. So the highest ones stay free for the program: cddp__has_spare_fd. */
 static int cddp__move_to_lower_fd(int fd) {
-  int copy = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); /* the lowest free number above 2 */
+  int copy = cddp__dup_above_stdio(fd);
   if (copy < 0) return fd; /* none is free */
   if (copy > fd) {
     close(copy);
@@ -4022,12 +4023,11 @@ static int cddp__move_to_lower_fd(int fd) {
   return copy;
 }
 
-/* Moves fd to a descriptor above 2 and returns it; -1 and errno on failure. The output of a program
-   that was started with stdout closed must not reach a peer or shared memory. */
+/* Moves fd to a descriptor above 2 and returns it; -1 and errno on failure. */
 static int cddp__above_stdio(int fd) {
   int moved, error;
   if (fd < 0 || fd > STDERR_FILENO) return fd; /* no descriptor, or above 2 already */
-  moved = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  moved = cddp__dup_above_stdio(fd);
   error = errno; /* close can change it */
   close(fd);
   errno = error;
@@ -4036,8 +4036,8 @@ static int cddp__above_stdio(int fd) {
 
 #define CDDP__POLL_MS 20 /* longest poll of cddp__wait_fd: how late it serves a receive */
 
-/* Waits for one of the poll(2) events of fd, or for an error of it, which the next call on fd
-   reports. Between two polls it serves pending receives. */
+/* Waits for one of the poll(2) events of fd, or for an error, which the next call on fd reports.
+   Serves pending receives meanwhile. */
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
     struct pollfd p = {fd, events, 0 /* revents, not read: any event ends the wait */};
@@ -4045,7 +4045,7 @@ static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
     if (ready > 0) return CDDP_OK;
     if (ready < 0 && errno != EINTR) return cddp__fail_errno("poll"); /* EINTR: again */
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
-    /* Takes groups' locks. No deadlock: callers hold none, or a store's, which this never takes. */
+    /* takes groups' locks; callers hold at most a store's */
     cddp__serve_all_recvs(NULL /* no group */);
   }
 }
@@ -4076,8 +4076,7 @@ static cddp__text cddp__describe_address(const cddp__address *address) {
   return cddp__textf(address->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
 }
 
-/* Does nothing to a Unix socket's address. Sets v4.sin_port for IPv6 too: sin6_port has the same
-   offset. */
+/* Does nothing to a Unix socket's address. sin6_port has the offset of sin_port. */
 static void cddp__address_set_port(cddp__address *address, int port) {
   if (address->sa.ss_family != AF_UNIX) address->v4.sin_port = htons((uint16_t)port);
 }
@@ -4106,15 +4105,15 @@ static bool cddp__address_is_loopback(const cddp__address *address) { /* ::1 or 
   return address->sa.ss_family == AF_INET && ntohl(address->v4.sin_addr.s_addr) >> 24 == 127;
 }
 
-/* For a link-local address that another host has sent: its scope is an interface number of that
-   host. Replaces it with the scope of `here`, this host's address on the same link; 0: unknown. */
+/* The scope of a link-local address is an interface number of the host that has sent it. Replaces
+   it with that of `here`, this host's address on the same link; 0: unknown. */
 static void cddp__set_scope(struct sockaddr_in6 *in, const cddp__address *here) {
   if (in->sin6_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&in->sin6_addr))
     in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
-/* The address that a peer has sent as `in`, which can be a sockaddr_in. The peer can have sent any
-   number as the family: all except IPv6's become IPv4. */
+/* The address that a peer has sent as `in`, which can be a sockaddr_in. Any family except IPv6's,
+   even a wrong one, becomes IPv4's. */
 static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   cddp__address a;
   memset(&a, 0, sizeof a);
@@ -4146,8 +4145,7 @@ static void cddp__unix_name(cddp__address *address, const char *name) {
   address->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
-/* ::ffff:192.0.2.1 becomes 192.0.2.1, so that both compare equal. A connection over IPv4 to a
-   listener on :: has addresses of the first form. */
+/* ::ffff:192.0.2.1, as of an IPv4 connection to a listener on ::, becomes 192.0.2.1. */
 static void cddp__unmap_ipv4(cddp__address *address) {
   struct sockaddr_in ipv4;
   if (address->sa.ss_family != AF_INET6 || !IN6_IS_ADDR_V4MAPPED(&address->v6.sin6_addr)) return;
@@ -4165,26 +4163,31 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
   struct addrinfo hints, *list = NULL, *info;
   int e, n = 0, j; /* e: an EAI_*, or 0; n: addresses in out */
   bool unzoned = false; /* a link-local address without an interface was found */
+  const char *why = "it has no IPv4 or IPv6 address";
   memset(&hints, 0, sizeof hints);
   hints.ai_socktype = SOCK_STREAM; /* else each address is listed for each type of socket */
   e = getaddrinfo(host, NULL /* no service */, &hints, &list);
-  for (info = e == 0 ? list : NULL; info != NULL; info = info->ai_next) {
-    if (n == CDDP__ADDRESSES_MAX) break; /* `out` is full: the others are not tried */
+  if (e != 0) {
+    list = NULL;
+    why = e == EAI_SYSTEM ? strerror(errno) : gai_strerror(e);
+  }
+  for (info = list; info != NULL && n < CDDP__ADDRESSES_MAX; info = info->ai_next) {
+    cddp__address *a = &out[n];
     if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue; /* no TCP/IP */
-    memset(&out[n], 0, sizeof out[n]);
-    memcpy(&out[n].sa, info->ai_addr, info->ai_addrlen);
-    out[n].size = info->ai_addrlen;
-    cddp__unmap_ipv4(&out[n]);
-    if (out[n].sa.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&out[n].v6.sin6_addr) &&
-        out[n].v6.sin6_scope_id == 0) {
+    memset(a, 0, sizeof *a);
+    memcpy(&a->sa, info->ai_addr, info->ai_addrlen);
+    a->size = info->ai_addrlen;
+    cddp__unmap_ipv4(a);
+    if (a->sa.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&a->v6.sin6_addr) &&
+        a->v6.sin6_scope_id == 0) {
       unzoned = true; /* Linux cannot know the interface */
       continue;
     }
-    cddp__address_set_port(&out[n], port);
-    for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) {}
+    cddp__address_set_port(a, port);
+    for (j = 0; j < n && !cddp__address_same_host(&out[j], a); j++) {}
     if (j == n) n++; /* not a duplicate: keep it */
   }
-  if (e == 0) freeaddrinfo(list);
+  if (list != NULL) freeaddrinfo(list);
   *count = n;
   if (n > 0) return CDDP_OK;
   if (unzoned)
@@ -4193,15 +4196,11 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
                         host, host);
   return cddp__fail(CDDP_NETWORK,
                     "the host name '%s' does not resolve: %s; correct it, or add it to /etc/hosts",
-                    host,
-                    e == EAI_SYSTEM ? strerror(errno)
-                    : e != 0        ? gai_strerror(e)
-                                    : "it has no IPv4 or IPv6 address");
+                    host, why);
 }
 
 /* out: [capacity] this host's addresses on the interface `name`; NULL: on all, except loopback and
-   link-local IPv6 ones. Skips interfaces that are down. Returns the number of addresses; 0 too if
-   the system cannot list them. */
+   link-local IPv6 ones. Skips interfaces that are down. Returns the number of addresses. */
 static int cddp__interface_addresses(const char *name, cddp__address *out, int capacity) {
   struct ifaddrs *list = NULL, *i;
   int n = 0;
@@ -4209,9 +4208,9 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
   for (i = list; i != NULL && n < capacity; i = i->ifa_next) {
     int family = i->ifa_addr != NULL ? i->ifa_addr->sa_family : AF_UNSPEC;
     size_t size = family == AF_INET6 ? sizeof out->v6 : sizeof out->v4;
-    bool skipped = name != NULL ? strcmp(name, i->ifa_name) != 0 /* not the named one */
-                                : (i->ifa_flags & IFF_LOOPBACK) != 0;
-    if ((family != AF_INET && family != AF_INET6) || !(i->ifa_flags & IFF_UP) || skipped) continue;
+    bool wanted = name != NULL ? strcmp(name, i->ifa_name) == 0 : !(i->ifa_flags & IFF_LOOPBACK);
+    if (!wanted || !(i->ifa_flags & IFF_UP)) continue;
+    if (family != AF_INET && family != AF_INET6) continue;
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, i->ifa_addr, size);
     out[n].size = (socklen_t)size;
@@ -4224,12 +4223,13 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
 
 /* Whether the address is of this host: an interface's, loopback, 0.0.0.0 or ::. */
 static bool cddp__address_is_local(const cddp__address *address) {
-  cddp__address own[CDDP__ADDRESSES_MAX + 1]; /* n of interfaces; [n]: 0.0.0.0 or :: */
+  cddp__address own[CDDP__ADDRESSES_MAX], all = *address;
   int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
-  own[n] = *address;
-  cddp__address_to_all(&own[n]);
-  for (i = 0; i <= n && !cddp__address_same_host(address, &own[i]); i++) {}
-  return i <= n || cddp__address_is_loopback(address);
+  cddp__address_to_all(&all); /* 0.0.0.0 or :: */
+  if (cddp__address_is_loopback(address) || cddp__address_same_host(address, &all)) return true;
+  for (i = 0; i < n; i++)
+    if (cddp__address_same_host(address, &own[i])) return true;
+  return false;
 }
 
 /* The address of this end of a socket. Returns false, with errno, if fd is not an open socket. */
@@ -4241,12 +4241,11 @@ static bool cddp__local_address(int fd, cddp__address *address) {
   return true;
 }
 
-/* Returns false, with errno, on failure. */
 static bool cddp__set_tcp_options(int fd) {
   int on = 1;
-  return setsockopt(fd, IPPROTO_TCP, TCP_NODELAY /* sends short messages immediately */, &on,
-                    sizeof on) == 0 &&
-         setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE /* probes silent hosts */, &on, sizeof on) == 0;
+  /* NODELAY: sends short messages immediately; KEEPALIVE: probes silent hosts */
+  return setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0 &&
+         setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0;
 }
 
 /* out: pid, uid and gid, as in struct ucred, of the process that created the other end of a Unix
@@ -4258,12 +4257,12 @@ static bool cddp__peer_process(int fd, uint32_t out[3]) {
 
 #define CDDP__FOREIGN_USER (-1) /* instead of an errno: the other end is another user's process */
 
-/* Sets TCP's options, or checks the user at the other end of a Unix socket, as any user can bind or
-   connect to an abstract name. Returns 0, CDDP__FOREIGN_USER or an errno. */
+/* Sets TCP's options, or checks the user at the other end of a Unix socket, since abstract names
+   are open to all. Returns 0, CDDP__FOREIGN_USER or an errno. */
 static int cddp__prepare_stream(int fd) {
   cddp__address a;
   uint32_t peer[3]; /* pid, uid, gid */
-  /* Only the family is used. After a failure it is not AF_UNIX, and set_tcp_options fails too. */
+  /* After a failure the family is not AF_UNIX, and set_tcp_options fails too. */
   (void)cddp__local_address(fd, &a);
   if (a.sa.ss_family != AF_UNIX /* TCP */) return cddp__set_tcp_options(fd) ? 0 : errno;
   if (!cddp__peer_process(fd, peer)) return errno;
@@ -4279,17 +4278,17 @@ static int cddp__socket(int family) {
 /* Accepts the next connection; -1 and errno on failure. ECONNABORTED: the caller has gone, or
    cddp__prepare_stream has failed, so the next one can be accepted. */
 static int cddp__accept(int listener) {
-  int fd = cddp__disconnect_in_forks(cddp__above_stdio(
-      (int)syscall(SYS_accept4, listener, NULL /* address */, NULL /* and its size: unused */,
-                   SOCK_NONBLOCK | SOCK_CLOEXEC))); /* accept4 needs _GNU_SOURCE */
+  int fd = (int)syscall(SYS_accept4 /* libc's accept4 needs _GNU_SOURCE */, listener,
+                        NULL /* address */, NULL /* its size */, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  fd = cddp__disconnect_in_forks(cddp__above_stdio(fd));
   if (fd < 0 || cddp__prepare_stream(fd) == 0) return fd;
   cddp__close_fd(&fd); /* such as another user's connection */
   errno = ECONNABORTED;
   return -1;
 }
 
-/* Whether a TCP connection is connected to itself. This happens if no process listens on the port,
-   and the system has given this end the same port. */
+/* Whether a TCP connection is connected to itself: no process listens on the port, and the system
+   has given this end the same port. */
 static bool cddp__connected_to_itself(int fd) {
   cddp__address here, there;
   memset(&there, 0, sizeof there);
@@ -4299,34 +4298,38 @@ static bool cddp__connected_to_itself(int fd) {
          cddp__address_port(&here) == cddp__address_port(&there);
 }
 
-/* Connects to an address, and waits for it until the deadline. Returns 0, and *out is the socket;
-   or CDDP__FOREIGN_USER or an errno, and *out is -1. */
-static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
-  int error = 0, fd;
+/* connect(2) with an end: waits until the deadline. Returns 0 or an errno. */
+static int cddp__connect_until(int fd, const cddp__address *address, double deadline) {
+  int error = 0;
   socklen_t size = sizeof error;
-  *out = fd = cddp__socket(address->sa.ss_family);
-  if (fd < 0) return errno;
-  if (connect(fd, &address->any, address->size) != 0) {
-    if (errno != EINPROGRESS && errno != EINTR /* after which the system continues too */)
-      error = errno;
-    else if (cddp__wait_fd(fd, POLLOUT /* connected, or failed */, deadline) != CDDP_OK)
-      error = ETIMEDOUT; /* or poll has failed, which callers need not tell apart */
-    else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error /* connect's result */, &size) != 0)
-      error = errno;
-  }
-  if (error == 0 && cddp__connected_to_itself(fd))
+  if (connect(fd, &address->any, address->size) == 0) return 0;
+  if (errno != EINPROGRESS && errno != EINTR /* after which the system continues too */)
+    return errno;
+  if (cddp__wait_fd(fd, POLLOUT /* connected, or failed */, deadline) != CDDP_OK)
+    return ETIMEDOUT; /* or poll has failed, which callers need not tell apart */
+  if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error /* connect's result */, &size) != 0) return errno;
+  return error;
+}
+
+/* Connects to an address. Returns 0, and *out is the socket; or CDDP__FOREIGN_USER or an errno, and
+   *out is -1. */
+static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
+  int error;
+  *out = cddp__socket(address->sa.ss_family);
+  if (*out < 0) return errno;
+  error = cddp__connect_until(*out, address, deadline);
+  if (error == 0 && cddp__connected_to_itself(*out))
     error = ECONNREFUSED; /* as on other tries, since no process listens at the port */
-  if (error == 0) error = cddp__prepare_stream(fd);
-  if (error != 0) cddp__close_fd(out); /* fd is the same; *out becomes -1 */
+  if (error == 0) error = cddp__prepare_stream(*out);
+  if (error != 0) cddp__close_fd(out);
   return error;
 }
 
 /* Listens at one address and port. Returns 0, and *out is the socket; or an errno, and *out is -1.
-   "::" accepts IPv4 too. Closed connections of an earlier job do not occupy the port
-   (SO_REUSEADDR). */
+   "::" accepts IPv4 too. An earlier job's closed connections do not occupy the port (REUSEADDR). */
 static int cddp__listen_address(const cddp__address *address, int *out) {
-  int on = 1, error, fd;
-  *out = fd = cddp__socket(address->sa.ss_family);
+  int on = 1, error, fd = cddp__socket(address->sa.ss_family);
+  *out = fd;
   if (fd < 0) return errno;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (address->sa.ss_family == AF_INET6) {
@@ -4339,8 +4342,7 @@ static int cddp__listen_address(const cddp__address *address, int *out) {
   return error;
 }
 
-/* Reads CDDP_PORTS=first-last, the ports among which cddp chooses for a listener that needs no
-   certain one; 0 and 0: unset. */
+/* Reads CDDP_PORTS=first-last, for listeners that need no certain port; 0 and 0: unset. */
 static cddp_result cddp__port_range(int *first, int *last) {
   const char *text = getenv("CDDP_PORTS");
   char digits[2][6] = {"", ""}; /* of both ports, with the NULs */
@@ -4368,71 +4370,68 @@ static int cddp__listen_port(cddp__address *addresses, int count, int port, int 
   *fd_count = 0;
   for (i = 0; i < count && error != EADDRINUSE; i++) {
     cddp__address_set_port(&addresses[i], port);
-    e = cddp__listen_address(&addresses[i], &fds[*fd_count]);
-    if (e != 0) {
+    if ((e = cddp__listen_address(&addresses[i], &fds[*fd_count])) != 0) {
       error = e;
       *failed = cddp__describe_address(&addresses[i]);
-    } else {
-      int fd = fds[(*fd_count)++];
-      if (port == 0 && cddp__local_address(fd, &bound)) /* the others listen at the same port */
-        port = cddp__address_port(&bound);
+      continue;
     }
+    if (port == 0 && cddp__local_address(fds[*fd_count], &bound)) /* the others get this port */
+      port = cddp__address_port(&bound);
+    ++*fd_count;
   }
   for (i = 0; i < count; i++) cddp__address_set_port(&addresses[i], port); /* the system's choice */
   while (error == EADDRINUSE && *fd_count > 0) cddp__close_fd(&fds[--*fd_count]);
   return error;
 }
 
+/* Advice after strerror(error): cddp__listen_all has failed to listen at an address. */
+static const char *cddp__listen_advice(const cddp__address *address, bool any_port, int error) {
+  bool has_port = address->sa.ss_family != AF_UNIX;
+  if (has_port && error == EADDRINUSE)
+    return any_port ? "; no port of this host is free"
+                    : "; another program uses this port: choose a free one, the same for all ranks";
+  if (has_port && error == EADDRNOTAVAIL)
+    return cddp__address_is_loopback(address)
+               ? "; the loopback interface is down (ip link set lo up), or lacks this address"
+               : "; it is not an address of this host, where rank 0 (the server) is: choose one";
+  return cddp__descriptor_advice(error);
+}
+
 /* Listens on all given addresses at one port, and sets the port in them. The port is that of the
    first address; 0: one of CDDP_PORTS, or the system's choice. If a port is in use at an address,
-   the next port is tried. Each is tried three times: Linux refuses both of two processes that
-   listen at the same moment, so each waits for a time that depends on its process id. With file://
-   the first address is a Unix socket: [1] needs ports. fds: [count] receives *fd_count listeners,
-   at least one on success. */
+   tries the next. Each is tried three times: Linux refuses both of two processes that listen at the
+   same moment, so each waits for a time that depends on its pid. With file:// the first address is
+   a Unix socket: [1] needs ports. fds: [count] receives *fd_count listeners, at least one. */
 static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fds, int *fd_count) {
   int asked = cddp__address_port(&addresses[0]); /* 0: any port */
   int first = asked, last = asked; /* ports to try; 0: the system chooses */
-  int error = 0, port, ports, tries; /* ports: number of ports to try; tries: left */
-  int turn = (int)getpid(); /* selects the next port: ranks begin at different ones */
-  cddp__text failed = {""}; /* the address that failed */
-  const char *cure; /* advice behind the cause in the error text, or "" */
-  cddp_result r = CDDP_NETWORK;
+  int error = 0, pid = (int)getpid(), port, ports, tries, i;
+  bool only_unix = count == 1 && addresses[0].sa.ss_family == AF_UNIX;
+  cddp__text failed = {""}; /* an address */
   if (asked == 0 && addresses[count > 1 ? 1 : 0].sa.ss_family != AF_UNIX &&
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
-  tries = first > 0 ? 3 * ports
-                    : 32 /* the system chooses another port for each; a Unix socket: 160 ms */;
-  do {
-    if (error != 0 && addresses[0].sa.ss_family == AF_UNIX && count == 1)
-      cddp__sleep(0.005); /* s, 31 times: a former coordinator can still have this name */
-    if (error != 0 && first > 0 && tries % ports == 0) /* all ports were tried once more */
-      cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096)); /* 1 to 5 ms: see the head */
-    port = first > 0 ? first + turn++ % ports : 0 /* the system chooses */;
+  tries = first > 0 ? 3 * ports : 32; /* of 32 each gets another port, or sleeps 5 ms */
+  for (i = 0; i < tries; i++) {
+    if (i > 0 && only_unix) cddp__sleep(0.005); /* a former coordinator can still have this name */
+    if (i > 0 && first > 0 && i % ports == 0) /* all ports were tried once more */
+      cddp__sleep(1e-3 + 1e-6 * (double)(pid % 4096)); /* 1 to 5 ms: see the head */
+    port = first > 0 ? first + (pid + i) % ports /* ranks begin at different ones */ : 0;
     error = cddp__listen_port(addresses, count, port, fds, fd_count, &failed);
     if (*fd_count > 0) return CDDP_OK;
-  } while (error == EADDRINUSE && --tries > 0); /* another error would repeat */
+    if (error != EADDRINUSE) break; /* another error would repeat */
+  }
   if (error == EADDRINUSE && asked == 0 && first > 0) /* first > 0: CDDP_PORTS is set */
     return cddp__fail(CDDP_NETWORK,
                       "all ports of CDDP_PORTS=%d-%d are in use (the last one tried is %s): give "
                       "it more ports. On each host every rank needs a port, an elastic rank two, "
                       "and with torchrun or file:// rank 0's host one more",
                       first, last, failed.s);
-  cure = cddp__descriptor_advice(error);
-  if (*cure != 0) r = CDDP_SYSTEM; /* no descriptor is left */
-  if (count > 0 && addresses[0].sa.ss_family != AF_UNIX) { /* advice about the port */
-    if (error == EADDRINUSE && asked == 0)
-      cure = "; no port of this host is free";
-    else if (error == EADDRINUSE)
-      cure = "; another program uses this port: choose a free one, the same for all ranks";
-    else if (error == EADDRNOTAVAIL)
-      cure = cddp__address_is_loopback(&addresses[0])
-                 ? "; the loopback interface is down (ip link set lo up), or lacks this address"
-                 : "; it is not an address of this host, where rank 0 (the server) is: choose one";
-  }
-  cddp__fail(r, "cannot listen on %s: %s%s", failed.s, strerror(error), cure);
+  cddp__fail(CDDP_NETWORK, "cannot listen on %s: %s%s", failed.s, strerror(error),
+             cddp__listen_advice(&addresses[0], asked == 0, error));
   errno = error; /* callers read it after CDDP_SYSTEM */
-  return r;
+  return error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK;
 }
 
 /* Listens on 127.0.0.1 and a free port, for cddp_spawn. Forked children keep this socket: the child
@@ -4443,7 +4442,7 @@ static cddp_result cddp__listen_loopback(int *fd, int *port) {
   cddp_result r = cddp__listen_all(&a, 1, &listener, &count);
   *port = cddp__address_port(&a);
   /* The copy is not in the table of FORK. If r is a failure, listener is -1, and so is the copy. */
-  *fd = fcntl(listener, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  *fd = cddp__dup_above_stdio(listener);
   if (r == CDDP_OK && *fd < 0) r = cddp__fail_errno("fcntl of a socket");
   /* Port 0: _listen_all could not learn the port. The same call fails again, and sets errno. */
   if (r == CDDP_OK && *port == 0 && !cddp__local_address(listener, &a))
@@ -4458,17 +4457,17 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
   char *p = (char *)data;
   while (size > 0) {
     uint64_t allowed = write ? cddp__file_allowance(at) : size; /* 0: errno is EFBIG */
-    size_t most = (size_t)(size < allowed ? size : allowed);
+    size_t most = cddp__min(cddp__min(size, allowed), 1u << 30); /* a call moves below 2 GiB */
     ssize_t n = -1; /* nothing is allowed: a failure with that errno */
-    if (most > 1u << 30) most = 1u << 30; /* one call moves less than 2 GiB */
     if (most > 0) n = write ? pwrite(fd, p, most, (off_t)at) : pread(fd, p, most, (off_t)at);
     if (n < 0 && errno == EINTR) continue; /* a signal came before the first byte */
-    if (n <= 0) /* 0: end of file, or a device that accepts nothing */
+    if (n < 0)
       return cddp__fail(CDDP_IO, "%s, at byte %" PRIu64 ": %s%s", write ? "write" : "read", at,
-                        n < 0   ? strerror(errno)
-                        : write ? "nothing was written"
-                                : "the file became shorter during the read",
-                        n < 0 ? cddp__size_advice(errno) : "");
+                        strerror(errno), cddp__size_advice(errno));
+    if (n == 0) /* end of file, or a device that accepts nothing */
+      return cddp__fail(CDDP_IO, "%s, at byte %" PRIu64 ": %s", write ? "write" : "read", at,
+                        write ? "nothing was written"
+                              : "the file became shorter during the read");
     p += n;
     size -= (uint64_t)n;
     at += (uint64_t)n;
@@ -4476,12 +4475,11 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
   return CDDP_OK;
 }
 
-/* Whether path still names the open file fd: another process can have renamed or removed it. If
-   not, errno is ENOENT or a failed call's. */
+/* Whether path still names the open file fd. If not, errno is ENOENT or a failed call's. */
 static bool cddp__file_has_name(int fd, const char *path) {
   struct stat opened, named;
   if (fstat(fd, &opened) != 0 || lstat(path, &named) != 0) return false;
-  errno = ENOENT; /* for a result of false below: the path names another file */
+  errno = ENOENT; /* for a result of false: the path names another file */
   return opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
 }
 
