@@ -4494,8 +4494,8 @@ static bool cddp__file_has_name(int fd, const char *path) {
      PROVING   both ends prove that they know the secret (CHALLENGE in >>bytes)
      UP        bytes and frames are sent and received
      ENDED     `error` tells why. The descriptor stays open until _close: other threads can poll it
-   Nothing blocks, except _exchange, which has a deadline. A call that fails ends the connection. So
-   a caller looks at `state` once, after its last call.
+   Nothing blocks, except _exchange. A call that fails ends the connection, so a caller looks at
+   `state` once, after its last call.
    Bytes to send wait in `out` until the connection is UP. Received bytes are in `in` until they are
    parsed. Large bodies skip both. A hostile peer without the secret occupies a descriptor, 4 KiB
    and a place among cddp__unproven_most connections. The caller limits the size of frames. */
@@ -4507,16 +4507,14 @@ typedef struct cddp__span { /* bytes in memory that the span does not own */
 
 typedef struct cddp__buffer { /* a growing queue of bytes */
   const cddp_allocator *allocator; /* of data */
-  size_t *total; /* the sum of the capacities of several buffers, with this one's, which limits them
-                    together; NULL: none is kept */
+  size_t *total; /* the sum of the capacities of several buffers, with this one's; NULL: none */
   unsigned char *data; /* [capacity], NULL if that is 0 */
   size_t start, end; /* the bytes in use are data[start .. end); those before start are consumed */
   size_t capacity;
   bool failed; /* an addition failed because memory was exhausted, so the bytes are incomplete */
 } cddp__buffer;
 
-#define CDDP__BUFFER_KEEP 4096u /* most bytes that an empty buffer keeps for the next ones, so that
-                                   short messages need no allocations */
+#define CDDP__BUFFER_KEEP 4096u /* most bytes that an empty buffer keeps for the next short ones */
 
 static cddp__span cddp__span_of(const void *data, size_t size) {
   cddp__span s = {(const unsigned char *)data, size};
@@ -4539,29 +4537,29 @@ static cddp__span cddp__buffer_span(const cddp__buffer *buffer) {
    a move, the bytes in use move to the front if at least as many were consumed. Else they move to a
    block of twice their size or more. So all moves together cost linear time. */
 static bool cddp__buffer_reserve(cddp__buffer *buffer, size_t more) {
-  size_t size = cddp__buffer_size(buffer); /* bytes in use */
-  size_t capacity = cddp__max(buffer->capacity, 256 /* of the first block */); /* after the move */
-  unsigned char *data = buffer->data; /* where the bytes move to */
+  cddp__span used = cddp__buffer_span(buffer);
+  size_t capacity = cddp__max(buffer->capacity, 256 /* of the first block */); /* of a new block */
+  unsigned char *data;
   if (buffer->capacity - buffer->end >= more) return true;
-  if (buffer->start < size /* too few were consumed */ || buffer->capacity - size < more) {
-    while (capacity / 2 < size || capacity - size < more) capacity *= 2;
+  if (buffer->start >= used.size && buffer->capacity - used.size >= more) {
+    if (used.size > 0) memmove(buffer->data, used.data, used.size);
+  } else {
+    while (capacity / 2 < used.size || capacity - used.size < more) capacity *= 2;
     data = (unsigned char *)cddp__malloc(buffer->allocator, capacity);
     if (data == NULL) return false;
-  }
-  if (size > 0) memmove(data, buffer->data + buffer->start, size);
-  if (data != buffer->data) { /* a new block */
+    cddp__copy(data, used.data, used.size);
     cddp__free(buffer->allocator, buffer->data);
     if (buffer->total != NULL) *buffer->total += capacity - buffer->capacity;
     buffer->data = data;
     buffer->capacity = capacity;
   }
   buffer->start = 0;
-  buffer->end = size;
+  buffer->end = used.size;
   return true;
 }
 
-/* Appends bytes. Without memory it sets `failed`, and later calls do nothing. So a message that is
-   built by many calls needs one check. */
+/* Appends bytes. Without memory sets `failed`, and later calls do nothing: a message that is built
+   by many calls needs one check. */
 static void cddp__buffer_add(cddp__buffer *buffer, const void *data, size_t size) {
   if (buffer->failed || !cddp__buffer_reserve(buffer, size)) {
     buffer->failed = true;
@@ -4578,11 +4576,11 @@ static void cddp__buffer_add_number(cddp__buffer *buffer, uint64_t number, size_
   cddp__buffer_add(buffer, number_bytes, bytes);
 }
 
-/* Empties the buffer. Frees its memory if that has more than `keep` bytes. */
+/* Empties the buffer, and frees memory of more than `keep` bytes. */
 static void cddp__buffer_clear(cddp__buffer *buffer, size_t keep) {
   buffer->start = buffer->end = 0;
   buffer->failed = false;
-  if (buffer->capacity <= keep) return; /* also a buffer without memory: capacity 0 */
+  if (buffer->capacity <= keep) return;
   cddp__free(buffer->allocator, buffer->data);
   if (buffer->total != NULL) *buffer->total -= buffer->capacity;
   buffer->data = NULL;
@@ -4634,21 +4632,21 @@ struct cddp__connection {
   int error; /* ENDED: an errno; 0: the peer closed it; CDDP__LEFT: the peer sent BYE */
   bool caller; /* CDDP__END_*: this end has connected; false: it has accepted */
   bool local; /* a Unix socket, which the owner sets: descriptors can travel with the bytes */
-  bool ready; /* the last cddp__connections_poll found an event: bytes, space to send, or the end */
-  bool ended_early; /* it ended before it was UP. The other end can have had too many connections:
-                       so the caller of a link connects again (cddp__link_reconnect) */
-  double deadline; /* the owner's, a time of cddp__now: when the bytes that it awaits are overdue */
+  bool ready; /* the last cddp__connections_poll found an event */
+  bool ended_early; /* it ended before it was UP: the caller of a link connects again
+                       (cddp__link_reconnect) */
+  double deadline; /* the owner's: when the bytes that it awaits are overdue */
   cddp__challenge challenge; /* the proof of the secret. Valid later too: tells why it failed */
   cddp__buffer out, in; /* to be sent; received and not parsed */
-  size_t sent; /* bytes sent of a hello, proof or frame (with head) that is not in `out`; 0: none is
-                  partly sent, so `out` can be sent */
+  size_t sent; /* bytes sent of a hello, proof or frame (with head) that is not in `out`; 0: `out`
+                  can be sent */
   size_t got; /* bytes read of the hello, or of the next frame: of in_head, then of its body */
   cddp__frame_head out_head; /* of a frame in >>hosts's memory that is partly sent */
   cddp__frame_head in_head; /* of the next frame; valid if got >= sizeof in_head */
   cddp__message *message; /* the frame that arrives, once its head is complete; NULL: none, or a
-                             piece, which >>hosts reads */
-  cddp_work *into; /* the receive with the buffer that gets the frame's bytes; NULL: they follow
-                      the struct at `message` */
+                             piece */
+  cddp_work *into; /* the receive whose buffer gets the frame's bytes; NULL: they follow the struct
+                      at `message` */
   int fds[2]; /* received descriptors, closed with the connection; -1: none */
   int send_fds[2]; /* the owner's descriptors, to be sent with the next bytes; -1: none */
   int peer; /* the owner's number of the other end; a link: rank of the job; a process that asks to
@@ -4658,16 +4656,14 @@ struct cddp__connection {
   bool over; /* this rank has left its elastic model: its BYE says so */
   bool peer_failed; /* the peer's BYE says that the group is broken */
   bool peer_over; /* the peer's BYE says that the peer has left the elastic model */
-  double retry_at; /* time, of cddp__now: cddp__link_reconnect does not connect again before it; 0:
-                      it has not yet connected again */
+  double retry_at; /* cddp__link_reconnect does not connect again before; 0: it has not yet */
   cddp__hello hello; /* sent if this end is the caller, else received */
   /* of processes that join only: */
-  double first_message_at; /* time, of cddp__now, of the first message of the proof; valid once
+  double first_message_at; /* time of the proof's first message; valid once
                               challenge.messages_received is not 0 */
 };
 
-/* Whether and how a peer has ended. cddp__rank_end (>>failure) decides about a rank of a group,
-   cddp__end_from_error about the peer of a connection that has ended with this error. */
+/* Whether and how a peer has ended: cddp__rank_end (>>failure), cddp__end_from_error. */
 enum cddp__end {
   CDDP__IS_ALIVE,      /* or not known: the caller connects again, and a dead process refuses */
   CDDP__HAS_LEFT,      /* in good order: cddp_destroy, BYE */
@@ -4677,17 +4673,26 @@ enum cddp__end {
 
 /* error: connection.error of an ENDED connection */
 static enum cddp__end cddp__end_from_error(int error) {
-  if (error == CDDP__LEFT) return CDDP__HAS_LEFT;
-  if (error == ECONNREFUSED /* no listener */ || error == EPROTO /* not cddp */)
+  switch (error) {
+  case CDDP__LEFT:
+    return CDDP__HAS_LEFT;
+  case ECONNREFUSED: /* no listener */
+  case EPROTO:       /* not cddp */
     return CDDP__HAS_ENDED;
-  if (error == 0 || error == ECONNRESET || error == EPIPE /* the peer's system closed it */ ||
-      error == ENOBUFS || error == ENOMEM || error == EADDRNOTAVAIL /* no free port on this host */)
-    return CDDP__IS_ALIVE; /* the last three, of this host, tell nothing about the peer */
-  return CDDP__IS_UNREACHABLE; /* ETIMEDOUT, EHOSTUNREACH and others */
+  case 0: /* the peer, or its system, closed it */
+  case ECONNRESET:
+  case EPIPE:
+  case ENOBUFS: /* these three are of this host, and tell nothing about the peer */
+  case ENOMEM:
+  case EADDRNOTAVAIL: /* no free port */
+    return CDDP__IS_ALIVE;
+  default: /* ETIMEDOUT, EHOSTUNREACH and others */
+    return CDDP__IS_UNREACHABLE;
+  }
 }
 
-/* The most connections of a listener without a complete proof. All ranks can connect at the same
-   time. When there are more, the oldest is closed; if a rank made it, the rank connects again. */
+/* The most connections of a listener without a complete proof: all ranks can connect at the same
+   time. Of more the oldest is closed; if a rank made it, the rank connects again. */
 static int cddp__unproven_most(int ranks) { return 128 + 4 * ranks; }
 
 /* Initializes the struct. The connection owns fd, and is UP: the owner can set another state, or
@@ -4720,12 +4725,11 @@ static void cddp__connection_close(cddp__connection *c) {
   cddp__close_fd(&c->fds[1]);
   cddp__buffer_clear(&c->out, 0 /* keep */);
   cddp__buffer_clear(&c->in, 0 /* keep */);
-  cddp__free(c->in.allocator, c->message); /* a half-read frame, or NULL: has no effect */
+  cddp__free(c->in.allocator, c->message); /* a half-read frame, or NULL */
   c->message = NULL; /* so that a second call frees nothing */
 }
 
-/* Begins the proof of the secret: the connection is PROVING until cddp__connection_progress has
-   completed it. secret, purpose, context: as in cddp__challenge_begin. */
+/* Begins the proof, which cddp__connection_progress continues: see cddp__challenge_begin. */
 static cddp_result cddp__connection_begin_proof(cddp__connection *c, const char *secret,
                                                 const char *purpose, const void *context,
                                                 size_t context_size) {
@@ -4768,11 +4772,12 @@ static ssize_t cddp__connection_end_if_failed(cddp__connection *c, ssize_t n) {
 /* One sendmsg, with the descriptors of send_fds that are not -1. None travels with bytes of the
    proof: the peer can still be a stranger. */
 static ssize_t cddp__connection_sendmsg(cddp__connection *c, struct iovec *io, size_t count) {
-  size_t fd_count = c->send_fds[1] >= 0 ? 2 : c->send_fds[0] >= 0; /* descriptors to send */
+  size_t fd_count = 0; /* descriptors to send */
   cddp__socket_message message;
   struct cmsghdr *head;
   ssize_t n;
-  if (!c->local || c->state != CDDP__CONNECTION_UP) fd_count = 0; /* TCP, or the proof: none */
+  if (c->local && c->state == CDDP__CONNECTION_UP)
+    fd_count = (size_t)(c->send_fds[0] >= 0) + (c->send_fds[1] >= 0);
   cddp__socket_message_init(&message, io, count,
                             fd_count > 0 ? CMSG_SPACE(fd_count * sizeof(int)) : 0);
   if (fd_count > 0) {
@@ -4840,7 +4845,7 @@ static int cddp__connection_fill(cddp__connection *c, size_t space) {
 static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *head,
                                  const void *data, size_t size, size_t *sent, size_t most) {
   size_t head_size = head != NULL ? sizeof *head : 0, end = head_size + size;
-  size_t stop = most < end - *sent ? *sent + most : end; /* where this call stops */
+  size_t stop = *sent + cddp__min(most, end - *sent); /* where this call stops */
   while (*sent < stop) {
     bool in_head = *sent < head_size;
     /* Address of the next byte to send. An integer, since sendmsg takes no pointer to const. */
@@ -4859,12 +4864,11 @@ static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *he
 }
 
 /* Reads the rest of a frame, first from `in`. Parameters and results as in cddp__connection_send.
-   *got: bytes of head and body read so far. Reads ahead into `in`: so a short frame, or a piece and
-   the head of the next one, takes one system call. */
+   Reads ahead into `in`: a short frame, or a piece and the next head, takes one system call. */
 static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, void *data,
                                  size_t size, size_t *got, size_t most) {
   size_t head_size = head != NULL ? sizeof *head : 0, end = head_size + size;
-  size_t stop = most < end - *got ? *got + most : end; /* where this call stops */
+  size_t stop = *got + cddp__min(most, end - *got); /* where this call stops */
   while (*got < stop) {
     bool in_head = *got < head_size;
     uintptr_t at = in_head ? (uintptr_t)head + *got : (uintptr_t)data + (*got - head_size);
@@ -4876,7 +4880,7 @@ static int cddp__connection_read(cddp__connection *c, cddp__frame_head *head, vo
       memcpy((char *)at, c->in.data + c->in.start, buffered);
       c->in.start += buffered;
       *got += buffered;
-      continue; /* if that was all, the loop ends */
+      continue;
     }
     io[0].iov_base = (char *)at;
     io[0].iov_len = left;
@@ -4908,8 +4912,8 @@ static bool cddp__connection_progress(cddp__connection *c) {
       challenge->out_size = c->sent = 0;
     } else if (challenge->state == CDDP__CHALLENGE_PROVEN) {
       c->state = CDDP__CONNECTION_UP;
-    } else if (challenge->state != CDDP__CHALLENGE_ON) { /* failed */
-      cddp__connection_end(c, EPROTO); /* out_size is 0: a called end has sent its refusal */
+    } else if (challenge->state != CDDP__CHALLENGE_ON) {
+      cddp__connection_end(c, EPROTO); /* it failed; a called end has sent its refusal above */
     } else if (in.size > 0) {
       c->in.start += cddp__challenge_feed(challenge, in.data, in.size);
     } else if (cddp__connection_fill(c, 1 /* byte */) <= 0) {
@@ -4956,8 +4960,9 @@ static cddp_result cddp__post_failure(cddp__connection *c, cddp_result r, const 
 /* If the message is a failure, makes its text this thread's error text and returns its result; else
    returns CDDP_OK. */
 static cddp_result cddp__fail_by_message(const cddp__message *m) {
-  uint32_t result = m->head.number - CDDP__FAILED; /* meaningless if that is negative */
+  uint32_t result;
   if (m->head.number < CDDP__FAILED) return CDDP_OK;
+  result = m->head.number - CDDP__FAILED;
   if (result == CDDP_OK || result >= CDDP__RESULT_COUNT) /* no failure has such a result */
     result = CDDP_MISMATCH;
   if (m->head.size == 0) return cddp__fail((cddp_result)result, "another rank has failed");
@@ -4992,44 +4997,52 @@ static bool cddp__connection_read_head(cddp__connection *c) {
                                SIZE_MAX /* most */) > 0;
 }
 
+/* Whether a head is that of a frame with at most `most` bytes. It holds the size twice, in bytes
+   and elements: a damaged head, where they differ, must not allocate a wrong amount. */
+static bool cddp__frame_head_ok(const cddp__frame_head *head, size_t most) {
+  size_t esize = cddp__dtype_size(head->dtype); /* 0: no dtype */
+  return esize > 0 && head->size <= most && head->size % esize == 0 &&
+         head->size / esize == head->count && head->type >= CDDP__FRAME_HEADERS &&
+         head->type <= CDDP__FRAME_MESSAGE;
+}
+
+/* A frame's head is complete. Creates c->message for the body, except for a piece: >>hosts reads
+   that. Ends the connection after a BYE, a damaged head, or without memory. */
+static void cddp__connection_begin_message(cddp__connection *c, size_t most) {
+  const cddp__frame_head *head = &c->in_head;
+  size_t bytes = c->into != NULL ? 0 /* the receive has the memory */ : (size_t)head->size;
+  if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
+    c->peer_failed = (head->number & CDDP__BYE_BROKEN) != 0;
+    c->peer_over = (head->number & CDDP__BYE_OVER) != 0;
+    cddp__connection_end(c, c->peer_failed ? 0 /* alive: only its group failed */ : CDDP__LEFT);
+    return;
+  }
+  if (head->magic != CDDP__FRAME_MAGIC || !cddp__frame_head_ok(head, most)) {
+    cddp__connection_end(c, EPROTO);
+    return;
+  }
+  if (head->type == CDDP__FRAME_PIECE) return;
+  c->message = (cddp__message *)cddp__malloc(c->in.allocator, sizeof *c->message + bytes);
+  if (c->message == NULL) {
+    cddp__connection_end(c, ENOMEM);
+    return;
+  }
+  c->message->next = NULL; /* in no list yet */
+  c->message->from = c->rank;
+  c->message->head = *head;
+}
+
 /* Receives more of the next frame, and returns it when complete. NULL: not yet, or the
    connection has ended, or the frame is a piece: its head is in in_head. A frame of more than
    `most` bytes ends the connection. The caller frees the frame. */
 static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most) {
-  cddp__frame_head *head = &c->in_head;
   cddp__message *m;
-  if (c->message == NULL) { /* the head of the next frame comes first */
-    size_t esize;
-    bool valid;
-    if (!cddp__connection_read_head(c)) return NULL;
-    /* The head holds the size twice, in bytes and elements. A damaged head, where they differ, must
-       not allocate a wrong amount. */
-    esize = cddp__dtype_size(head->dtype); /* 0: no dtype */
-    valid = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
-            head->size % esize == 0 && head->size / esize == head->count &&
-            head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE; /* no BYE */
-    if (valid && head->type == CDDP__FRAME_PIECE) return NULL; /* >>hosts reads the body */
-    if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
-      c->peer_failed = (head->number & CDDP__BYE_BROKEN) != 0;
-      c->peer_over = (head->number & CDDP__BYE_OVER) != 0;
-      cddp__connection_end(c, c->peer_failed ? 0 /* alive: only its group failed */ : CDDP__LEFT);
-      return NULL;
-    }
-    if (valid)
-      c->message = (cddp__message *)cddp__malloc(
-          c->in.allocator,
-          sizeof *m + (c->into != NULL ? 0 /* the receive has the memory */ : (size_t)head->size));
-    if (c->message == NULL) { /* the head is not valid, or there is no memory */
-      cddp__connection_end(c, valid ? ENOMEM : EPROTO);
-      return NULL;
-    }
-    c->message->next = NULL; /* in no list yet */
-    c->message->from = c->rank; /* -1: not a group's link */
-    c->message->head = *head;
-  }
+  void *body;
+  if (cddp__connection_read_head(c)) cddp__connection_begin_message(c, most);
   m = c->message;
-  if (cddp__connection_read(c, head, c->into != NULL ? c->into->call.recv : (void *)(m + 1),
-                            head->size, &c->got, SIZE_MAX /* most */) <= 0)
+  if (m == NULL) return NULL;
+  body = c->into != NULL ? c->into->call.recv : (void *)(m + 1);
+  if (cddp__connection_read(c, &c->in_head, body, c->in_head.size, &c->got, SIZE_MAX) <= 0)
     return NULL; /* not complete, or the connection has ended */
   c->got = 0; /* no bytes of the next frame */
   c->message = NULL; /* the caller owns it now */
@@ -5038,37 +5051,38 @@ static cddp__message *cddp__connection_receive(cddp__connection *c, size_t most)
 
 /* The poll(2) events with which the connection can continue. */
 static short cddp__connection_events(const cddp__connection *c) {
-  bool sends = c->state == CDDP__CONNECTION_NEW       ? c->caller /* POLLOUT: it is connected */
-               : c->state == CDDP__CONNECTION_PROVING ? c->challenge.out_size > 0
-                                                      : cddp__buffer_size(&c->out) > 0;
-  return (short)(POLLIN | (sends ? POLLOUT : 0));
+  bool sends = cddp__buffer_size(&c->out) > 0;
+  if (c->state == CDDP__CONNECTION_NEW) sends = c->caller; /* POLLOUT: it is connected */
+  if (c->state == CDDP__CONNECTION_PROVING) sends = c->challenge.out_size > 0;
+  return (short)(sends ? POLLIN | POLLOUT : POLLIN);
 }
 
 /* Blocks until `out` is sent and `in` holds at least n bytes. The error text lacks the peer's
    name, which callers put before it. */
 static cddp_result cddp__connection_exchange(cddp__connection *c, size_t n, double deadline) {
-  cddp_result r = c->out.failed /* the message is incomplete */ ? CDDP_OUT_OF_MEMORY : CDDP_OK;
+  cddp_result r = CDDP_OK;
+  if (c->out.failed) return CDDP_OUT_OF_MEMORY; /* the message is incomplete */
   while (r == CDDP_OK) {
+    bool waits_to_send;
     if (cddp__connection_progress(c) && cddp__buffer_size(&c->out) == 0) { /* UP, all is sent */
       size_t have = cddp__buffer_size(&c->in);
       if (have >= n) return CDDP_OK;
       if (cddp__connection_fill(c, n - have) > 0) continue; /* else it has ended, or must wait */
     }
-    if (c->state == CDDP__CONNECTION_ENDED && c->error == ENOMEM)
-      r = CDDP_OUT_OF_MEMORY; /* cddp__malloc has set the text */
-    else if (c->state == CDDP__CONNECTION_ENDED && c->error != 0)
-      r = cddp__fail(CDDP_NETWORK, "%s", strerror(c->error));
-    else if (c->state == CDDP__CONNECTION_ENDED)
-      r = cddp__fail(CDDP_NETWORK, "the other side closed the connection");
-    else /* not for both events: while bytes wait, unread ones would end each poll immediately */
-      r = cddp__wait_fd(c->fd, cddp__connection_events(c) & POLLOUT ? POLLOUT : POLLIN, deadline);
+    if (c->state == CDDP__CONNECTION_ENDED) break;
+    /* not for both events: while bytes wait, unread ones would end each poll immediately */
+    waits_to_send = (cddp__connection_events(c) & POLLOUT) != 0;
+    r = cddp__wait_fd(c->fd, waits_to_send ? POLLOUT : POLLIN, deadline);
   }
-  return r;
+  if (r != CDDP_OK) return r;
+  if (c->error == ENOMEM) return CDDP_OUT_OF_MEMORY; /* cddp__malloc has set the text */
+  return cddp__fail(CDDP_NETWORK, "%s",
+                    c->error != 0 ? strerror(c->error) : "the other side closed the connection");
 }
 
-/* Waits until one of n connections can continue or a listener has a caller, at most until the time
-   `until`, and at most CDDP__POLL_MAX_MS. Sets `ready` of each connection, and listeners[i] to -1
-   if that has no caller. list[i] can be NULL, a listener -1. */
+/* Waits until one of n connections can continue or a listener has a caller, at most `until` and for
+   CDDP__POLL_MAX_MS. Sets `ready` of each connection, and listeners[i] to -1 if that has no caller.
+   list[i] can be NULL, a listener -1. */
 static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
                                           cddp__connection *const *list, size_t n, int *listeners,
                                           size_t listener_count, double until) {
@@ -5078,19 +5092,22 @@ static cddp_result cddp__connections_poll(const cddp_allocator *allocator,
   if (total > sizeof few / sizeof *few)
     fds = (struct pollfd *)cddp__malloc(allocator, total * sizeof *fds);
   if (fds == NULL) return CDDP_OUT_OF_MEMORY;
-  for (i = 0; i < total; i++) {
-    const cddp__connection *c = i < n ? list[i] : NULL; /* NULL: a listener, or an empty entry */
-    fds[i].fd = i >= n ? listeners[i - n]
-                : c == NULL || c->state == CDDP__CONNECTION_ENDED ? -1 /* poll skips it */ : c->fd;
-    fds[i].events = c != NULL ? cddp__connection_events(c) : POLLIN;
-    fds[i].revents = 0;
+  memset(fds, 0, total * sizeof *fds);
+  for (i = 0; i < n; i++) {
+    bool open = list[i] != NULL && list[i]->state != CDDP__CONNECTION_ENDED;
+    fds[i].fd = open ? list[i]->fd : -1; /* poll skips -1 */
+    if (open) fds[i].events = cddp__connection_events(list[i]);
+  }
+  for (i = 0; i < listener_count; i++) {
+    fds[n + i].fd = listeners[i];
+    fds[n + i].events = POLLIN;
   }
   if (cddp__poll(fds, total, cddp__poll_ms(until, CDDP__POLL_MAX_MS)) < 0 && errno != EINTR)
     r = cddp__fail_errno("poll"); /* after a failure all revents are 0: nothing is ready */
   for (i = 0; i < n; i++)
     if (list[i] != NULL) list[i]->ready = fds[i].revents != 0;
-  for (; i < total; i++) /* from n on: the listeners */
-    if (fds[i].revents == 0) listeners[i - n] = -1;
+  for (i = 0; i < listener_count; i++)
+    if (fds[n + i].revents == 0) listeners[i] = -1;
   if (fds != few) cddp__free(allocator, fds);
   return r;
 }
