@@ -5137,8 +5137,8 @@ static bool cddp__has_spare_fd(int fd) {
      items       each a fixed number of strings, the first of them a key
      tail bytes  a fixed number of bytes
    Numbers have 8 bytes, little-endian. A string is its length (a number) and its bytes. The first
-   command of a connection is VALIDATE. Commands 14 to 18 (QUEUE_PUSH to BARRIER) are missing:
-   PyTorch does not send them by default. */
+   command of a connection is VALIDATE. PyTorch does not send commands 14 to 18 by default
+   (QUEUE_PUSH to BARRIER): they are missing. */
 
 #define CDDP__COMMAND_MAX (64u << 20) /* most bytes of a command or reply */
 /* Limit of a client's input, and of its answer. */
@@ -5188,8 +5188,8 @@ static const struct cddp__command {
 /* Bytes of a command before its items: the code and, in a counted command, the count. */
 static size_t cddp__command_head_size(const struct cddp__command *c) { return c->counted ? 9 : 1; }
 
-/* A client's first bytes: VALIDATE, and a CHECK, whose answer shows that the server is a store. The
-   CHECK's key ends two lines, so that a web server answers instead of waiting for more. */
+/* A client's first bytes: VALIDATE, and a CHECK: its answer shows that the server is a store. Its
+   key ends two lines, so that a web server answers instead of waiting for more. */
 #define CDDP__VALIDATE_SIZE 5 /* code and tail */
 static const char cddp__greeting[] =
     "\0\xce\xf7\x85\x3c" /* VALIDATE, c10d's magic number */
@@ -5208,7 +5208,7 @@ static void cddp__buffer_add_string(cddp__buffer *buffer, cddp__span s) {
 }
 
 /* The progress of the command at the head of a connection's input. */
-typedef struct cddp__parser {
+typedef struct cddp__parser { /* of a new command: zeros */
   size_t end;       /* bytes parsed so far; 0: code and count are incomplete */
   uint64_t strings; /* how many are still to be parsed */
   unsigned code;    /* cddp__code */
@@ -5218,8 +5218,7 @@ typedef struct cddp__parser {
 enum cddp__parse_result { CDDP__PARSE_PARTIAL, CDDP__PARSE_COMPLETE, CDDP__PARSE_INVALID };
 
 /* Parses the command in the n bytes at p. COMPLETE: parser->end is its size. PARTIAL: the next
-   call, with more bytes at p, continues after the last complete string. A new command needs a
-   zeroed parser. */
+   call, with more bytes at p, continues after the last complete string. */
 static int cddp__parser_scan(cddp__parser *parser, const unsigned char *p, size_t n) {
   const struct cddp__command *c;
   uint64_t items = 1 /* of a command that is not counted */, size;
@@ -5267,22 +5266,22 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int epoll; /* watches fds and the clients' connections */
   int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
-  int spare_fd; /* keeps a descriptor number (a copy of epoll): when none is left, it is closed to
-                   accept one connection. -1: closed, and none was free to open it again */
+  int spare_fd; /* a copy of epoll, closed to accept one connection when no descriptor is left. -1:
+                   closed, and none was free to open it again */
   cddp__atomic_u32 stop; /* 1: the thread must return; set by cddp__store_close */
   cddp__entry *chains[CDDP__MAP_CHAINS]; /* the map: entries by hash */
-  uint64_t seed; /* of the map's hash; random: no client can choose keys that share a chain */
+  uint64_t seed; /* of the map's hash, random: no client can choose keys that share a chain */
   size_t keys;   /* number of entries in the map */
   size_t stored; /* bytes of the map's entries, with their values; limit: CDDP__STORE_MEMORY */
   struct cddp__client *clients; /* newest first */
   int waiting; /* how many clients are blocked in a WAIT */
   bool unsettled;  /* a connection or a WAIT has ended since the last cddp__server_settle */
-  double checked;  /* time, of cddp__now, of the last check of deadlines */
+  double checked;  /* when deadlines were last checked */
   size_t buffered; /* bytes of all clients' buffers; limit: CDDP__SERVER_MEMORY */
 } cddp__server;
 
-/* The link of the hash chain that points to the key's entry. If the key is missing: the chain's
-   last link, which is NULL, and to which an entry can be added. */
+/* The link of the hash chain that points to the key's entry; if the key is missing: the chain's
+   last link, which is NULL. */
 static cddp__entry **cddp__map_link(cddp__server *server, cddp__span key) {
   cddp__entry **link =
       &server->chains[cddp__hash64(server->seed, key.data, key.size) % CDDP__MAP_CHAINS];
@@ -5298,7 +5297,7 @@ static bool cddp__map_get(cddp__server *server, cddp__span key, cddp__span *valu
   return entry != NULL;
 }
 
-/* Frees the entry that *link points to. Returns false if *link is NULL. */
+/* Frees the entry *link. Returns false if that is NULL. */
 static bool cddp__map_drop(cddp__server *server, cddp__entry **link) {
   cddp__entry *entry = *link;
   if (entry == NULL) return false;
@@ -5310,61 +5309,63 @@ static bool cddp__map_drop(cddp__server *server, cddp__entry **link) {
   return true;
 }
 
+/* Adds an entry with an empty value to the end of a chain. Returns false without memory. */
+static bool cddp__map_add_entry(cddp__server *server, cddp__entry **link, cddp__span key) {
+  size_t bytes = sizeof(cddp__entry) + key.size;
+  cddp__entry *entry = (cddp__entry *)cddp__calloc(&server->allocator, 1, bytes);
+  if (entry == NULL) return false;
+  entry->key_size = key.size;
+  entry->value.allocator = &server->allocator;
+  entry->value.total = &server->stored;
+  cddp__copy(entry + 1, key.data, key.size);
+  *link = entry;
+  server->keys++;
+  server->stored += bytes;
+  return true;
+}
+
 enum cddp__put { CDDP__PUT_SETS, CDDP__PUT_APPENDS };
 /* Sets the key's value or appends to it. Returns false, and changes nothing, if memory is exhausted
    or the value would be too long. */
 static bool cddp__map_put(cddp__server *server, cddp__span key, cddp__span value,
                           enum cddp__put how) {
-  cddp__entry **link = cddp__map_link(server, key), *entry = *link;
-  size_t old_size = entry != NULL ? entry->value.end : 0; /* bytes: a value begins at 0 */
-  size_t size = (how == CDDP__PUT_APPENDS ? old_size : 0) + value.size; /* of the new value */
-  size_t capacity = entry != NULL ? entry->value.capacity : 0; /* already part of server->stored */
-  bool fresh = entry == NULL;
-  size_t overhead = fresh ? sizeof *entry + key.size : 0; /* bytes besides the value's buffer */
-  /* The value (in a client's input, or cddp__map_add's text) is not in the entry's buffer, which is
-     overwritten or freed here. */
-  CDDP_ASSERT(capacity == 0 || value.data < entry->value.data ||
-              value.data >= entry->value.data + capacity);
+  cddp__entry **link = cddp__map_link(server, key);
+  bool fresh = *link == NULL;
+  size_t old_size = fresh ? 0 : (*link)->value.end; /* bytes: a value begins at 0 */
+  size_t capacity = fresh ? 0 : (*link)->value.capacity;
+  size_t kept = how == CDDP__PUT_APPENDS ? old_size : 0; /* bytes of the old value */
+  size_t size = kept + value.size;
+  size_t growth = size > capacity ? size - capacity : 0; /* of server->stored, at least */
+  cddp__buffer *buffer;
+  if (fresh) growth += sizeof **link + key.size;
   if (size > CDDP__VALUE_MAX) return false;
-  if ((fresh || size > capacity) && /* the entry is added, or its buffer grows to `size` or more */
-      server->stored - capacity + size + overhead > CDDP__STORE_MEMORY)
-    return false;
-  if (fresh) {
-    entry = (cddp__entry *)cddp__calloc(&server->allocator, 1, sizeof *entry + key.size);
-    if (entry == NULL) return false;
-    entry->key_size = key.size;
-    entry->value.allocator = &server->allocator;
-    entry->value.total = &server->stored; /* to which the buffer adds its capacity */
-    cddp__copy(entry + 1, key.data, key.size); /* the key follows the entry */
-    *link = entry;
-    server->keys++;
-    server->stored += overhead;
-  }
-  entry->value.end = size - value.size; /* SETS: 0; APPENDS: behind the old bytes */
-  if (cddp__buffer_reserve(&entry->value, value.size)) {
-    cddp__buffer_add(&entry->value, value.data, value.size); /* cannot fail: reserved */
+  if (growth > 0 && server->stored + growth > CDDP__STORE_MEMORY) return false;
+  if (fresh && !cddp__map_add_entry(server, link, key)) return false;
+  buffer = &(*link)->value;
+  /* `value` is in a client's input or cddp__map_add's text, not in the buffer that changes here. */
+  CDDP_ASSERT(capacity == 0 || value.data < buffer->data || value.data >= buffer->data + capacity);
+  buffer->end = kept;
+  if (cddp__buffer_reserve(buffer, value.size)) {
+    cddp__buffer_add(buffer, value.data, value.size); /* cannot fail: reserved */
     return true;
   }
-  entry->value.end = old_size; /* no memory: the key keeps its value, or remains absent */
+  buffer->end = old_size; /* no memory: the key keeps its value, or remains absent */
   if (fresh) cddp__map_drop(server, link);
   return false;
 }
 
-/* Adds amount to the key's value, a decimal number, and sets *total to the sum, which wraps around.
-   A missing key counts as 0. Returns false if the value is no number, or memory is exhausted. */
+/* Adds amount to the key's value, a decimal number, or 0 if the key is missing. Sets *total to the
+   sum, which wraps around. Returns false if the value is no number, or without memory. */
 static bool cddp__map_add(cddp__server *server, cddp__span key, uint64_t amount, uint64_t *total) {
   cddp__span value;
-  char text[24] = "0", *end; /* "0": of a missing key. Numbers have 20 characters at most */
-  size_t size = 1; /* of text, without its NUL */
-  if (cddp__map_get(server, key, &value)) {
-    bool leading_space = value.size > 0 && value.data[0] <= ' '; /* strtoll would skip it */
-    if (value.size == 0 || value.size >= sizeof text /* no number */ || leading_space) return false;
-    size = value.size;
-    memcpy(text, value.data, size); /* zeros from the initializer follow */
-  }
+  char text[24] = "", *end; /* numbers have 20 characters at most */
+  if (!cddp__map_get(server, key, &value)) value = cddp__span_of("0", 1);
+  if (value.size == 0 || value.size >= sizeof text) return false; /* no number */
+  if (value.data[0] <= ' ') return false; /* strtoll would skip a space */
+  memcpy(text, value.data, value.size);
   errno = 0;
   *total = (uint64_t)strtoll(text, &end, 10) + amount;
-  if (errno != 0 /* overflow */ || end != text + size /* not only digits */) return false;
+  if (errno != 0 /* overflow */ || end != text + value.size /* not only digits */) return false;
   snprintf(text, sizeof text, "%" PRId64, (int64_t)*total);
   return cddp__map_put(server, key, cddp__span_of(text, strlen(text)), CDDP__PUT_SETS);
 }
@@ -5374,8 +5375,8 @@ enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMM
 /* Executes the command at head, which parser has parsed, and adds its answer to out.
      DONE     the answer, if the command has one, is in out
      WAITS    a key of a WAIT is missing (parser->missing): it must be executed again
-     FAILED   memory is exhausted, or c10d's server does not answer such a command either (an ADD
-              to text). The caller closes the connection */
+     FAILED   the caller closes the connection: no memory, or an ADD to text, for example, to which
+              c10d's server does not answer either */
 static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
@@ -5399,7 +5400,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
     break;
   case CDDP__STORE_GET:
   case CDDP__STORE_MULTI_GET: /* a missing key's value is empty, as with PyTorch's libuv server */
-    /* If the answer exceeds BUFFER_MAX, the caller closes the connection: the rest is omitted. */
+    /* If the answer exceeds BUFFER_MAX, the caller closes the connection. */
     while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) {
       cddp__map_get(server, cddp__parse_string(&p), &value);
       cddp__buffer_add_string(out, value);
@@ -5448,7 +5449,7 @@ static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
 /* --- the server ---
    One thread with level-triggered epoll: poll(2) is slow with thousands of clients. No client is
    freed while events or a list of clients are read: a closed connection, and an ended WAIT, only
-   sets `unsettled`, and cddp__server_settle handles it later. */
+   set `unsettled`, for cddp__server_settle. */
 #ifndef CDDP__GREETING_S
 #define CDDP__GREETING_S 5.0 /* seconds for a caller's proof and VALIDATE; in >>rendezvous, RANK */
 #endif
@@ -5466,9 +5467,8 @@ typedef struct cddp__client { /* Owner: the server's thread */
   cddp__parser parser; /* of the command at the head of connection.in */
 } cddp__client;
 
-/* Sets the events of fd that epoll watches. action: EPOLL_CTL_*. source: what epoll reports with an
-   event: the index of fd in server->fds, or the address of its cddp__client. Returns false with
-   errno set. */
+/* Sets the events of fd that epoll watches. action: EPOLL_CTL_*. source, reported with an event:
+   the index of fd in server->fds, or the address of its cddp__client. Returns false with errno. */
 static bool cddp__server_watch(const cddp__server *server, int fd, int action, uint32_t events,
                                uint64_t source) {
   struct epoll_event event;
@@ -5477,9 +5477,8 @@ static bool cddp__server_watch(const cddp__server *server, int fd, int action, u
   return epoll_ctl(server->epoll, action, fd, &event) == 0;
 }
 
-/* Also counts the blocked clients, in server->waiting. */
 static void cddp__client_set_blocked(cddp__server *server, cddp__client *client, bool blocked) {
-  server->waiting += blocked - client->blocked; /* by 1, 0 or -1 */
+  server->waiting += blocked - client->blocked; /* counts the blocked clients */
   client->blocked = blocked;
 }
 
@@ -5488,7 +5487,7 @@ static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   server->unsettled = true;
   if (client->connection.fd >= 0) {
-    /* If a forked child has a copy of fd, close ends neither the connection nor epoll's reports. */
+    /* close alone does not suffice if a forked child has a copy of fd */
     cddp__server_watch(server, client->connection.fd, EPOLL_CTL_DEL, 0 /* events */,
                        0 /* source */);
     shutdown(client->connection.fd, SHUT_RDWR);
@@ -5496,7 +5495,7 @@ static void cddp__client_close(cddp__server *server, cddp__client *client) {
   cddp__connection_close(&client->connection);
 }
 
-/* Removes the command at the head of the input, which is executed or canceled. */
+/* Removes the command at the head of the input. */
 static void cddp__client_advance(cddp__server *server, cddp__client *client) {
   cddp__client_set_blocked(server, client, false);
   client->connection.in.start += client->parser.end;
@@ -5507,7 +5506,6 @@ static void cddp__client_advance(cddp__server *server, cddp__client *client) {
 static void cddp__client_execute(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->connection;
   int result = cddp__server_execute(server, &client->parser, c->in.data + c->in.start, &c->out);
-  /* closed also if this answer, or all buffers together, are too large */
   if (result == CDDP__COMMAND_FAILED || server->buffered > CDDP__SERVER_MEMORY ||
       cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
     cddp__client_close(server, client);
@@ -5519,15 +5517,24 @@ static void cddp__client_execute(cddp__server *server, cddp__client *client) {
   else cddp__client_advance(server, client); /* the command is done: removes it */
 }
 
+/* After a command that has created a key: executes all WAITs again. */
+static void cddp__server_retry_waits(cddp__server *server) {
+  cddp__client *client = server->waiting > 0 ? server->clients : NULL;
+  for (; client != NULL; client = client->next) {
+    if (!client->blocked) continue;
+    cddp__client_execute(server, client);
+    if (!client->blocked) server->unsettled = true; /* settle sends its answer */
+  }
+}
+
 /* Handles the challenge, then one command. Returns false if more input is needed or the connection
    is closed. During a WAIT only CANCEL_WAIT is executed. */
 static bool cddp__client_step(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->connection;
   size_t keys_before = server->keys;
-  cddp__client *other;
   cddp__span in;
   int parsed;
-  if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c); /* sets state */
+  if (c->state == CDDP__CONNECTION_PROVING) (void)cddp__connection_progress(c);
   if (c->state == CDDP__CONNECTION_ENDED) cddp__client_close(server, client); /* empties c->in */
   in = cddp__buffer_span(&c->in);
   if (in.size == 0 || c->state != CDDP__CONNECTION_UP /* no proof yet */) return false;
@@ -5543,19 +5550,12 @@ static bool cddp__client_step(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client); /* not a store's client */
   else if (parsed == CDDP__PARSE_COMPLETE)
     cddp__client_execute(server, client);
-  /* A command that has created a key: all WAITs are executed again, before this client's next
-     command can delete the key. */
-  other = server->keys > keys_before && server->waiting > 0 ? server->clients : NULL;
-  for (; other != NULL; other = other->next) {
-    if (!other->blocked) continue;
-    cddp__client_execute(server, other);
-    server->unsettled = server->unsettled || !other->blocked; /* settle sends its answer */
-  }
+  if (server->keys > keys_before) /* now: this client's next command can delete the key */
+    cddp__server_retry_waits(server);
   return parsed == CDDP__PARSE_COMPLETE && c->fd >= 0;
 }
 
-/* Executes the received commands, each after the client has read the last answer. Sets the events
-   that epoll watches. */
+/* Executes the received commands, each after the client has read the last answer. */
 static void cddp__client_run(cddp__server *server, cddp__client *client) {
   cddp__connection *c = &client->connection;
   bool more = true; /* a complete command can be in the input */
@@ -5580,12 +5580,12 @@ static void cddp__client_run(cddp__server *server, cddp__client *client) {
     cddp__client_close(server, client);
 }
 
-/* Handles the events that epoll reports. */
+/* Handles the events that epoll reports for a client. */
 static void cddp__client_event(cddp__server *server, cddp__client *client, uint32_t events) {
   cddp__connection *c = &client->connection;
   bool idle = cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0; /* between commands */
   int got = 0; /* as cddp__connection_fill returns: above 0 if bytes came; -1: no more will */
-  if (c->fd < 0) return; /* closed since epoll_wait returned; cddp__server_settle frees it later */
+  if (c->fd < 0) return; /* closed since epoll_wait returned */
   if (events & EPOLLIN)
     got = cddp__connection_fill(c, 256 /* bytes of space */);
   else if (events & (EPOLLHUP | EPOLLERR)) /* without EPOLLIN: all input has been read */
@@ -5599,25 +5599,35 @@ static void cddp__client_event(cddp__server *server, cddp__client *client, uint3
     cddp__client_run(server, client);
 }
 
-/* Closes clients past their deadline, continues those whose WAIT has ended, frees closed ones. */
-static void cddp__server_settle(cddp__server *server) {
+/* The time at which the server closes the client; INFINITY: it can wait. */
+static double cddp__client_deadline(const cddp__client *client) {
+  const cddp__connection *c = &client->connection;
+  size_t received = cddp__buffer_size(&c->in);
+  if (!client->greeted || cddp__buffer_size(&c->out) > 0 /* an answer to read */)
+    return c->deadline;
+  if (received == 0 /* between commands */ || client->blocked) return INFINITY;
+  return c->deadline + (double)received / 65536; /* see CDDP__COMMAND_S */
+}
+
+/* Closes the clients past their deadline; not more often than every CDDP__SERVER_CHECK_MS. */
+static void cddp__server_check_deadlines(cddp__server *server) {
   double now = cddp__now();
-  bool check_deadlines = now >= server->checked + CDDP__SERVER_CHECK_MS * 1e-3;
-  cddp__client *client, **link;
-  if (check_deadlines) server->checked = now;
-  client = check_deadlines ? server->clients : NULL /* too early */;
-  for (; client != NULL; client = client->next) {
-    cddp__connection *c = &client->connection;
-    /* its_turn: the client has greeted, and has read its last answer, so it can send a command. */
-    bool its_turn = client->greeted && cddp__buffer_size(&c->out) == 0;
-    double extra_s = its_turn ? (double)cddp__buffer_size(&c->in) / 65536 : 0; /* see COMMAND_S */
-    bool unlimited = its_turn && (extra_s == 0 /* between commands */ || client->blocked);
-    if (now < c->deadline + extra_s || unlimited) continue;
+  cddp__client *client;
+  if (now < server->checked + CDDP__SERVER_CHECK_MS * 1e-3) return;
+  server->checked = now;
+  for (client = server->clients; client != NULL; client = client->next) {
+    if (now < cddp__client_deadline(client)) continue;
     /* This thread can be late: VALIDATE can have arrived unread. So it reads, as if epoll had
        reported input; a valid VALIDATE moves the deadline. */
     if (!client->greeted) cddp__client_event(server, client, EPOLLIN);
-    if (!client->greeted || now >= c->deadline) cddp__client_close(server, client);
+    if (!client->greeted || now >= client->connection.deadline) cddp__client_close(server, client);
   }
+}
+
+/* Checks deadlines, continues clients after a WAIT, frees closed ones. */
+static void cddp__server_settle(cddp__server *server) {
+  cddp__client *client, **link;
+  cddp__server_check_deadlines(server);
   while (server->unsettled) { /* cddp__client_run can close clients and end WAITs again */
     server->unsettled = false;
     for (link = &server->clients; (client = *link) != NULL;) {
@@ -5634,8 +5644,7 @@ static void cddp__server_settle(cddp__server *server) {
 
 /* Creates a client with the connection fd. `spare`: enough descriptors remain for the program. If
    not, or if too many clients are silent (have not sent VALIDATE), the new client replaces the
-   oldest silent one that has not passed the challenge. Without such a client the new one is
-   refused. */
+   oldest silent one that has proved nothing, or is refused. */
 static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D"; /* no descriptor is left */
   cddp__client *client, *oldest = NULL;
@@ -5644,25 +5653,24 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     if (client->connection.fd < 0 || client->greeted) continue;
     silent++;
     if (server->secret == NULL || client->connection.challenge.state != CDDP__CHALLENGE_PROVEN)
-      oldest = client; /* has proved nothing; the last match, as the newest is first */
+      oldest = client; /* the last match: the list begins with the newest */
   }
   if (!spare || silent >= cddp__unproven_most(0 /* ranks: unknown */)) {
     if (oldest == NULL) {
-      /* Sends the reason, if the socket accepts it. Too many silent clients: without a reason. */
+      /* sends the reason, if the socket accepts it; of too many silent clients none */
       if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
       cddp__close_fd(&fd);
       return;
     }
     cddp__client_close(server, oldest);
-    if (!spare) fd = cddp__move_to_lower_fd(fd); /* leaves the highest numbers to the program */
+    if (!spare) fd = cddp__move_to_lower_fd(fd);
   }
   client = (cddp__client *)cddp__calloc(&server->allocator, 1, sizeof *client);
-  if (client == NULL) { /* out of memory: the other end connects again */
+  if (client == NULL) { /* the other end connects again */
     cddp__close_fd(&fd);
     return;
   }
   cddp__connection_begin(&client->connection, &server->allocator, fd, CDDP__END_CALLED);
-  /* where both buffers add their capacity */
   client->connection.in.total = client->connection.out.total = &server->buffered;
   client->connection.deadline = cddp__now() + CDDP__GREETING_S;
   client->next = server->clients;
@@ -5675,11 +5683,10 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     cddp__client_close(server, client);
 }
 
-/* Accepts up to 64 connections. If no descriptor is left, closes spare_fd to accept one, which then
-   replaces a client or is refused. */
+/* Accepts up to 64 connections; if no descriptor is left, with that of spare_fd. */
 static void cddp__server_accept(cddp__server *server, int listener) {
-  int i, fd = 0; /* 0 begins the loop; -1: no connection waits, or none can be accepted */
-  for (i = 0; i < 64 && fd >= 0; i++) {
+  int i, fd;
+  for (i = 0; i < 64; i++) {
     bool exhausted;
     fd = cddp__accept(listener);
     exhausted = fd < 0 && (errno == EMFILE || errno == ENFILE) && server->spare_fd >= 0;
@@ -5692,7 +5699,8 @@ static void cddp__server_accept(cddp__server *server, int listener) {
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
       cddp__sleep(0.01); /* no descriptor or memory: epoll reports this connection again */
     if (server->spare_fd < 0) /* opens it again; stays -1 if no descriptor is free */
-      server->spare_fd = fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+      server->spare_fd = cddp__dup_above_stdio(server->epoll);
+    if (fd < 0) return; /* no connection waits, or none can be accepted */
   }
 }
 
@@ -5703,7 +5711,7 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `st
     double start = cddp__now();
     int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines */;
     n = epoll_wait(server->epoll, events, 64, ms);
-    cddp__note_sleep(start, 1e-3 * ms); /* a stop of this process moves the deadlines */
+    cddp__note_sleep(start, 1e-3 * ms);
     if (n < 0 && errno != EINTR) return NULL; /* the program has closed server->epoll */
     if (cddp__load32(&server->stop) != 0) return NULL;
     for (i = 0; i < n; i++) {
@@ -5717,9 +5725,9 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `st
   }
 }
 
-/* Frees a server. Its thread has ended, or never ran: no lock is needed. */
+/* Frees a server. Its thread has ended, or never ran. */
 static void cddp__server_free(cddp__server *server) {
-  cddp_allocator a = server->allocator; /* a copy: the server's own is freed with the server */
+  cddp_allocator a = server->allocator; /* a copy, as the server is freed */
   cddp__client *client;
   uint32_t i;
   for (client = server->clients; client != NULL; client = client->next)
@@ -5738,9 +5746,9 @@ static void cddp__server_free(cddp__server *server) {
 typedef struct cddp__store_options {
   cddp_store_desc desc; /* with timeout_s above 0: defaults are filled in */
   bool elect; /* file://: the first process that opens the file serves, not that with is_server */
-  double deadline;      /* of opening the store; a time of cddp__now */
-  double closed_since;  /* of the cddp_store, in and out: so a retry by cddp__store_open_client does
-                           not begin CDDP__CLOSED_S anew. 0: none has closed */
+  double deadline;      /* of opening the store */
+  double closed_since;  /* of the cddp_store, in and out: so that a retry by cddp__store_open_client
+                           does not begin CDDP__CLOSED_S anew */
 } cddp__store_options;
 
 struct cddp_store {
@@ -5749,58 +5757,64 @@ struct cddp_store {
   double timeout_s; /* of an operation for which the caller gives none */
   int scheme;       /* CDDP__URL_TCP ... */
   char *name;       /* for error texts: "host:port", the name of unix://, or the path */
-  char *secret; /* both ends prove that they know it; file://: the file's key, ' ' and the user's
-                   secret (can be ""). NULL: tcp:// or unix:// without a secret */
+  char *secret; /* file://: the file's key, ' ' and the user's secret (can be ""). NULL: tcp:// or
+                   unix:// without a secret */
   cddp__connection connection; /* to the server; fd -1: closed */
 
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* of the server, tried in order */
   int address_count; /* 0: of file://, not read yet */
   double closed_since;  /* since when a server closes connections without an answer; 0: none has */
   cddp__server *server; /* NULL = only a client */
-  pid_t server_pid;     /* the server's process; a forked child has only a copy of the struct */
+  pid_t server_pid;     /* the server's process: a forked child has only a copy */
   int file; /* of file://, locked until _close, if this process serves it; else -1 */
 };
 
 #define CDDP__CLOSED_S 4.0 /* seconds to retry if a server closes connections without an answer */
 #define CDDP__CONNECT_S 5.0 /* seconds to connect to one address; then the next one is tried */
 
+/* How the caller's secret differs from the server's. Letters: CHALLENGE in >>bytes. */
+static const char *cddp__describe_secrets(const cddp__challenge *challenge, bool rendezvous) {
+  static const char *const none = "the server has a secret and this process has none";
+  switch (challenge->why) {
+  case 'S':
+    return none;
+  case 'N':
+    return "this process has a secret and the server has none";
+  case 'W':
+    if (!rendezvous) return "the server has another secret";
+    /* In a rendezvous a process without a secret proves "", which rank 0 refuses with W. */
+    return challenge->secret[0] == 0 ? none : "rank 0 has another secret, or none";
+  default: /* it has not refused */
+    return "the program that answers does not know the secret";
+  }
+}
+
 /* Writes the error text for a challenge that failed. The program at the address has refused this
-   process, or has not proved that it knows the secret, or (CDDP_MISMATCH) is another program. c:
-   the connection; `in` still has the bytes that the program sent. Letters: CHALLENGE in >>bytes. */
+   process, or has not proved that it knows the secret, or (CDDP_MISMATCH) is another program. */
 static cddp_result cddp__fail_refused(const cddp__connection *c, const char *address) {
   const cddp__challenge *challenge = &c->challenge;
   bool rendezvous = challenge->purpose != NULL && strcmp(challenge->purpose, "rendezvous") == 0;
-  char line[81] = "", why = challenge->why; /* the letter of a refusal; 0: none was received */
-  char refusal = challenge->state == CDDP__CHALLENGE_REFUSED ? why : 0;
+  char line[81] = "";
   size_t k; /* printable bytes in line */
-  if (refusal == 'D')
+  if (challenge->why == 'D')
     return cddp__fail(CDDP_SYSTEM,
                       "%s: the server's process has no file descriptor left for another rank; "
                       "raise its limit (ulimit -n)",
                       strerror(EMFILE));
-  if (refusal == 'J')
+  if (challenge->why == 'J')
     return CDDP__REFUSE("two jobs use %s: an elastic job runs there. Give this job a MASTER_PORT "
                         "of its own, or set CDDP_JOIN=1 to join that one",
                         address);
-  if (refusal == 'N' && rendezvous) /* rank 0 has a secret, "" or the user's: it never sends N */
+  if (challenge->why == 'N' && rendezvous) /* rank 0 has a secret, perhaps "": it never sends N */
     return cddp__fail(CDDP_MISMATCH,
                       "the program at %s is neither cddp's rank 0 nor a launcher's store, but a "
                       "cddp_store: another program uses this port",
                       address);
-  if (challenge->state != CDDP__CHALLENGE_NOT_CDDP) {
-    /* In a rendezvous a process without a secret proves "", which rank 0 refuses with W. */
-    bool no_own_secret =
-        why == 'S' || (rendezvous && why == 'W' && challenge->secret[0] == 0 /* "" */);
-    const char *what = no_own_secret ? "the server has a secret and this process has none"
-                       : why == 'N' ? "this process has a secret and the server has none"
-                       : why != 'W' ? "the program that answers does not know the secret"
-                       : rendezvous ? "rank 0 has another secret, or none"
-                                    : "the server has another secret";
-    return cddp__fail(
-        CDDP_UNAUTHORIZED, "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
-        what);
-  }
-  /* The printable start of what the program sent. in.data begins with what the challenge read. */
+  if (challenge->state != CDDP__CHALLENGE_NOT_CDDP)
+    return cddp__fail(CDDP_UNAUTHORIZED,
+                      "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
+                      cddp__describe_secrets(challenge, rendezvous));
+  /* the printable start of what the program sent: in.data still has what the challenge read */
   memcpy(line, c->in.data, cddp__min(c->in.end, sizeof line - 1));
   for (k = 0; line[k] >= 32 && line[k] < 127; k++) {}
   line[k] = 0;
@@ -5873,7 +5887,7 @@ static cddp_result cddp__fail_connect(const cddp__address *address, int error,
    answer, or timed out (which says nothing about the program). */
 static cddp_result cddp__store_try(cddp_store *store, double deadline) {
   bool closed = false; /* an address closed the connection without an answer */
-  cddp_result r = CDDP_NETWORK; /* with this result the loop tries the next address */
+  cddp_result r = CDDP_NETWORK; /* then the loop tries the next address */
   int i, error = 0 /* of the last connect */, fd;
   for (i = 0; i < store->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *address = &store->addresses[i];
@@ -5881,11 +5895,11 @@ static cddp_result cddp__store_try(cddp_store *store, double deadline) {
     if (error == 0) {
       cddp__connection_begin(&store->connection, &store->allocator, fd, CDDP__END_CALLER);
       r = cddp__store_greet(store, cddp__describe_address(address).s, deadline);
+      if (r != CDDP_OK) cddp__connection_close(&store->connection);
     }
-    closed = closed || (error == 0 && r == CDDP_NETWORK) || error == ECONNRESET;
-    if (error != 0 || r == CDDP_NETWORK /* after error 0: closed without an answer */)
-      r = cddp__fail_connect(address, error, &store->closed_since);
-    if (error == 0 && r != CDDP_OK) cddp__connection_close(&store->connection);
+    if (r != CDDP_NETWORK) break;
+    closed = closed || error == 0 || error == ECONNRESET;
+    r = cddp__fail_connect(address, error, &store->closed_since);
   }
   if (!closed && r != CDDP_TIMEOUT && error != ETIMEDOUT) store->closed_since = 0;
   return r;
@@ -5902,7 +5916,7 @@ typedef struct cddp__request { /* one command and its answer */
   size_t capacity, *size; /* bytes of `out`; receives the string's size, unless NULL */
 } cddp__request;
 
-/* A request without values, number and `out`: callers set them if the command has them. */
+/* A request without values, number and `out`. */
 static cddp__request cddp__request_of(unsigned code, const char *const *keys, int count) {
   cddp__request q;
   memset(&q, 0, sizeof q);
@@ -5913,7 +5927,7 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
 }
 
 /* Puts the store's name before the error text. CDDP_MISMATCH (another program has the server's
-   port) becomes CDDP_NETWORK: only the opening of a store returns it to the user. */
+   port) becomes CDDP_NETWORK: only opening a store returns it. */
 static cddp_result cddp__store_error(const cddp_store *store, cddp_result r) {
   return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", store->name);
 }
@@ -5951,11 +5965,12 @@ static cddp_result cddp__store_exchange(cddp_store *store, cddp__request *reques
   memcpy(number, c->in.data + c->in.start, answer_size);
   c->in.start += answer_size;
   request->number = cddp__get64(number);
-  if (command->answer == CDDP__ANSWER_STRING && request->number <= CDDP__COMMAND_MAX)
-    return cddp__connection_exchange(c, (size_t)request->number, deadline);
-  if (command->answer != CDDP__ANSWER_STRING && request->code != CDDP__STORE_WAIT) return CDDP_OK;
-  /* Left are a WAIT, which 0 ends and 1 cancels, and a string that is too long. */
-  if (request->number == 0) return CDDP_OK; /* the keys exist */
+  if (command->answer == CDDP__ANSWER_STRING) {
+    if (request->number <= CDDP__COMMAND_MAX)
+      return cddp__connection_exchange(c, (size_t)request->number, deadline);
+  } else if (request->code != CDDP__STORE_WAIT || request->number == 0 /* all keys exist */) {
+    return CDDP_OK;
+  }
   return cddp__fail(CDDP_NETWORK, "the answer %" PRIu64 " is not valid", request->number);
 }
 
@@ -5975,9 +5990,8 @@ static cddp_result cddp__store_lock(cddp_store *store, double deadline) {
   return CDDP_OK;
 }
 
-/* Runs one operation, with the lock held by the caller, and stores its answer where the request
-   says. After a failure it closes the connection, as the rest of the answer could still arrive; the
-   next operation connects again. */
+/* Runs one operation, with the lock held, and stores its answer where the request says. A failure
+   closes the connection, as the rest of the answer could still arrive; the next call opens one. */
 static cddp_result cddp__store_run_locked(cddp_store *store, cddp__request *request,
                                           double deadline) {
   cddp__connection *c = &store->connection;
@@ -6012,7 +6026,7 @@ static cddp_result cddp__store_run_locked(cddp_store *store, cddp__request *requ
   return r;
 }
 
-/* Runs one operation within the store's timeout. The caller does not hold the lock. */
+/* Runs one operation within the store's timeout, without the lock. */
 static cddp_result cddp__store_run(cddp_store *store, cddp__request *request) {
   double deadline = cddp__now() + store->timeout_s;
   cddp_result r = cddp__store_lock(store, deadline);
@@ -6022,8 +6036,8 @@ static cddp_result cddp__store_run(cddp_store *store, cddp__request *request) {
   return r;
 }
 
-/* Waits for the keys one by one, so that the text of CDDP_TIMEOUT can name the missing one. The
-   text also says whether the server still answers. timeout_s 0: the store's. */
+/* Waits for the keys one by one, so that the text of CDDP_TIMEOUT can name the missing one.
+   timeout_s 0: the store's. */
 static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, int count,
                                     double timeout_s) {
   double deadline = cddp__now() + (timeout_s > 0 ? timeout_s : store->timeout_s);
@@ -6036,15 +6050,16 @@ static cddp_result cddp__store_wait(cddp_store *store, const char *const *keys, 
     r = cddp__store_run_locked(store, &q, deadline);
   }
   if (r == CDDP_TIMEOUT) {
+    const char *state = "which no client has set";
     /* keys[i - 1] timed out, and that closed the connection: the CHECK opens a new one. */
     q = cddp__request_of(CDDP__STORE_CHECK, &keys[i - 1], 1);
     deadline = cddp__earlier_deadline(store->timeout_s, cddp__now() + 5 /* s to ask */);
-    r = cddp__store_run_locked(store, &q, deadline); /* below, r says whether the server answers */
+    if (cddp__store_run_locked(store, &q, deadline) != CDDP_OK)
+      state = "and the server no longer answers";
+    else if (q.number == 0 /* it exists */)
+      state = "which has been set since";
     r = cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%s' (%d of %d), %s",
-                   store->name, cddp__cut(keys[i - 1], 128).s, i, count,
-                   r != CDDP_OK         ? "and the server no longer answers"
-                   : q.number == 0 /* all exist */ ? "which has been set since"
-                                                   : "which no client has set");
+                   store->name, cddp__cut(keys[i - 1], 128).s, i, count, state);
   }
   pthread_mutex_unlock(&store->lock);
   return r;
@@ -6061,15 +6076,15 @@ static int cddp__url_scheme(const char *url, const char **name) {
   while (strncmp(url, prefixes[scheme], strlen(prefixes[scheme])) != 0)
     scheme--; /* ends at NONE: the prefix "" always fits */
   *name = url + strlen(prefixes[scheme]);
-  if (scheme == CDDP__URL_UNIX && (*name)[0] == 0 /* empty */) return CDDP__URL_NONE;
-  if (scheme == CDDP__URL_FILE && ((*name)[0] != '/' /* not absolute */ || (*name)[1] == 0 /* / */))
-    return CDDP__URL_NONE;
+  if (scheme == CDDP__URL_UNIX && *name[0] == 0) return CDDP__URL_NONE;
+  if (scheme == CDDP__URL_FILE && *name[0] != '/') return CDDP__URL_NONE; /* not absolute */
+  if (scheme == CDDP__URL_FILE && strcmp(*name, "/") == 0) return CDDP__URL_NONE;
   return scheme;
 }
 
-/* Listens at `count` addresses, and sets fds[fd_count], one listening socket for each. But if
-   listen_fd is the launcher's listening socket, not -1, duplicates that, and sets address[0]. After
-   a failure the caller closes the sockets in fds, if any. */
+/* Listens at `count` addresses, and sets fds[fd_count], their listening sockets. But if listen_fd
+   is the launcher's listening socket, not -1, duplicates that, and sets address[0]. After a failure
+   the caller closes the sockets in fds, if any. */
 static cddp_result cddp__listen_at(cddp__address *address, int count, int listen_fd, int *fds,
                                    int *fd_count) {
   cddp_result r;
@@ -6081,17 +6096,17 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
     return r;
   }
   *fd_count = 1;
-  fds[0] = cddp__disconnect_in_forks(fcntl(listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+  fds[0] = cddp__disconnect_in_forks(cddp__dup_above_stdio(listen_fd));
   if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK /* else accept blocks */) != 0 ||
       !cddp__local_address(fds[0], &address[0]))
     return cddp__fail_errno("the launcher's listening socket");
   return CDDP_OK;
 }
 
-/* Creates a server that listens at store->addresses, sets store->server and starts the thread. */
+/* Creates store->server, which listens at store->addresses, and starts its thread. */
 static cddp_result cddp__server_start(cddp_store *store) {
   cddp__server *server = (cddp__server *)cddp__calloc(&store->allocator, 1, sizeof *server);
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   int i;
   if (server == NULL) return CDDP_OUT_OF_MEMORY;
   server->allocator = store->allocator;
@@ -6100,25 +6115,26 @@ static cddp_result cddp__server_start(cddp_store *store) {
                       server->fds, &server->fd_count);
   /* Set even after a failure: cddp__server_free closes both, and calloc's 0 is standard input. */
   server->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
-  server->spare_fd =
-      server->epoll < 0 ? -1 : fcntl(server->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  server->spare_fd = server->epoll < 0 ? -1 : cddp__dup_above_stdio(server->epoll);
   if (r == CDDP_OK && server->spare_fd < 0) r = cddp__fail_errno("epoll");
   if (r == CDDP_OK) r = cddp__random(&server->seed, sizeof server->seed);
   for (i = 0; i < server->fd_count && r == CDDP_OK; i++)
     if (!cddp__server_watch(server, server->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
       r = cddp__fail_errno("epoll");
-  if (r == CDDP_OK) /* last: from here on the thread owns the server */
+  if (r == CDDP_OK) /* from here on the thread owns the server */
     r = cddp__thread_start(&server->thread, cddp__server_main, server, CDDP__THREAD_OF_CDDP);
-  if (r != CDDP_OK) cddp__server_free(server);
-  if (r == CDDP_OK) store->server = server;
-  store->server_pid = getpid(); /* read only if store->server is set */
-  return r;
+  if (r != CDDP_OK) {
+    cddp__server_free(server);
+    return r;
+  }
+  store->server = server;
+  store->server_pid = getpid();
+  return CDDP_OK;
 }
 
-/* Whether the user chose one address, not a host's name, which can have several. localhost counts
-   as an address: it means this host only. */
+/* Whether the user chose one address, not a host's name. */
 static bool cddp__is_exact_address(const char *host) {
-  return strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL /* IPv6 */ ||
+  return strcmp(host, "localhost") == 0 /* this host only */ || strchr(host, ':') != NULL ||
          host[strspn(host, "0123456789.")] == 0 /* IPv4 */;
 }
 
@@ -6133,8 +6149,7 @@ static void cddp__add_interface_addresses(cddp__address *address, int *count, co
                                       CDDP__ADDRESSES_MAX - *count);
 }
 
-/* Finds the server's addresses. unix:// is for ranks of one host, if the launcher gives no address:
-   it needs no free port. */
+/* Finds the server's addresses. */
 static cddp_result cddp__store_find(cddp_store *store, const cddp__store_options *options) {
   char host[256];
   int port;
@@ -6210,16 +6225,15 @@ static cddp_result cddp__file_store_read(int fd, cddp__store_file *record) {
   return CDDP_OK;
 }
 
-/* Writes the file's key, 32 characters, and a space before the user's secret, where cddp__store_new
-   left memory. */
+/* Writes the file's key and a space before the user's secret, where cddp__store_new left memory. */
 static void cddp__store_set_key(cddp_store *store, const char *key) {
-  /* pads or cuts the key of a damaged file, so that 32 characters are written */
+  /* pads or cuts the key of a damaged file */
   snprintf(store->secret, CDDP__FILE_KEY + 1, "%*.*s", CDDP__FILE_KEY, CDDP__FILE_KEY, key);
   store->secret[CDDP__FILE_KEY] = ' '; /* instead of snprintf's NUL: the user's secret follows */
 }
 
 /* Begins a server's record: its key, and its addresses. The first is a Unix socket, for this host.
-   reachable: the others are this host's addresses, at one port that the system chooses. */
+   reachable: the others are this host's addresses, at one free port. */
 static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachable) {
   uint64_t word[4]; /* random: two for the key, two for the socket's name */
   cddp_result r = cddp__random(word, sizeof word);
@@ -6231,8 +6245,7 @@ static cddp_result cddp__file_record_new(cddp__store_file *record, bool reachabl
   record->count = 1;
   if (reachable)
     record->count += (uint32_t)cddp__interface_addresses(NULL /* all interfaces */,
-                                                         record->addresses + 1,
-                                                         8 /* at most, of 15 that fit */);
+                                                         record->addresses + 1, 8 /* at most */);
   return r;
 }
 
@@ -6281,24 +6294,27 @@ static cddp_result cddp__file_store_attempt(cddp_store *store, const cddp__store
                    strerror(errno));
   named = cddp__file_has_name(*fd, store->name); /* a server that ended since open removed it */
   if (r == CDDP_OK) r = cddp__file_store_read(*fd, record);
-  /* This process must serve, unless clients cannot find the file (not named). The lock and the
-     descriptor stay until cddp__store_close, which removes the file. */
+  /* This process must serve, unless clients cannot find the file (not named). The lock stays until
+     cddp__store_close removes the file. */
   if (r == CDDP_OK && got_lock && may_serve && named) {
     store->file = *fd;
     *fd = -1;
     return CDDP_OK;
   }
-  /* This process does not serve: must it, or has the file a server to which it can connect? */
+  /* This process does not serve. */
   if (r == CDDP_OK && options->desc.is_server && !options->elect)
     r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
   else if (r == CDDP_OK && (got_lock || !named /* has ended */ || record->count == 0 /* starts */))
     r = cddp__fail(CDDP_NETWORK, "the file has no server: rank 0, or the first process to open it, "
                                  "has not started or is suspended");
-  for (i = 0; r == CDDP_OK && i < record->count; i++) /* the file can be damaged: no long reads */
+  if (r != CDDP_OK) {
+    cddp__close_fd(fd);
+    return r;
+  }
+  for (i = 0; i < record->count; i++) /* the file can be damaged: no long reads */
     record->addresses[i].size =
         (socklen_t)cddp__min(record->addresses[i].size, sizeof record->addresses[i].sa);
-  if (r != CDDP_OK) cddp__close_fd(fd);
-  return r;
+  return CDDP_OK;
 }
 
 /* Opens the file: locks it to serve, or connects to its server. CDDP_NETWORK: retry. */
@@ -6311,8 +6327,8 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
   store->address_count = (int)record.count;
   memcpy(store->addresses, record.addresses, sizeof store->addresses);
   r = cddp__store_try(store, options->deadline);
-  /* No name, or no server's lock: the file's server has ended. Any error can be that of another
-     program which has its port now, so the caller retries. */
+  /* No name, or no server's lock: the file's server has ended, and another program can have its
+     port, so the caller retries after any error. */
   if (r != CDDP_OK && (!cddp__file_has_name(fd, store->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
     r = CDDP_NETWORK;
   cddp__close_fd(&fd);
@@ -6321,7 +6337,7 @@ static cddp_result cddp__file_store_try(cddp_store *store, const cddp__store_opt
 
 /* --- opening and closing --- */
 
-/* Creates a store that is not open. The caller frees *out, also after a failure. */
+/* The caller frees *out, also after a failure. */
 static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *options) {
   const cddp_store_desc *desc = &options->desc;
   const char *name, *secret = desc->secret != NULL ? desc->secret : getenv("CDDP_SECRET");
@@ -6352,7 +6368,7 @@ static cddp_result cddp__store_new(cddp_store **out, const cddp__store_options *
 
 /* Frees a store whose server, if any, has ended; closes the connection and the file. */
 static void cddp__store_free(cddp_store *store) {
-  cddp_allocator a = store->allocator; /* a copy: the store's own is freed with the store */
+  cddp_allocator a = store->allocator; /* a copy, as the store is freed */
   cddp__connection_close(&store->connection);
   cddp__close_fd(&store->file);
   pthread_mutex_destroy(&store->lock);
@@ -6361,8 +6377,8 @@ static void cddp__store_free(cddp_store *store) {
   cddp__free(&a, store);
 }
 
-/* Frees a store and stops its server, except in a forked child: there the server's thread does not
-   exist. Removes the file first: a process that then opens the path starts a new store. */
+/* Frees a store and stops its server, except in a forked child, which lacks its thread. Removes the
+   file first: a process that then opens the path starts a new store. */
 static void cddp__store_close(cddp_store *store) {
   int i;
   if (store == NULL) return;
@@ -6380,8 +6396,8 @@ static void cddp__store_close(cddp_store *store) {
   cddp__store_free(store);
 }
 
-/* Connects to the server; retries until the deadline, as ranks can start long before the server.
-   file://: CDDP_OK with store->file >= 0 says that this process must serve instead. */
+/* Connects to the server; retries until the deadline. file://: CDDP_OK with store->file >= 0 says
+   that this process must serve instead. */
 static cddp_result cddp__store_connect(cddp_store *store, const cddp__store_options *options) {
   double pause = 0.001 /* s, doubled after each attempt, up to 0.25 */, now = cddp__now();
   uint64_t spread = cddp__hash64((uint64_t)getpid(), &now, sizeof now) % 1024; /* random */
@@ -6416,11 +6432,12 @@ static cddp_result cddp__store_open_client(cddp_store **out, cddp__store_options
   cddp_result r;
   CDDP_ASSERT(!options->desc.is_server && !options->elect);
   r = cddp__store_new(out, options);
+  if (*out == NULL) return r;
   if (r == CDDP_OK) r = cddp__store_find(*out, options);
   if (r == CDDP_OK) r = cddp__store_connect(*out, options);
-  if (*out != NULL) options->closed_since = (*out)->closed_since; /* for the next attempt */
-  if (r == CDDP_OK || *out == NULL) return r;
-  cddp__store_free(*out); /* no server: _close is not needed */
+  options->closed_since = (*out)->closed_since; /* for the next attempt */
+  if (r == CDDP_OK) return r;
+  cddp__store_free(*out);
   *out = NULL;
   return r;
 }
@@ -6435,8 +6452,8 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   if (r == CDDP_OK) r = cddp__store_connect(store, options);
   if (r == CDDP_OK && store->file >= 0) { /* locked: this process is the server */
     r = cddp__file_store_serve(store);
-    r = r == CDDP_OK ? cddp__store_connect(store, options) /* to itself, as a client */
-                     : cddp__store_error(store, r);
+    if (r != CDDP_OK) r = cddp__store_error(store, r);
+    else r = cddp__store_connect(store, options); /* to itself, as a client */
   }
   if (r == CDDP_OK) return CDDP_OK;
   cddp__store_close(store);
