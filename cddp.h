@@ -9478,12 +9478,10 @@ static bool cddp__has_remote_headers(const cddp_group *g) {
    Entry points:
      a failure       cddp__break, _break_here, _publish_failure and _announce_failure, _wake_all
      known failures  cddp__check_group, _check_failure, _check_cause, _set_cause, _has_cause
-     ended ranks     cddp__check_peers, _rank_end, _rank_gone, _process_gone, _break_lost,
-                     _exit_status, _boot_ticks
+     ended ranks     cddp__check_peers, _rank_end, _rank_gone, _process_gone, _break_lost
      late ranks      cddp__break_late; cddp__publish_wait, _clear_wait, _check_deadlock
      peers' memory   cddp__begin_access, _end_access
-     threads         cddp__detect_second_thread, _mark_multithreaded
-     texts           cddp__describe_*, _name_rank, _list_ranks, _copy_text, _job_rank
+     texts           cddp__describe_*, _name_rank, _list_ranks
    How it works:
      1. The first rank to notice a failure writes its text into its own slot, and swaps result and
         slot number into block->broken, if that is 0. From then on every call of every rank returns
@@ -9517,24 +9515,29 @@ static cddp_result cddp__check_cause(const cddp__cause *cause) {
                     cause->text);
 }
 
+/* Wakes the ranks that sleep until rank p has written its header. */
+static void cddp__wake_round(cddp_group *g, int p) {
+  cddp__futex_wake(&cddp__op_header_of(g, p, 0 /* even rounds */)->seq);
+  cddp__futex_wake(&cddp__op_header_of(g, p, 1 /* odd */)->seq);
+}
+
 /* Wakes this host's ranks that sleep, in a round or (on `events`) for messages. Adding 0 is a full
-   fence after the store to `broken`: a rank that begins to sleep later sees it set. Of other hosts'
-   headers ranks sleep only on that of hosts.lowest_remote, which is written last. */
+   fence after the store to `broken`: a rank that begins to sleep later sees it set. */
 static void cddp__wake_all(cddp_group *g) {
   bool in_round = cddp__add32(&g->block->sleepers, 0) != 0; /* a rank sleeps in a round */
   int p;
-  /* If oversubscribed, ranks sleep on `release`; on several hosts their leader on `arrivals`. */
-  if (in_round) cddp__futex_wake(&g->block->release);
-  if (in_round) cddp__futex_wake(&g->block->arrivals);
   for (p = 0; p < g->size; p++) {
-    bool local = g->host_index[p] >= 0;
-    if (local && cddp__load32(&cddp__slot_of(g, p)->event_sleepers) != 0)
+    if (g->host_index[p] < 0) continue; /* on another host */
+    if (cddp__load32(&cddp__slot_of(g, p)->event_sleepers) != 0)
       cddp__futex_wake(&cddp__slot_of(g, p)->events);
-    if (!in_round) continue;
-    if (!local && (g->hosts == NULL /* not set yet */ || p != g->hosts->lowest_remote)) continue;
-    cddp__futex_wake(&cddp__op_header_of(g, p, 0 /* even rounds */)->seq);
-    cddp__futex_wake(&cddp__op_header_of(g, p, 1 /* odd */)->seq);
+    if (in_round) cddp__wake_round(g, p);
   }
+  if (!in_round) return;
+  /* If oversubscribed, ranks sleep on `release`; on several hosts their leader on `arrivals`. */
+  cddp__futex_wake(&g->block->release);
+  cddp__futex_wake(&g->block->arrivals);
+  /* Of other hosts' headers ranks sleep only on that of lowest_remote, which is written last. */
+  if (g->hosts != NULL) cddp__wake_round(g, g->hosts->lowest_remote);
 }
 
 /* The text of a broken group's failure: in the slot that the upper bits of `broken` name. */
@@ -9557,8 +9560,8 @@ static cddp_result cddp__check_failure(cddp_group *g) {
   return cddp__fail(r, "%s", cddp__failure_text(g));
 }
 
-/* Makes r and this thread's error text the group's failure; the text is copied to this rank's slot.
-   Wakes no rank: cddp__announce_failure does. Returns false if the group is already broken. */
+/* Makes r and this thread's error text the group's failure, but wakes no rank. Returns false if the
+   group is already broken. */
 static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   bool first = false; /* this call has broken the group */
   pthread_mutex_lock(&g->fail_lock); /* the threads of this rank share the slot's text */
@@ -9574,8 +9577,7 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
 /* Values of `bool notify_hosts`. HOSTS_KNOW: the other hosts have found the failure themselves. */
 enum { CDDP__HOSTS_KNOW, CDDP__NOTIFY_HOSTS };
 
-/* Wakes this host's ranks, so that they find a published failure. Can send its result and text to
-   the other hosts. */
+/* Wakes the ranks, so that they find a published failure: on this host, if notify_hosts on all. */
 static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
   if (notify_hosts && g->hosts != NULL)
@@ -9594,29 +9596,33 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool notify_ho
   return cddp__check_failure(g);
 }
 
-/* Like cddp__break_here. A text about memory gets this rank as its prefix, since all ranks return
-   it. If this rank of an elastic model fails for its own reasons, the others lose only this rank:
-   their result is CDDP_PEER_LOST. Then this returns r. */
-static cddp_result cddp__break(cddp_group *g, cddp_result r) {
-  bool own_reason = r == CDDP_OUT_OF_MEMORY || r == CDDP_SYSTEM || r == CDDP_CUDA; /* no peer's */
-  char text[CDDP__ERROR_MAX]; /* this rank's own error: a copy, as the calls below replace it */
-  /* In an elastic model the text below names the rank. */
-  if (!g->elastic && r == CDDP_OUT_OF_MEMORY && !cddp__is_broken(g) &&
-      strncmp(cddp__error_text, "rank ", 5) != 0 /* names no rank yet */)
-    (void)cddp__fail_in(r, "rank %d: ", g->rank);
-  if (!g->elastic || !own_reason) return cddp__break_here(g, r, CDDP__NOTIFY_HOSTS);
+/* A rank of an elastic model fails for its own reasons: the others lose only this rank, and their
+   result is CDDP_PEER_LOST. Returns r, with the text unchanged. */
+static cddp_result cddp__break_for_others(cddp_group *g, cddp_result r) {
+  char text[CDDP__ERROR_MAX];
   memcpy(text, cddp__error_text, sizeof text);
   /* of the text 320 bytes: leaves space for rank and host */
   cddp__fail(CDDP_PEER_LOST, "rank %d of the group (pid %d on %s) has failed: %.320s", g->rank,
              (int)getpid(), g->host->name, text);
   (void)cddp__break_here(g, CDDP_PEER_LOST, CDDP__NOTIFY_HOSTS);
-  return cddp__fail(r, "%s", text); /* this rank's own error again */
+  return cddp__fail(r, "%s", text);
 }
 
-/* Marks this rank: several of its threads use cddp. If one waits, another can end the wait: peers
-   must not conclude that the rank is blocked (cddp__check_deadlock). */
+/* Like cddp__break_here, except for an elastic model: cddp__break_for_others. A text about memory
+   gets this rank as its prefix, since all ranks return it. */
+static cddp_result cddp__break(cddp_group *g, cddp_result r) {
+  bool own_reason = r == CDDP_OUT_OF_MEMORY || r == CDDP_SYSTEM || r == CDDP_CUDA; /* no peer's */
+  if (g->elastic && own_reason) return cddp__break_for_others(g, r);
+  if (r == CDDP_OUT_OF_MEMORY && !cddp__is_broken(g) &&
+      strncmp(cddp__error_text, "rank ", 5) != 0 /* names no rank yet */)
+    (void)cddp__fail_in(r, "rank %d: ", g->rank);
+  return cddp__break_here(g, r, CDDP__NOTIFY_HOSTS);
+}
+
+/* Several threads of this rank use cddp. If one waits, another can end the wait: peers must not
+   conclude that the rank is blocked (cddp__check_deadlock). */
 static void cddp__mark_multithreaded(const cddp__host *host) {
-  if (host->slots != NULL) /* NULL: this rank publishes no waits, so no peer concludes from them */
+  if (host->slots != NULL) /* else this rank publishes no waits */
     cddp__store32(&host->slots[host->index].multithreaded, 1);
 }
 
@@ -9643,12 +9649,12 @@ CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
 /* --- whether and how a peer has ended --- */
 
 #define CDDP__REMOTE_CAUSE_S 0.1      /* seconds for another host's notice of a failure */
-#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* for a host with other ranks, which can know how it ended */
+#define CDDP__REMOTE_CAUSE_LONG_S 0.5 /* for that of a host with ranks that can know the cause */
 /* How a rank with CDDP__SLOT_DEAD ended. */
 #define CDDP__EXITED "exited, or called MPI_Finalize, without cddp_destroy"
 #define CDDP__STATUS_S 0.5 /* time for the rank before a dead one to store slot.ended: >>round */
 #define CDDP__STOPPED_S 5.0 /* a peer that uses this rank's memory for longer counts as stopped */
-#define CDDP__AWAITS_MS 500 /* older entries of slot.awaits are ignored: that wait can have ended */
+#define CDDP__AWAITS_MS 500 /* older entries of slot.awaits are ignored */
 
 /* Reads field `number` (from 4 on, an integer) of /proc/PID/stat, see proc(5), and field 3, the
    letter of the process's state. Returns false if there is no such process or no /proc. */
@@ -9664,17 +9670,17 @@ static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *
   at = strrchr(text, ')'); /* end of field 2, the name, which can contain anything */
   if (at == NULL || at[1] != ' ') return false;
   *state = at[2]; /* field 3 */
-  for (field = 2; field < number && at != NULL; field++)
-    at = strchr(at + 1, ' '); /* the space before the next field; NULL: the text ends */
-  if (at != NULL) *value = strtoull(at, NULL /* end */, 10);
-  return at != NULL;
+  for (field = 2; field < number; field++) {
+    at = strchr(at + 1, ' '); /* the space before the next field */
+    if (at == NULL) return false;
+  }
+  *value = strtoull(at, NULL /* end */, 10);
+  return true;
 }
 
 /* The time now, in clock ticks since boot: the unit of a process's starttime in proc(5). */
 static uint64_t cddp__boot_ticks(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_BOOTTIME, &t);
-  return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
+  return (uint64_t)(cddp__seconds(CLOCK_BOOTTIME) * (double)sysconf(_SC_CLK_TCK));
 }
 
 /* Whether the process with this window (its index on this host) has ended. A living one holds a
@@ -9690,43 +9696,53 @@ static bool cddp__process_gone(cddp__host *host, int window) {
   if (cddp__process_stat(pid, 22 /* starttime */, &state, &start))
     return state == 'Z' /* zombie */ || state == 'X' /* dead */ ||
            start > host->started_before; /* the system has given the pid to a new process */
-  /* No /proc, or no descriptor to read it. A zombie accepts signals, but has no memory to read. */
-  return (kill((pid_t)pid, 0 /* only checks */) != 0 ||
-          syscall(SYS_process_vm_readv, (pid_t)pid, &byte, 1ul, &byte, 1ul, 0ul) < 0) &&
-         errno == ESRCH; /* no such process, or no memory; other errors: it lives */
+  /* No /proc, or no descriptor to read it. ESRCH: there is no such process; or, of the second call,
+     it is a zombie, without memory to read. Other errors: it lives. */
+  if (kill((pid_t)pid, 0 /* only checks */) != 0) return errno == ESRCH;
+  return syscall(SYS_process_vm_readv, (pid_t)pid, &byte, 1ul, &byte, 1ul, 0ul) < 0 &&
+         errno == ESRCH;
 }
 
-/* Whether and how a rank has ended: after that it makes no further call in the group.
-   A rank of another host ends with its connection. It counts as alive for a while longer, so that a
-   notice of the cause can arrive. Elastic models wait only after a BYE, since they need no cause.
-   The time is brief if no notice will follow: after a BYE (its last frames can still be unread), or
-   if the rank was alone on its host. */
+/* Seconds for which a rank of another host counts as alive after the end of its connection, so that
+   a notice of the cause can arrive. Elastic models need no cause: they wait only after a BYE, for
+   the last frames. Briefer if no notice follows: after a BYE, or if it was alone on its host. */
+static double cddp__notice_seconds(const cddp_group *g, const cddp__peer *peer) {
+  bool left = peer->error == CDDP__LEFT;
+  bool alone = g->hosts->group_hosts[peer->host].size == 1;
+  if (peer->error == ENOMEM) return 0; /* this rank's failure: this rank sends a notice */
+  if (cddp__has_cause(&g->block->cause)) return 0; /* it has arrived */
+  if (g->elastic && !left) return 0;
+  return left || alone ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S;
+}
+
+static enum cddp__end cddp__remote_rank_end(const cddp_group *g, int rank) {
+  const cddp__peer *peer = &g->hosts->peers[rank];
+  enum cddp__end end;
+  double wait_s;
+  if (cddp__load32(&peer->lost) == 0) return CDDP__IS_ALIVE; /* its connections live */
+  wait_s = cddp__notice_seconds(g, peer);
+  if (wait_s > 0 && cddp__now() < peer->lost_at + wait_s) return CDDP__IS_ALIVE;
+  end = cddp__end_from_error(peer->error);
+  /* IS_ALIVE: the error does not tell about the process, but its connection has ended. */
+  return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED : end;
+}
+
+/* Whether and how a rank has ended: after that it makes no further call in the group. */
 static enum cddp__end cddp__rank_end(const cddp_group *g, int rank) {
-  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state); /* if the rank is on this host */
+  const cddp__host *host = g->host;
+  int at = g->host_index[rank]; /* its index on this host; -1: it is on another */
+  uint32_t state;
   bool gone;
-  if (g->host_index[rank] < 0) { /* on another host */
-    const cddp__peer *peer = &g->hosts->peers[rank];
-    enum cddp__end end;
-    bool awaits_notice, brief;
-    if (cddp__load32(&peer->lost) == 0) return CDDP__IS_ALIVE; /* its connections live */
-    end = cddp__end_from_error(peer->error);
-    awaits_notice = peer->error != ENOMEM /* this rank's failure: this rank sends a notice */ &&
-                    (!g->elastic || end == CDDP__HAS_LEFT) && !cddp__has_cause(&g->block->cause);
-    brief = end == CDDP__HAS_LEFT || g->hosts->group_hosts[peer->host].size == 1;
-    if (awaits_notice &&
-        cddp__now() < peer->lost_at + (brief ? CDDP__REMOTE_CAUSE_S : CDDP__REMOTE_CAUSE_LONG_S))
-      return CDDP__IS_ALIVE;
-    /* IS_ALIVE: the error does not tell about the process, but its connection has ended. */
-    return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED : end;
-  }
+  if (at < 0) return cddp__remote_rank_end(g, rank);
+  state = cddp__load32(&cddp__slot_of(g, rank)->state);
   if (state == CDDP__SLOT_LEFT) return CDDP__HAS_LEFT;
-  gone = state == CDDP__SLOT_DEAD;
-  if (!gone && g->host->one_process) /* ranks are threads: the first group's slot shows their end */
-    gone = g->host->slots != NULL /* not freed yet */ &&
-           cddp__load32(&g->host->slots[g->host_index[rank]].state) == CDDP__SLOT_DEAD;
-  else if (!gone)
+  if (state == CDDP__SLOT_DEAD) return CDDP__HAS_ENDED;
+  if (host->one_process) /* ranks are threads: the first group's slot shows their end */
+    gone = host->slots != NULL /* not freed yet */ &&
+           cddp__load32(&host->slots[at].state) == CDDP__SLOT_DEAD;
+  else
     gone = rank != g->rank /* a process's own lock looks free to it */ &&
-           cddp__process_gone(g->host, g->host_index[rank]);
+           cddp__process_gone(g->host, at);
   return gone ? CDDP__HAS_ENDED : CDDP__IS_ALIVE;
 }
 
@@ -9735,9 +9751,8 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   return cddp__rank_end(g, rank) != CDDP__IS_ALIVE;
 }
 
-/* Reads the wait status of a process that has ended. If its parent has not read it yet, it is in
-   /proc (a zombie); later only its pidfd has it (Linux 6.15). pidfd -1: none. Returns whether the
-   status is known. */
+/* Reads the wait status of a process that has ended: of a zombie from /proc; if its parent has read
+   it, from its pidfd (Linux 6.15; -1: none). Returns whether the status is known. */
 static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   enum { PIDFD_EXIT = 8 }; /* the kernel's PIDFD_INFO_EXIT: asks for exit_code */
   struct cddp__pidfd_info { /* struct pidfd_info of the kernel, first version */
@@ -9769,14 +9784,19 @@ static cddp__text cddp__describe_status(int status) {
 
 /* Example: "rank 1 (pid 7 on node2)" */
 static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
-  const cddp__net *net = g->hosts != NULL ? g->hosts->net : NULL; /* NULL: g has one host */
-  const cddp__rank_entry *entry = net != NULL ? &net->ranks[g->world[rank]] : NULL;
-  if (g->host->one_process && net == NULL)
+  const char *name = g->host->name;
+  uint32_t pid;
+  if (g->hosts != NULL) { /* g has several hosts */
+    const cddp__net *net = g->hosts->net;
+    const cddp__rank_entry *entry = &net->ranks[g->world[rank]];
+    pid = entry->pid;
+    name = net->hosts[entry->host].name;
+  } else if (g->host->one_process) {
     return cddp__textf("rank %d (a thread of pid %d)", rank, (int)getpid());
-  return cddp__textf("rank %d (pid %u on %s)", rank,
-                     net != NULL ? entry->pid
-                                 : cddp__process_at(g->host, g->host_index[rank]).pid,
-                     net != NULL ? net->hosts[entry->host].name : g->host->name);
+  } else {
+    pid = cddp__process_at(g->host, g->host_index[rank]).pid;
+  }
+  return cddp__textf("rank %d (pid %u on %s)", rank, pid, name);
 }
 
 /* How the connection to a rank of another host ended. Example: "closed its connection: ..." */
@@ -9797,11 +9817,10 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
     return cddp__textf("sent bytes that are not a cddp message, or a message out of order");
   if (error == ENOMEM)
     return cddp__textf("sent a message for which rank %d has no memory", g->rank);
-  return cddp__textf("lost its connection (it listens at %s): %s%s", listens_at.s,
-                     strerror(error),
-                     error != ETIMEDOUT ? ""
-                                        : "; if only large calls fail, the network drops large "
-                                          "packets: lower the MTU of the hosts' interfaces");
+  return cddp__textf("lost its connection (it listens at %s): %s%s", listens_at.s, strerror(error),
+                     error == ETIMEDOUT ? "; if only large calls fail, the network drops large "
+                                          "packets: lower the MTU of the hosts' interfaces"
+                                        : "");
 }
 
 /* How a rank has ended, for error texts. Example: "exited with code 1" */
@@ -9823,13 +9842,13 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   has_neighbour = host->slots != NULL && at < host->size /* not joined later */;
   /* The system releases the lock of a process a moment before its status exists. The rank before it
      on the host soon stores the status in `ended`: head of >>round, 4. */
-  cddp__wait_begin(&w, has_neighbour ? CDDP__STATUS_S : 0.005 /* s: only for that moment */);
+  cddp__wait_begin(&w, has_neighbour ? CDDP__STATUS_S : 0.005 /* s */);
   do {
     known = cddp__exit_status(process.pidfd, process.pid, &status);
     if (has_neighbour) ended = cddp__load32(&host->slots[at].ended);
   } while (!known && ended == 0 && cddp__wait_pause(&w));
   if (known) return cddp__describe_status(status);
-  /* Bit 16 only says that `ended` is stored: the status can be 0. */
+  /* Bit 16 says that `ended` is stored, as the status can be 0. */
   if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
   return cddp__textf("died: its process has ended");
 }
@@ -9850,8 +9869,8 @@ static cddp__text cddp__describe_current_call(const cddp_group *g) {
 /* Breaks the group over the loss of a rank.
      doing   the operation that this rank was in; NULL: the round in which it waited for that rank
    A rank that left, or that is on another host, can have ended because of a third rank: a notice is
-   preferred as the cause, and the text also names a process that has died. If the link ended as
-   this rank lacked memory, the result says so, except in elastic models: they lose the peer. */
+   preferred as the cause, and the text also names a process that has died. If this rank lacked
+   memory for the link, the result says so, except in elastic models: they lose the peer. */
 static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
   bool remote = g->host_index[rank] < 0;
@@ -9859,28 +9878,28 @@ static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) 
   cddp_result r = lacked_memory ? CDDP_OUT_OF_MEMORY : CDDP_PEER_LOST;
   bool left = !remote && cddp__rank_end(g, rank) == CDDP__HAS_LEFT;
   cddp__text loss;
-  int p;
+  int p = 0;
   if ((left || remote) && cddp__has_cause(cause))
     return cddp__break(g, cddp__check_cause(cause) /* makes its text this thread's error */);
   loss = cddp__textf("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
   if (left) { /* appends the first rank that died: `rank` can have left because of it */
-    for (p = 0; p < g->size; p++) {
-      if (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED) continue; /* lives, or left */
+    while (p < g->size && (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED)) p++;
+    if (p < g->size)
       cddp__append(loss.s, sizeof loss.s, " after %s %s", cddp__name_rank(g, p).s,
                    cddp__describe_end(g, p).s);
-      break;
-    }
   }
-  cddp__fail(r, "%s; rank %d was %s %s",
-             cddp__cut(loss.s, 320 /* bytes: leaves space for the call */).s, g->rank,
-             doing == NULL ? "waiting for it in" : "in",
-             doing == NULL ? cddp__describe_current_call(g).s : doing);
+  loss = cddp__cut(loss.s, 320 /* bytes: leaves space for the call */);
+  if (doing != NULL)
+    cddp__fail(r, "%s; rank %d was in %s", loss.s, g->rank, doing);
+  else
+    cddp__fail(r, "%s; rank %d was waiting for it in %s", loss.s, g->rank,
+               cddp__describe_current_call(g).s);
   return cddp__break(g, r);
 }
 
 /* Whether this rank's round still needs rank p of this host: until its header is complete; if
    oversubscribed, until the round's release. On several hosts also until this rank's posted frames
-   are through, and the other hosts' headers are here: the leader of this host writes them. */
+   are through, and the leader of this host has written the other hosts' headers. */
 static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
@@ -9892,16 +9911,16 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 /* Breaks the group if a rank of this host that the round still needs has ended or left. */
 static cddp_result cddp__check_peers(cddp_group *g) {
   int p;
-  /* A freed block can be another group's now, with its `broken`: so this does not break g, which
-     would write to it. Blocks of other kinds live as long as g. */
+  /* A freed block can be another group's now: so this does not break g, which would write to it.
+     Blocks of other kinds live as long as g. */
   if (g->block_ref.kind == CDDP__REF_EXTENT &&
       cddp__load32(&g->block->generation) != g->block_generation)
     return cddp__fail(CDDP_PEER_LOST, "all other ranks have left the group");
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->host_index[p] < 0 /* the leader checks these */) continue;
-    if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_needed(g, p)) continue; /* again: p announced the round, then it ended */
-    return cddp__break_lost(g, p, NULL /* doing */);
+    if (cddp__rank_needed(g, p) && cddp__rank_gone(g, p) &&
+        cddp__rank_needed(g, p) /* again: p can have announced the round, then ended */)
+      return cddp__break_lost(g, p, NULL /* doing */);
   }
   return CDDP_OK;
 }
@@ -9917,16 +9936,14 @@ static cddp_result cddp__begin_access(cddp_group *g) {
 }
 
 /* Ends what cddp__begin_access began, with result r, which it returns. After a failure, which ends
-   the peers' waits and copies, it first waits until no peer is inside: only then can the caller
-   reuse its buffers. If a peer is stopped and stays inside, this rank quarantines its shared
-   memory. */
+   the peers' waits and copies, first waits until no peer is inside: only then can the caller reuse
+   its buffers. If a peer is stopped and stays inside, quarantines this rank's shared memory. */
 static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   cddp__wait w;
   int p;
   CDDP__POINT("exit");
   cddp__store32(&cddp__slot_of(g, g->rank)->inside, 0); /* this rank's copies have ended */
-  /* Without a failure the caller's rounds order the accesses, so this rank need not wait here. */
-  if (CDDP__LIKELY(r == CDDP_OK)) return r;
+  if (CDDP__LIKELY(r == CDDP_OK)) return r; /* the caller's rounds order the accesses */
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   for (p = 0; p < g->size; p++) {
     const cddp__atomic_u32 *inside = &cddp__slot_of(g, p)->inside; /* on other hosts always 0 */
@@ -9941,16 +9958,16 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
 
 /* --- where ranks wait, published for the ranks of the same host --- */
 
-/* The slot in which a rank publishes its waits: that of the job's first group. NULL: none, as the
-   rank is on another host, has joined later, or the first group is freed. */
+/* The slot in which a rank publishes its waits: that of the job's first group. NULL: the rank is on
+   another host, has joined later, or the first group is freed. */
 static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) {
   const cddp__host *host = g->host;
   int at = g->host_index[rank];
   return host->slots != NULL && at >= 0 && at < host->size ? &host->slots[at] : NULL;
 }
 
-/* Copies a text of at most n bytes, from or to memory that another process uses at the same time.
-   Always ends it with a NUL, and fills the rest of the n bytes with zeros. */
+/* Copies a text from or to memory that another process uses at the same time. Fills all n bytes:
+   behind the text with zeros, at least one. */
 static void cddp__copy_text(char *to, const char *from, size_t n) {
   bool ended = false;
   size_t i;
@@ -9966,8 +9983,7 @@ static int cddp__job_rank(const cddp_group *g, int rank) {
   return g->world != NULL ? g->world[rank] : g->host_index[rank];
 }
 
-/* Where a late rank waits instead: an addition to a time-out's text, or "" if that is not known.
-   Example: "; rank 1 waits in cddp_ddp_step at train.c:71" */
+/* Where a late rank waits instead, or "". Example: "; rank 1 waits in cddp_ddp_step at t.c:71" */
 static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__slot *slot = cddp__wait_slot(g, rank);
   char where[CDDP__WHERE_MAX];
@@ -10017,7 +10033,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   if (where == NULL) { /* a round: no other thread changes g->round meanwhile */
     const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
     call = cddp__describe_call(header->call, header->count, header->root);
-    /* The public function that the program has called says more, if it is known. */
+    /* the public function that the program has called says more, if it is known */
     if (cddp__this_site.function != NULL) call = cddp__textf("%s", cddp__this_site.function);
     /* 90 bytes: of the CDDP__WHERE_MAX bytes of slot.where the rest is for the site */
     call = cddp__textf("%.90s%s", call.s, cddp__describe_site().s);
@@ -10030,8 +10046,7 @@ static bool cddp__publish_wait(cddp_group *g, const char *where) {
   return true;
 }
 
-/* Ends a wait that this thread has published. `where` remains: a peer's text names it if the wait
-   has failed. */
+/* Ends a wait that this thread has published. `where` remains: peers' texts name a failed wait. */
 static void cddp__clear_wait(cddp_group *g, bool failed) {
   cddp__slot *slot = cddp__wait_slot(g, g->rank);
   if (slot == NULL) return;
@@ -10077,17 +10092,19 @@ static cddp_result cddp__check_deadlock(cddp_group *g) {
   /* multithreaded is read for each p: another thread of this rank can begin to use cddp. */
   for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->multithreaded) == 0; p++) {
     const cddp__slot *slot = cddp__wait_slot(g, p);
-    /* 0: p is this rank, or has published no wait */
-    uint64_t wait = p != g->rank && slot != NULL ? cddp__load64(&slot->wait) : 0;
-    uint32_t id = (uint32_t)(wait >> 32), round = (uint32_t)wait; /* `other`'s: see slot.wait */
+    uint64_t wait; /* 0: p has published none */
+    uint32_t id, round; /* of `other`: see slot.wait */
     cddp_group *other;
-    if (wait == 0 || cddp__load32(&slot->multithreaded) != 0 ||
+    if (p == g->rank || slot == NULL || (wait = cddp__load64(&slot->wait)) == 0) continue;
+    if (cddp__load32(&slot->multithreaded) != 0 ||
         cddp__has_announced(g, p) /* this rank does not wait for p */ ||
         cddp__load32(&cddp__slot_of(g, p)->works) != 0)
       continue;
+    id = (uint32_t)(wait >> 32);
+    round = (uint32_t)wait;
     pthread_mutex_lock(&g->host->lock);
-    for (other = g->host->groups; other != NULL && (uint32_t)other->id != id;)
-      other = other->next;
+    other = g->host->groups;
+    while (other != NULL && (uint32_t)other->id != id) other = other->next;
     pthread_mutex_unlock(&g->host->lock); /* not freed meanwhile: the program's thread waits */
     if (other != NULL && other != g &&
         cddp__load32(&cddp__slot_of(other, other->rank)->works) == 0 &&
@@ -10099,8 +10116,7 @@ static cddp_result cddp__check_deadlock(cddp_group *g) {
 
 /* --- ranks that are late --- */
 
-/* An addition to a time-out's text: the failure of another group of this rank, in which the late
-   ranks can have waited. "" if no other group has failed. */
+/* The failure of another group of this rank, in which the late ranks can have waited, or "". */
 static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   cddp__text t = {""};
   const cddp_group *other;
@@ -10113,14 +10129,14 @@ static cddp__text cddp__describe_other_failure(const cddp_group *g) {
   return t;
 }
 
-/* Lists the ranks of a set, set[0 .. size), in at most n bytes: "3-7, 12", then "..." if more ranks
-   do not fit. */
+/* Lists the ranks p with set[p], in at most n bytes: "3-7, 12", then "..." if more do not fit. */
 static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
   cddp__text t = {""};
   int p, end;
   for (p = 0; p < size; p = end) {
-    for (end = p + 1; set[p] && end < size && set[end]; end++) {} /* a run: p .. end - 1 */
+    end = p + 1;
     if (!set[p]) continue;
+    while (end < size && set[end]) end++; /* a run: p .. end - 1 */
     if (t.s[0] != 0) cddp__append(t.s, n, ", ");
     if (strlen(t.s) + 24 /* bytes of a range, "..." and NUL */ > n) {
       cddp__append(t.s, n, "...");
@@ -10144,14 +10160,15 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
     uint64_t awaits = cddp__load64(&cddp__slot_of(g, p)->awaits);
     uint32_t at_ms = (uint32_t)(awaits >> 32), awaited = (uint32_t)awaits; /* 1 + rank; 0: none */
     if (cddp__has_announced(g, p)) continue; /* not late */
-    if (g->host_index[p] < 0) /* set[p] is true already if a rank of this host awaits p */
-      set[p] = set[p] || (all_hosts && cddp__load32(cddp__remote_arrival_of(g, p)) != g->round);
-    else if (awaited != 0 && now_ms - at_ms < CDDP__AWAITS_MS)
+    if (g->host_index[p] < 0) {
+      if (all_hosts && cddp__load32(cddp__remote_arrival_of(g, p)) != g->round) set[p] = true;
+    } else if (awaited != 0 && now_ms - at_ms < CDDP__AWAITS_MS) {
       set[awaited - 1] = true;
-    else
+    } else {
       set[p] = true;
+    }
   }
-  for (p = 0; p < g->size; p++) n += set[p]; /* now: several ranks can await the same one */
+  for (p = 0; p < g->size; p++) n += set[p];
   return n;
 }
 
@@ -10169,12 +10186,14 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
     if (r != CDDP_OK || cddp__has_remote_headers(g)) return r; /* the headers: the wait continues */
   }
   n = cddp__find_late(g, late);
-  /* n stays 0, as only the list below needs it: the first loop names this rank. */
-  if (n == 0 && awaited >= 0) late[awaited] = true; /* its frame is missing */
-  if (n == 0 && awaited < 0) cddp__append(names, sizeof names, "a rank"); /* arrived meanwhile */
+  if (n == 0 && awaited >= 0) { /* its frame is missing */
+    late[awaited] = true;
+    n = 1;
+  }
+  if (n == 0) cddp__append(names, sizeof names, "a rank"); /* all have arrived meanwhile */
+  for (p = 0; p < g->size; p++) remote = remote || (late[p] && g->host_index[p] < 0);
   for (p = 0; p < g->size && named < 3 /* for more, texts have no space */; p++) {
     if (!late[p]) continue;
-    remote = remote || g->host_index[p] < 0;
     cddp__append(names, sizeof names, "%s%s", named++ > 0 ? ", " : "", cddp__name_rank(g, p).s);
     cddp__append(where, sizeof where, "%s", cddp__describe_wait(g, p).s);
     late[p] = false; /* not again in the list */
@@ -10182,8 +10201,6 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
   if (n > named)
     cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "",
                  cddp__list_ranks(late, g->size, 160 /* bytes */).s);
-  for (; p < g->size; p++) /* behind the named ranks: those of the list */
-    remote = remote || (late[p] && g->host_index[p] < 0);
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not reach %s%s%s", g->timeout_s, names,
              cddp__describe_current_call(g).s, remote ? ", or their hosts cannot be reached" : "",
              where[0] != 0 ? where : cddp__describe_other_failure(g).s);
