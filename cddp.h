@@ -10612,14 +10612,13 @@ static void cddp__set_wait_policy(cddp_group *g) {
 /* >>links --------------------------------------------------------------------------------------
    Job: make, prove and end connections between ranks on different hosts; send failure notices.
    Owns: cddp__net: the listening socket, and the links that no group has claimed yet. A notice
-   breaks a group that spans hosts, or sets its block's `cause`. A link is a cddp__connection
-   (>>connections): state NEW until the hello, PROVING until the proof, then UP; ENDED with an
-   errno.
+   breaks a group that spans hosts, or sets its block's `cause`. A link is a cddp__connection: NEW
+   until the hello, PROVING until the proof, then UP; ENDED with an errno.
    Entry points: cddp__net_serve; cddp__link_connect, _progress, _reconnect, _close,
    _end_if_unacked; cddp__send_notices and _send_arrivals; cddp__net_new and _release.
    How it works:
-     1. Each rank listens on one port. Two ranks of a group have one link, made when it is first
-        used, or two if both connect at the same time.
+     1. Each rank listens on one port. Two ranks of a group have one link, made at its first use, or
+        two if both connect at the same time.
      2. The connecting rank, the caller, sends a hello: purpose, both ranks, the group, and the
         token, which only the job's ranks know. With a secret both ends then prove that they know
         it. Frames follow. A rank that leaves a group sends BYE.
@@ -10627,9 +10626,9 @@ static void cddp__set_wait_policy(cddp_group *g) {
         and one proof over these and the hello. It needs no answer, so the system's queue of
         connections keeps it for a rank that accepts later.
    A rank that waits in any group accepts connections and keeps them until their group claims them.
-   A silent one, perhaps of a rank that computes before it sends, is closed only if there are too
-   many, or after CDDP__STRANGER_S if few descriptors are left. A link that ends before it is UP has
-   carried no frame, so its caller connects again. If it ends later, its peer is lost. */
+   A silent one, perhaps of a rank that computes, is closed only if there are too many, or after
+   CDDP__STRANGER_S if few descriptors are left. A link that ends before it is UP has carried no
+   frame, so its caller connects again. If it ends later, its peer is lost. */
 
 #define CDDP__RECONNECT_S 0.05 /* least time between two attempts to connect a link again */
 #ifndef CDDP__STRANGER_S
@@ -10643,14 +10642,13 @@ static void cddp__set_wait_policy(cddp_group *g) {
 #define CDDP__NOTICE_PROOF_AT (CDDP__NOTICE_TEXT_AT + CDDP__ERROR_MAX)
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
 /* Flags. EARLY: a rank is lost, but the group has not failed: the text becomes its block's `cause`.
-   ARRIVED: the text lists the ranks of a host that have reached a round. Neither: it breaks the
-   group. */
+   ARRIVED: the text lists a host's ranks that have reached a round. None: it breaks the group. */
 #define CDDP__NOTICE_EARLY 0x80000000u
 #define CDDP__NOTICE_ARRIVED 0x40000000u
 #define CDDP__LINK_READ_AHEAD 4096 /* bytes of later frames that a read can take too, into c->in */
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* hello.purpose: what follows the hello */
 
-/* Allocates a link without a socket: cddp__link_begin gives it one. NULL: no memory. */
+/* A link without a socket. NULL: no memory */
 static cddp__connection *cddp__link_alloc(const cddp_allocator *a) {
   cddp__connection *c = (cddp__connection *)cddp__calloc(a, 1, sizeof *c);
   if (c == NULL) return NULL;
@@ -10667,22 +10665,22 @@ static cddp__connection *cddp__link_alloc(const cddp_allocator *a) {
    Lock of the link: net.lock until its group has claimed it, then the group's p2p.lock. */
 static void cddp__link_begin(cddp__connection *c, int fd, bool caller, double seconds) {
   /* Keepalive: the first probe follows probe_s without bytes, the others are probe_s apart, and the
-     last answer has probe_s too: 4 times probe_s is CDDP__UNANSWERED_S. Options have whole seconds,
-     at least 1. The number of probes is also in cddp__link_end_if_unacked. */
+     last answer has probe_s too: in all CDDP__UNANSWERED_S. Options have whole seconds, at least 1.
+     The number of probes is also in cddp__link_end_if_unacked. */
   int probe_s = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, probes = 3;
   c->fd = fd;
   c->caller = caller;
   c->state = CDDP__CONNECTION_NEW;
   c->deadline = cddp__now() + seconds;
-  /* If an option cannot be set, a lost host is noticed later. TCP_USER_TIMEOUT would also end the
-     connection of a peer that acknowledges but reads late. */
+  /* If an option cannot be set, a lost host is noticed later. Not TCP_USER_TIMEOUT: that would also
+     end the connection of a peer that acknowledges but reads late. */
   (void)cddp__set_tcp_options(fd);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &probe_s, sizeof probe_s);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof probe_s);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
 }
 
-/* Closes the link, if it is not NULL, without BYE, and frees it. */
+/* Closes the link without BYE, and frees it. */
 static void cddp__link_free(cddp__connection *c) {
   cddp_allocator a;
   if (c == NULL) return;
@@ -10714,7 +10712,7 @@ static void cddp__link_end_if_unacked(cddp__connection *c) {
   }
 }
 
-/* Fills in c->hello of a link that this rank connects. group: the id of the link's group. */
+/* Fills in c->hello of a link that this rank connects, for group `group`. */
 static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int purpose,
                                    uint64_t group) {
   cddp__hello *h = &c->hello;
@@ -10726,7 +10724,7 @@ static void cddp__link_write_hello(const cddp__net *n, cddp__connection *c, int 
   memcpy(h->token, n->token, sizeof h->token);
 }
 
-/* Whether a received hello is one of this job, for this rank. */
+/* Whether a received hello is of this job and for this rank. */
 static bool cddp__link_hello_ok(const cddp__net *n, const cddp__hello *h) {
   return h->purpose <= CDDP__LINK_NOTICE /* the last purpose */ &&
          h->secret == (uint32_t)(n->secret != NULL) && /* both ends have one, or neither */
@@ -10734,39 +10732,42 @@ static bool cddp__link_hello_ok(const cddp__net *n, const cddp__hello *h) {
          cddp__same_bytes(h->token, n->token, sizeof h->token);
 }
 
+/* Sends or receives the hello of a NEW link, then begins the proof. */
+static void cddp__link_exchange_hello(const cddp__net *n, cddp__connection *c) {
+  cddp__hello *h = &c->hello;
+  int io = c->caller ? cddp__connection_send(c, NULL /* head */, h, sizeof *h, &c->sent, SIZE_MAX)
+                     : cddp__connection_read(c, NULL /* head */, h, sizeof *h, &c->got, SIZE_MAX);
+  if (io <= 0) return; /* the rest later, or the link has ended */
+  c->sent = c->got = 0; /* from now on of frames */
+  if (c->caller) {
+    if (cddp__connected_to_itself(c->fd)) /* no peer listens, and c got its port */
+      cddp__connection_end(c, ECONNREFUSED);
+  } else {
+    c->peer = (int)h->from;
+    if (!cddp__link_hello_ok(n, h)) cddp__connection_end(c, EPROTO);
+  }
+  if (c->state == CDDP__CONNECTION_ENDED) return;
+  if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE /* its body has a proof */)
+    c->state = CDDP__CONNECTION_UP;
+  else /* PROVING; a failure ends c */
+    (void)cddp__connection_begin_proof(c, n->secret, "link", h, sizeof *h);
+}
+
 /* Continues a link without blocking: hello, proof, waiting bytes. Returns whether it is UP now. */
 static bool cddp__link_progress(const cddp__net *n, cddp__connection *c) {
-  cddp__hello *h = &c->hello;
-  if (c->state == CDDP__CONNECTION_NEW) {
-    size_t *done = c->caller ? &c->sent : &c->got; /* bytes of the hello */
-    int io = c->caller ? cddp__connection_send(c, NULL /* head */, h, sizeof *h, done, SIZE_MAX)
-                       : cddp__connection_read(c, NULL /* head */, h, sizeof *h, done, SIZE_MAX);
-    if (io <= 0) return false; /* the rest later, or the link has ended */
-    *done = 0; /* from now on it counts bytes of frames */
-    if (!c->caller) c->peer = (int)h->from; /* cddp__link_hello_ok checks it, below */
-    if (c->caller && cddp__connected_to_itself(c->fd)) /* no peer listens, and c got its port */
-      cddp__connection_end(c, ECONNREFUSED);
-    else if (!c->caller && !cddp__link_hello_ok(n, h))
-      cddp__connection_end(c, EPROTO);
-    else if (n->secret == NULL || h->purpose == CDDP__LINK_NOTICE /* its body has a proof */)
-      c->state = CDDP__CONNECTION_UP;
-    else /* PROVING; a failure ends c */
-      (void)cddp__connection_begin_proof(c, n->secret, "link", h, sizeof *h);
-  }
+  if (c->state == CDDP__CONNECTION_NEW) cddp__link_exchange_hello(n, c);
   return cddp__connection_progress(c);
 }
 
 /* Begins to connect to rank `peer` of the job.
      purpose   CDDP__LINK_*
-     group     the id of the group that the link is for
-   Fails, and sets *out to NULL, only without memory or a socket. If connect(2) fails, *out is a
-   link that has ENDED with the error. */
+     group     the id of the link's group
+   Fails, with *out NULL, only without memory or a socket. If connect(2) fails, *out has ENDED. */
 static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose, uint64_t group,
                                       cddp__connection **out) {
   const cddp__rank_entry *entry = &n->ranks[peer];
-  /* of the peer's host, and of this host: */
-  cddp__address to = cddp__internet_address(&n->hosts[entry->host].address),
-                from = cddp__internet_address(&n->hosts[n->host].address);
+  cddp__address to = cddp__internet_address(&n->hosts[entry->host].address);
+  cddp__address from = cddp__internet_address(&n->hosts[n->host].address); /* of this host */
   int fd = cddp__socket(to.sa.ss_family);
   cddp__connection *c = fd < 0 ? NULL : cddp__link_alloc(&n->allocator);
   *out = c; /* NULL: no socket or no memory */
@@ -10780,15 +10781,15 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   cddp__address_set_port(&to, entry->port);
   cddp__address_set_port(&from, 0); /* the system chooses one */
   cddp__set_scope(&to.v6, &from); /* a link-local address needs this host's interface */
-  if (from.sa.ss_family == to.sa.ss_family) /* the address of this host in the table of ranks: */
-    (void)!bind(fd, &from.any, from.size); /* without it the system chooses one */
+  if (from.sa.ss_family == to.sa.ss_family)
+    (void)!bind(fd, &from.any, from.size); /* without it the system chooses an address */
   cddp__link_write_hello(n, c, purpose, group);
   if (connect(fd, &to.any, to.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__connection_end(c, errno); /* EINPROGRESS, EINTR: the system continues to connect */
   return CDDP_OK;
 }
 
-/* Whether a link has ended with an error that does not show that its peer has ended too. */
+/* Whether a link has ended with an error that does not show the end of its peer. */
 static bool cddp__link_is_cut(const cddp__connection *c) {
   return c->state == CDDP__CONNECTION_ENDED && cddp__end_from_error(c->error) == CDDP__IS_ALIVE;
 }
@@ -10800,7 +10801,7 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   double now = cddp__now();
   cddp__connection *fresh;
   if (!cddp__link_is_cut(c) || !c->caller || !c->ended_early || now > c->deadline) return false;
-  if (now < c->retry_at) return true; /* too early after the last attempt: a later call connects */
+  if (now < c->retry_at) return true; /* too early after the last attempt */
   c->retry_at = now + CDDP__RECONNECT_S;
   if (cddp__link_connect(n, c->peer, (int)c->hello.purpose, c->hello.group, &fresh) != CDDP_OK)
     return true; /* no memory or descriptor now: a later call tries again */
@@ -10814,8 +10815,8 @@ static bool cddp__link_reconnect(const cddp__net *n, cddp__connection *c) {
   return true;
 }
 
-/* Sends BYE, closes the link and frees it. Before that it reads all received bytes: close(2) with
-   unread bytes sends a reset, and the peer's system would discard the BYE. */
+/* Sends BYE, closes the link and frees it. Reads all received bytes before: close(2) with unread
+   ones sends a reset, and the peer's system would discard the BYE. */
 static void cddp__link_close(cddp__connection *c) {
   char unread[4096]; /* discarded */
   cddp__connection_say_bye(c, CDDP__BYE_ORDERLY);
@@ -10831,10 +10832,10 @@ static void cddp__links_flush_until(const cddp__net *n, cddp__connection *const 
   do {
     unsent = false;
     for (i = 0; i < count; i++) {
-      if (links[i] == NULL) continue;
-      (void)cddp__link_progress(n, links[i]);
-      unsent = unsent ||
-               (links[i]->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&links[i]->out) > 0);
+      cddp__connection *c = links[i];
+      if (c == NULL) continue;
+      (void)cddp__link_progress(n, c);
+      if (c->state != CDDP__CONNECTION_ENDED && cddp__buffer_size(&c->out) > 0) unsent = true;
     }
     if (unsent)
       (void)cddp__connections_poll(&n->allocator, links, count, NULL, 0 /* listeners */, deadline);
@@ -10843,8 +10844,8 @@ static void cddp__links_flush_until(const cddp__net *n, cddp__connection *const 
 
 /* --- failure notices --- */
 
-/* Computes a notice's proof, over the link's hello and the body's result and text. Without a secret
-   it is only a checksum. */
+/* A notice's proof, over the link's hello and the body's result and text; without a secret it is a
+   checksum. */
 static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
                                const unsigned char *body, unsigned char proof[CDDP__PROOF_SIZE]) {
   unsigned char proven[sizeof c->hello + CDDP__NOTICE_PROOF_AT]; /* hello; result and text */
@@ -10853,19 +10854,23 @@ static void cddp__notice_proof(const cddp__net *n, const cddp__connection *c,
   cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", proven, sizeof proven, proof);
 }
 
-/* Whether a rank of a group gets its notices: each rank on another host. In a group of more than 64
-   ranks only the lowest of each host, to save connections: the others find the failure in their
-   control block.
-   world: the ranks' numbers in the job; NULL: the same. */
-static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
-  int host = n->ranks[world != NULL ? world[rank] : rank].host, p;
-  if (host == n->host || size <= 64) return host != n->host; /* not this rank's own host */
-  for (p = 0; p < rank && n->ranks[world != NULL ? world[p] : p].host != host; p++) {}
-  return p == rank; /* no lower rank is on its host */
+/* A rank's number in the job. world: of all ranks of the group; NULL: the same as in the group. */
+static int cddp__rank_in_world(const int *world, int rank) {
+  return world != NULL ? world[rank] : rank;
 }
 
-/* Sends a notice about a group to its ranks on other hosts, 32 at a time. Ranks that do not accept
-   it in time get none. code: a result and CDDP__NOTICE_* flags. Keeps this thread's error text. */
+/* Whether a rank of a group gets its notices: each rank on another host. In a group of more than 64
+   ranks, to save connections, only the lowest of each host, which wakes the others. */
+static bool cddp__gets_notice(const cddp__net *n, const int *world, int size, int rank) {
+  int host = n->ranks[cddp__rank_in_world(world, rank)].host, p;
+  if (host == n->host) return false;
+  for (p = 0; size > 64 && p < rank; p++)
+    if (n->ranks[cddp__rank_in_world(world, p)].host == host) return false;
+  return true;
+}
+
+/* Sends a notice about a group to its ranks on other hosts. Ranks that do not accept it in time get
+   none. code: a result and CDDP__NOTICE_* flags. Keeps this thread's error text. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text) {
   enum { BATCH = 32 }; /* each notice takes a descriptor */
@@ -10873,7 +10878,7 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
   unsigned char body[CDDP__NOTICE_BYTES];
   char saved[CDDP__ERROR_MAX]; /* the error text, which failed connections change */
   double batch_s = 0.3; /* limit of the first batch; of later ones 0.1: hosts can be silent */
-  size_t count; /* number of links in the batch */
+  size_t count; /* of links in the batch */
   int p = 0; /* the next rank */
   memcpy(saved, cddp__error_text, sizeof saved);
   memset(body, 0, sizeof body); /* the proof also covers the bytes behind the text */
@@ -10882,7 +10887,7 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
   while (p < size) {
     for (count = 0; p < size && count < BATCH; p++) {
       if (!cddp__gets_notice(n, world, size, p)) continue;
-      if (cddp__link_connect(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group,
+      if (cddp__link_connect(n, cddp__rank_in_world(world, p), CDDP__LINK_NOTICE, group,
                              &links[count]) != CDDP_OK)
         continue; /* no memory or descriptor: this rank gets none */
       cddp__notice_proof(n, links[count], body, body + CDDP__NOTICE_PROOF_AT);
@@ -10891,13 +10896,12 @@ static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *wo
     }
     cddp__links_flush_until(n, links, count, cddp__now() + batch_s);
     batch_s = 0.1; /* s, for each further batch */
-    while (count > 0) cddp__link_free(links[--count]); /* also those that did not connect in time */
+    while (count > 0) cddp__link_free(links[--count]);
   }
   memcpy(cddp__error_text, saved, sizeof saved);
 }
 
-/* Sends the other hosts the list of this host's ranks that have reached the round. After a time-out
-   hosts exchange these lists, so that their texts name the late ranks. */
+/* Sends other hosts the list of this host's ranks that have reached the round, for their texts. */
 static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
   bool arrived[CDDP__MAX_RANKS]; /* by rank: it is on this host, and has reached the round */
   cddp__text list;
@@ -10915,8 +10919,8 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
                        cddp__textf("%" PRIu32 " %s", round, list.s).s);
 }
 
-/* Records another host's list of arrived ranks, for example "7 0-3, 6" for round 7, and answers
-   with this host's list, if that was not sent yet. */
+/* Records another host's list of arrived ranks, for example "7 0-3, 6" for round 7, and sends this
+   host's list. */
 static void cddp__record_arrivals(cddp_group *g, const char *text) {
   char *at, *begin; /* behind the number parsed last; where the next range begins */
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
@@ -10932,6 +10936,11 @@ static void cddp__record_arrivals(cddp_group *g, const char *text) {
   cddp__send_arrivals(g, round);
 }
 
+/* Whether g is group `id` of the net, with ranks on other hosts. */
+static bool cddp__is_group(const cddp_group *g, const cddp__net *n, uint64_t id) {
+  return g->hosts != NULL && g->hosts->net == n && g->id == id;
+}
+
 /* Receives more of a notice, with net.lock held. A complete one takes effect in its group, and ends
    its link. Keeps this thread's error text. */
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connection *c) {
@@ -10939,38 +10948,37 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__connec
   const char *text;
   char saved[CDDP__ERROR_MAX]; /* this thread's error text */
   uint32_t code, result; /* result: the code without its flags */
+  bool valid;
   cddp_group *g;
   while (cddp__buffer_size(&c->in) < CDDP__NOTICE_BYTES)
-    if (cddp__connection_fill(c, CDDP__NOTICE_BYTES) <= 0) return; /* the rest later, or ended */
+    if (cddp__connection_fill(c, CDDP__NOTICE_BYTES) <= 0) return;
   body = c->in.data + c->in.start;
   text = (const char *)body + CDDP__NOTICE_TEXT_AT;
   memcpy(saved, cddp__error_text, sizeof saved);
   cddp__notice_proof(n, c, body, proof);
   code = cddp__get32(body);
-  if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof))
-    code = 0; /* CDDP_OK: no failure, so the notice has no effect */
-  body[CDDP__NOTICE_PROOF_AT - 1] = 0; /* ends the text in any case */
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_ARRIVED);
+  valid = cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof) && result > CDDP_OK &&
+          result < CDDP__RESULT_COUNT;
+  body[CDDP__NOTICE_PROOF_AT - 1] = 0; /* ends the text in any case */
   pthread_mutex_lock(&h->lock);
-  if (result > CDDP_OK && result < CDDP__RESULT_COUNT) /* else damaged, or without a valid proof */
-    for (g = h->groups; g != NULL; g = g->next) {
-      if (g->hosts == NULL || g->hosts->net != n || g->id != c->hello.group)
-        continue; /* not the group of the notice */
-      if (code & CDDP__NOTICE_ARRIVED)
-        cddp__record_arrivals(g, text);
-      else if (code & CDDP__NOTICE_EARLY)
-        cddp__set_cause(&g->block->cause, (cddp_result)result, text);
-      else /* HOSTS_KNOW: the sender notifies all hosts */
-        (void)cddp__break_here(g, cddp__fail((cddp_result)result, "%s", text), CDDP__HOSTS_KNOW);
-    }
+  for (g = valid ? h->groups : NULL; g != NULL; g = g->next) {
+    if (!cddp__is_group(g, n, c->hello.group)) continue;
+    if (code & CDDP__NOTICE_ARRIVED)
+      cddp__record_arrivals(g, text);
+    else if (code & CDDP__NOTICE_EARLY)
+      cddp__set_cause(&g->block->cause, (cddp_result)result, text);
+    else /* HOSTS_KNOW: the sender notifies all hosts */
+      (void)cddp__break_here(g, cddp__fail((cddp_result)result, "%s", text), CDDP__HOSTS_KNOW);
+  }
   pthread_mutex_unlock(&h->lock);
   memcpy(cddp__error_text, saved, sizeof saved);
-  cddp__connection_end(c, 0 /* errno: no error */); /* cddp__net_serve frees it */
+  cddp__connection_end(c, 0 /* no errno */); /* cddp__net_serve frees it */
 }
 
 /* --- incoming connections --- */
 
-/* Whether a link is UP and carries frames of the group with this id. */
+/* Whether a link is UP and carries frames of this group. */
 static bool cddp__link_is_for(const cddp__connection *c, uint64_t group) {
   return c->state == CDDP__CONNECTION_UP && c->hello.purpose == CDDP__LINK_FRAMES &&
          c->hello.group == group;
@@ -10993,8 +11001,8 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
   int i, fd;
   for (i = 0; i < 64 /* a limit, as strangers can connect without a pause */; i++) {
     if (*spare == NULL) *spare = cddp__link_alloc(a);
-    if (*spare == NULL) errno = ENOMEM; /* an allocator need not set it */
     fd = *spare != NULL ? cddp__accept(listener) : -1;
+    if (*spare == NULL) errno = ENOMEM; /* an allocator need not set it */
     if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue; /* others can succeed */
     none = fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM);
     if (starved != NULL) cddp__store32(starved, none ? (uint32_t)errno : 0);
@@ -11011,28 +11019,26 @@ static bool cddp__accept_links(const cddp_allocator *a, int listener, cddp__conn
 
 /* Whether this rank has left group `id`, with net.lock held. A split (odd id) that it does not know
    has been left: a peer connects for it only after all ranks created it (cddp__agree in
-   cddp__split). A group with an even id can be unknown because this rank has not created it yet. */
+   cddp__split). A group with an even id can be one that this rank has not created yet. */
 static bool cddp__has_left(cddp__host *h, const cddp__net *n, uint64_t id) {
-  const cddp_group *g = NULL; /* odd id: the group, if this rank has it; even: not searched */
+  const cddp_group *g;
   int i;
   for (i = 0; i < CDDP__LEFT_GROUPS; i++) /* the last that this rank has left */
     if (n->left[i] == id + 1 /* 0: unused entry */) return true;
+  if ((id & 1) == 0) return false;
   pthread_mutex_lock(&h->lock);
-  if ((id & 1) != 0)
-    for (g = h->groups; g != NULL && (g->hosts == NULL || g->hosts->net != n || g->id != id);)
-      g = g->next;
+  for (g = h->groups; g != NULL && !cddp__is_group(g, n, id);) g = g->next;
   pthread_mutex_unlock(&h->lock);
-  return (id & 1) != 0 && g == NULL;
+  return g == NULL;
 }
 
-/* Accepts connections, continues their proofs, and receives notices. Does nothing if another thread
-   does this now. */
+/* Accepts connections, continues their proofs, and receives notices, unless another thread does. */
 static void cddp__net_serve(cddp__host *h, cddp__net *n) {
   cddp__connection **at, *c; /* *at is c: where the list points to it */
   int silent = 0, proving = 0; /* links without a hello, without a proof */
   int most = cddp__unproven_most(n->size); /* limit of each: the newest, first in the list, stay */
   bool few; /* few descriptors are left */
-  if (pthread_mutex_trylock(&n->lock) != 0) return; /* another thread serves, or claims links */
+  if (pthread_mutex_trylock(&n->lock) != 0) return;
   few = cddp__accept_links(&n->allocator, n->listener, &n->incoming, &n->spare, &n->starved);
   for (at = &n->incoming; (c = *at) != NULL;) {
     bool up = cddp__link_progress(n, c), group_left;
@@ -11040,10 +11046,12 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
       cddp__notice_receive(h, n, c); /* ends c if the notice is complete */
       up = false; /* an incomplete one counts as unproven */
     }
-    /* two limits, so that silent callers do not push out those with a good hello */
-    if (!up && ((few && cddp__now() > c->deadline) ||
-                (c->state == CDDP__CONNECTION_NEW ? ++silent : ++proving) > most))
-      cddp__connection_end(c, ETIMEDOUT);
+    if (!up) {
+      /* two limits, so that silent callers do not push out those with a good hello */
+      int *count = c->state == CDDP__CONNECTION_NEW ? &silent : &proving;
+      bool late = few && cddp__now() > c->deadline;
+      if (late || ++*count > most) cddp__connection_end(c, ETIMEDOUT);
+    }
     group_left = up && cddp__has_left(h, n, c->hello.group); /* then no group will claim c */
     if (c->state != CDDP__CONNECTION_ENDED && !group_left) {
       at = &c->next; /* c is not UP yet, or waits for its group */
@@ -11061,7 +11069,7 @@ static void cddp__net_serve(cddp__host *h, cddp__net *n) {
 /* Ends a use of the net, if it is not NULL. The last user frees it, and closes its listener. */
 static void cddp__net_release(cddp__net *n) {
   cddp_allocator a;
-  if (n == NULL || cddp__add32(&n->uses, UINT32_MAX /* -1 */) > 0) return; /* other users remain */
+  if (n == NULL || cddp__add32(&n->uses, UINT32_MAX /* -1 */) > 0) return;
   a = n->allocator;
   cddp__links_free(n->incoming);
   cddp__link_free(n->spare);
@@ -11072,7 +11080,7 @@ static void cddp__net_release(cddp__net *n) {
   cddp__free(&a, n);
 }
 
-/* Bytes of a net's token, hosts and ranks, in this order: the body of the rendezvous's TABLE. */
+/* Bytes of a net's token, hosts and ranks, in this order: the body of TABLE (>>rendezvous). */
 static size_t cddp__table_bytes(int size, int host_count) {
   return 16 /* token */ + (size_t)host_count * sizeof(cddp__host_entry) +
          (size_t)size * sizeof(cddp__rank_entry);
