@@ -13301,7 +13301,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
    Owns: cddp__hosts, its links and its scratch; the headers and staging buffers of remote ranks in
    this host's control block. Locks: net.lock for net.incoming and net.left; p2p.lock for links and
    stored messages: the caller of a function that does not take it holds it.
-   Entry points: cddp__hosts_...; cddp__take_message, _hosts_send_queued, _ensure_link and _rank_on.
+   Entry points: cddp__hosts_...; cddp__take_message, _ensure_link and _rank_on.
    Variables: p is a rank, REMOTE (on another host) if host_index[p] < 0; t is a local rank.
    Rounds: the leader of a host, its lowest rank in the group, waits until all ranks there have
    announced the round. It exchanges their headers with the other leaders and writes those of remote
@@ -13320,7 +13320,7 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 
 #define CDDP__DIRECT_HOSTS 8 /* most hosts that exchange all headers in one turn, with shares */
 #define CDDP__NOTICE_CHECK_S 1e-3 /* least time between two checks of a leader for notices */
-#define CDDP__ARRIVALS_S 0.3 /* limit of the wait for other hosts' answers in _query_arrivals */
+#define CDDP__ARRIVALS_S 0.3 /* limit of the wait for answers in _query_arrivals */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* a frame has the struct as it is */
 #define CDDP__PIECE_MOST ((size_t)2 << 20) /* most bytes of all hosts' contributions to a piece */
 /* If all hosts' sums of a slice have at most this many bytes, each host sends its sums to all and
@@ -13329,8 +13329,8 @@ static cddp_result cddp__join_find(cddp__host *host, int *fd) {
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* most steps from sending a contribution to its sum: enum cddp__move */
 #define CDDP__LINK_POLLS 3000 /* about 1 ms, before a rank with its own core sleeps */
-#define CDDP__POLLS_PER_YIELD 4 /* "hosts" can be containers that share cores: they need yields */
-#define CDDP__SUM_AREAS (CDDP__AHEAD + 1) /* areas for sums in transit, used in turn */
+#define CDDP__POLLS_PER_YIELD 4 /* "hosts" can be containers that share cores */
+#define CDDP__SUM_AREAS (CDDP__AHEAD + 1) /* for sums in transit, used in turn */
 #define CDDP__POSTED_MAX (4 * CDDP__SUM_AREAS) /* most posted frames per peer: 4 moves a step */
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes of a group's kept messages; then sends wait */
 #define CDDP__SCRATCH_HALF ((size_t)2 << 20) /* bytes; ranks read one while others write the next */
@@ -13359,23 +13359,23 @@ static void cddp__handle_link_end(cddp_group *g, cddp__connection *link) {
   if (link->error <= 0 /* closed, or BYE */ && other != NULL && other->state == CDDP__CONNECTION_UP)
     return; /* the other link can still have bytes that the peer sent before */
   peer->lost_at = cddp__now();
-  peer->error = /* BYE can have arrived on the other link: then the peer has left */
-      other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : link->error;
+  peer->error = link->error;
+  if (other != NULL && other->error == CDDP__LEFT) peer->error = CDDP__LEFT; /* BYE came there */
   cddp__store32(&peer->lost, 1); /* last: readers of `lost` then read the two fields above */
 }
 
-/* Adds a link to its peer. Frees it if the peer is no rank of g on another host, or has two links
-   already (one connected by each of both ranks). */
+/* Adds a link to its peer, or frees it: the peer is no rank of g on another host, or has two. */
 static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   cddp__hosts *hosts = g->hosts;
   cddp__connection **links; /* [2] of the peer; NULL: a free entry */
-  /* The peer's rank in g; g->size if it has none: */
-  for (link->rank = 0; link->rank < g->size && g->world[link->rank] != link->peer; link->rank++) {}
-  links = link->rank < g->size ? hosts->peers[link->rank].link : NULL /* no rank of g */;
-  if (links == NULL || g->host_index[link->rank] >= 0 /* on this host */ || links[1] != NULL) {
+  int p = 0;
+  while (p < g->size && g->world[p] != link->peer) p++;
+  if (p == g->size || g->host_index[p] >= 0 || hosts->peers[p].link[1] != NULL) {
     cddp__link_free(link);
     return;
   }
+  links = hosts->peers[p].link;
+  link->rank = p;
   link->next = hosts->links;
   hosts->links = link;
   (void)cddp__watch_fd(hosts, link->fd, EPOLLIN | EPOLLOUT); /* without it waits end 5 ms later */
@@ -13383,8 +13383,7 @@ static void cddp__add_link(cddp_group *g, cddp__connection *link) {
   __atomic_store_n(&links[links[0] != NULL], link, __ATOMIC_RELEASE);
 }
 
-/* Takes over the links that other ranks have connected to this one for the group: they wait in
-   net.incoming. */
+/* Takes over the group's links that other ranks have connected to this one: from net.incoming. */
 static void cddp__claim_links(cddp_group *g) {
   cddp__net *net = g->hosts->net;
   cddp__connection **at, *link; /* *at is link: where the list points to it */
@@ -13400,8 +13399,7 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Connects to a rank, unless a link exists. CDDP_OK: a link exists, perhaps not connected yet or
-   already ended. */
+/* Connects to a rank, unless a link exists, perhaps an ended one. It is perhaps not UP yet. */
 static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
   cddp__peer *peer = &g->hosts->peers[rank];
   cddp_result r;
@@ -13413,40 +13411,68 @@ static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
   return r;
 }
 
-/* Whether bytes from the rank are due: for a posted frame, which cddp__move_frames found incomplete
-   in this pass, or for a receive. */
+/* Whether bytes from the rank are due: for a posted frame, incomplete in this pass of
+   cddp__move_frames, or for a receive. */
 static bool cddp__is_awaited(const cddp_group *g, int rank) {
   const cddp_work *work;
-  if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true; /* a frame */
+  if (g->hosts->peers[rank].stuck_pass[CDDP__GOES_IN] == g->hosts->pass) return true;
   for (work = g->p2p.recvs; work != NULL; work = work->next)
     if (!work->done && (work->call.root == rank || work->call.root == CDDP_ANY)) return true;
   return false;
 }
 
 /* The receive that gets the bytes of an incoming message directly, in its buffer: the oldest one
-   for this sender (call.root) and tag (head->number). NULL: the message must be stored. There is no
-   such receive, or an older message is stored for it, or it is from CDDP_ANY and can get another
-   rank's. */
+   for this sender (call.root) and tag. NULL: the message must be stored. There is no such receive,
+   or an older message is stored for it, or it is from CDDP_ANY and can get another rank's. */
 static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
   const cddp__message *m;
-  cddp_work *work = g->p2p.recvs;
-  while (work != NULL && (work->done || work->call.tag != (int)head->number ||
-                       (work->call.root != from && work->call.root != CDDP_ANY)))
-    work = work->next;
-  if (head->type != CDDP__FRAME_MESSAGE || work == NULL || work->filling /* by another link */ ||
-      work->call.root == CDDP_ANY || head->count != work->call.count ||
-      head->dtype != work->call.dtype || head->size != work->call.count * work->call.esize)
-    return NULL; /* with another count or dtype too: cddp__require_fit reports the stored message */
+  const cddp__call *c;
+  cddp_work *work;
+  for (work = g->p2p.recvs; work != NULL; work = work->next) {
+    c = &work->call;
+    if (!work->done && c->tag == (int)head->number && (c->root == from || c->root == CDDP_ANY))
+      break;
+  }
+  if (head->type != CDDP__FRAME_MESSAGE || work == NULL) return NULL;
+  c = &work->call;
+  if (work->filling /* by another link */ || c->root == CDDP_ANY) return NULL;
+  /* with another count or dtype: cddp__require_fit reports the stored message */
+  if (head->count != c->count || head->dtype != c->dtype || head->size != c->count * c->esize)
+    return NULL;
   for (m = g->hosts->stored; m != NULL; m = m->next)
     if (m->head.type == head->type && m->head.number == head->number && m->from == from)
       return NULL; /* older, so the receive must get that one */
   return work;
 }
 
+/* The head of a frame is complete: its bytes go to the buffer of its receive, if it has one. */
+static void cddp__begin_receive(const cddp_group *g, cddp__connection *link) {
+  cddp_work *work = cddp__recv_for(g, link->rank, &link->in_head);
+  link->into = work;
+  if (work == NULL) return;
+  work->filling = true;
+  work->from = link->rank;
+  work->result = CDDP_OK; /* valid once it is done */
+}
+
+/* A frame has arrived: completes its receive, or stores it until cddp__take_message. */
+static void cddp__end_receive(cddp__hosts *hosts, cddp__connection *link, cddp__message *m) {
+  if (link->into != NULL) {
+    link->into->filling = false;
+    link->into->done = true;
+    link->into = NULL;
+    cddp__free(&hosts->net->allocator, m); /* only its head; the bytes are in the buffer */
+    return;
+  }
+  *hosts->stored_end = m;
+  hosts->stored_end = &m->next;
+  hosts->stored_bytes += m->head.size;
+}
+
 enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME /* a posted one */ };
-/* Sends waiting bytes, and receives frames up to the next piece, without blocking. A frame goes to
-   the buffer of its receive, or is stored. If more than CDDP__STAGED_MAX bytes are stored, the link
-   is read only FOR_FRAME or if cddp__is_awaited. Received bytes wake this rank's threads. */
+/* Sends waiting bytes, and receives frames up to the next piece, without blocking. If more than
+   CDDP__STAGED_MAX bytes are stored, the link is read only FOR_FRAME or if cddp__is_awaited.
+   Received bytes wake this rank's threads. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
   size_t got_before = link->got; /* bytes of the next frame that were already read */
@@ -13457,35 +13483,20 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
   while (link->state == CDDP__CONNECTION_UP &&
          (purpose == CDDP__FOR_FRAME || hosts->stored_bytes <= CDDP__STAGED_MAX ||
           cddp__is_awaited(g, link->rank))) {
-    if (cddp__connection_read_head(link) && /* a new frame's head is complete */
-        (link->into = cddp__recv_for(g, link->rank, &link->in_head)) != NULL) {
-      link->into->filling = true;
-      link->into->from = link->rank;
-      link->into->result = CDDP_OK; /* valid once it is done */
-    }
+    if (cddp__connection_read_head(link)) cddp__begin_receive(g, link);
     m = cddp__connection_receive(link, SIZE_MAX / 16 /* most: heads can be added to it */);
     if (m == NULL) break; /* incomplete, a piece, or the link has ended */
-    if (link->into != NULL) { /* the receive is complete */
-      link->into->filling = false;
-      link->into->done = true;
-      link->into = NULL;
-      cddp__free(&hosts->net->allocator, m); /* only its head; the bytes are in the buffer */
-    } else {
-      *hosts->stored_end = m;
-      hosts->stored_end = &m->next;
-      hosts->stored_bytes += m->head.size; /* until cddp__take_message */
-    }
+    cddp__end_receive(hosts, link, m);
     received = true;
     if (cddp__buffer_size(&link->in) == 0) break; /* another recv would most likely get no bytes */
   }
   cddp__handle_link_end(g, link);
-  if (!received && link->got == got_before) return; /* no bytes */
+  if (!received && link->got == got_before) return;
   cddp__notify(g, g->rank); /* wakes this rank's threads that sleep on slot.events */
-  if (hosts->polling) /* one of them is in epoll_wait, which this ends */
-    (void)!write(hosts->wake_fd, &one, sizeof one);
+  if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* ends an epoll_wait */
 }
 
-/* Sends waiting bytes on all links. Returns how many are left on links that have not ended. */
+/* Sends waiting bytes on all links. Returns how many are left. */
 static size_t cddp__hosts_send_queued(cddp_group *g) {
   cddp__connection *link;
   size_t unsent = 0;
@@ -13502,8 +13513,8 @@ static size_t cddp__hosts_send_queued(cddp_group *g) {
 static void cddp__poll_all_groups(cddp_group *g) {
   cddp__host *host = g->host;
   cddp_group *each;
-  cddp__net_serve(host, g->hosts->net); /* connections and notices */
-  if (pthread_mutex_trylock(&host->lock) != 0) return; /* does not block: the next call serves */
+  cddp__net_serve(host, g->hosts->net);
+  if (pthread_mutex_trylock(&host->lock) != 0) return;
   for (each = host->groups; each != NULL; each = each->next) {
     if (each->hosts == NULL || pthread_mutex_trylock(&each->p2p.lock) != 0) continue;
     (void)cddp__hosts_send_queued(each);
@@ -13520,22 +13531,22 @@ static void cddp__poll_all_groups(cddp_group *g) {
 /* Ends the links of a broken group for sending, so that its peers notice the failure. First sends
    BYE: without it the peers of an elastic model count this process as ended. */
 static void cddp__hosts_disconnect(cddp_group *g) {
-  int i;
+  int p, k;
   if (pthread_mutex_trylock(&g->p2p.lock) == 0) { /* else no BYE: this thread can hold the lock */
     cddp__connection *link = g->hosts->links;
     for (; link != NULL; link = link->next) cddp__connection_say_bye(link, CDDP__BYE_BROKEN);
     pthread_mutex_unlock(&g->p2p.lock);
   }
-  for (i = 0; i < 2 * g->size; i++) { /* two links for each peer */
-    const cddp__connection *link = /* without the lock: cddp__add_link stored it atomically */
-        __atomic_load_n(&g->hosts->peers[i / 2].link[i % 2], __ATOMIC_ACQUIRE);
-    if (link != NULL) shutdown(link->fd, SHUT_WR); /* the peer reads an end of the stream */
-  }
+  for (p = 0; p < g->size; p++)
+    for (k = 0; k < 2; k++) { /* without the lock: cddp__add_link stored the links atomically */
+      const cddp__connection *link =
+          __atomic_load_n(&g->hosts->peers[p].link[k], __ATOMIC_ACQUIRE);
+      if (link != NULL) shutdown(link->fd, SHUT_WR); /* the peer reads an end of the stream */
+    }
 }
 
-/* After a time-out: sends the other hosts the list of this host's ranks that have reached the
-   round. They answer with their lists, for the error text; a host on which no rank waits does
-   not. */
+/* After a time-out: exchanges with the other hosts, except those on which no rank waits, the lists
+   of ranks that have reached the round, for the error text. */
 static void cddp__hosts_query_arrivals(cddp_group *g) {
   cddp__wait w;
   cddp__wait_begin(&w, CDDP__ARRIVALS_S);
@@ -13547,15 +13558,14 @@ static void cddp__hosts_query_arrivals(cddp_group *g) {
 enum { CDDP__RANK_STAYING, CDDP__RANK_LEAVING }; /* values of `bool leaving` */
 /* In a healthy group: sends the other hosts a notice if a rank on this host has died. If `leaving`,
    also if a loss has broken another group. The notice breaks nothing, but calls that fail later
-   name the dead rank. An exit with code 0 counts only if this rank leaves too: until then the
-   group's remaining calls may not need that rank. */
+   name the dead rank. An exit with code 0 counts only if `leaving`: until then calls may not need
+   that rank. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *net = g->hosts->net;
   cddp__text text = {""}, how; /* the notice, so far none; how a rank has ended */
   int p;
   if (cddp__is_broken(g) || cddp__load32(&g->block->cause.state) != 0 /* sent or received one */)
     return;
-  /* Looks for a dead rank of this host. Other hosts send notices about theirs. */
   for (p = 0; p < g->size && text.s[0] == 0; p++) {
     if (p == g->rank || g->host_index[p] < 0 || cddp__rank_end(g, p) != CDDP__HAS_ENDED) continue;
     how = cddp__describe_end(g, p);
@@ -13575,25 +13585,24 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
 /* Sleeps at most 5 ms, until a thread that waits for `peer`, or CDDP_ANY, can continue: a link is
    ready, a process connects to this rank, or slot.events != events (the caller's earlier value).
    One of this rank's threads polls the links, the others sleep on slot.events. If w->due, also
-   connects to awaited remote ranks, since only a connection shows that they have ended. */
+   connects to awaited remote ranks: only a connection shows that they have ended. */
 static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
   cddp__hosts *hosts = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  struct epoll_event unused[16]; /* which fds: the caller looks at all links anyway */
+  struct epoll_event unused[16]; /* the caller looks at all links */
   double start; /* of the sleep */
-  /* ms: limit of the sleep; short if `peer` is, or can be, a rank of this host: that cannot end
-     epoll_wait */
+  /* ms: its limit; short if `peer` can be a rank of this host, which cannot end epoll_wait */
   int p, ms = peer != CDDP_ANY && g->host_index[peer] < 0 ? 5 : 1;
-  bool polls; /* this thread calls epoll_wait; false: another thread does, or none needs to */
+  bool polls; /* this thread calls epoll_wait */
   cddp__connection *link;
   pthread_mutex_lock(&g->p2p.lock);
   if (w->due) {
     for (p = 0; p < g->size; p++)
       if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
     for (link = hosts->links; link != NULL; link = link->next)
-      cddp__link_end_if_unacked(link); /* a host that no longer answers */
+      cddp__link_end_if_unacked(link);
   }
-  /* If slot.events has changed, this thread can continue: cddp__wait_sleep returns immediately. */
+  /* if slot.events has changed, cddp__wait_sleep returns immediately */
   polls = !hosts->polling && cddp__load32(&slot->events) == events;
   hosts->polling = hosts->polling || polls;
   pthread_mutex_unlock(&g->p2p.lock);
@@ -13603,7 +13612,7 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   }
   start = cddp__now();
   (void)epoll_wait(hosts->epoll, unused, 16, ms); /* an error only shortens the sleep */
-  cddp__note_sleep(start, 1e-3 * ms); /* a far longer one: this process was stopped */
+  cddp__note_sleep(start, 1e-3 * ms);
   pthread_mutex_lock(&g->p2p.lock);
   hosts->polling = false;
   cddp__notify(g, g->rank); /* wakes this rank's other threads: one of them polls next */
@@ -13613,8 +13622,8 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 
 /* --- send and recv --- */
 
-/* Whether a send of `bytes`, just posted, need not wait: its link is connected, and the bytes that
-   wait on all links are within the limit. A single message can have any size. */
+/* Whether a send of `bytes`, just posted, need not wait: its link is connected, and few bytes wait
+   on all links. A single message can have any size. */
 static bool cddp__hosts_sends_fit(cddp_group *g, int peer, size_t bytes) {
   const cddp__connection *link;
   if (cddp__ensure_link(g, peer) != CDDP_OK) return false;
@@ -13627,18 +13636,13 @@ static bool cddp__hosts_sends_fit(cddp_group *g, int peer, size_t bytes) {
 }
 
 /* Sends as much of a message as the system accepts now. Copies the rest: later calls, of any group,
-   send it. So the caller can reuse its buffer. CDDP_OK even if the link has ended: the caller's
-   wait, or a later call, notices the peer's end. */
-static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
+   send it. CDDP_OK even if the link has ended: the caller's wait, or a later call, notices that. */
+static cddp_result cddp__post_message(cddp_group *g, const cddp__call *c, cddp__connection *link) {
   size_t bytes = c->count * c->esize; /* of the body */
   size_t sent = 0, head_sent, body_sent; /* bytes sent now: in all, of the head, of the body */
   cddp__frame_head head =
       cddp__frame_head_of(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
-  cddp_result r;
-  cddp__connection *link;
-  pthread_mutex_lock(&g->p2p.lock);
-  if ((r = cddp__ensure_link(g, c->root /* peer */)) != CDDP_OK) goto done;
-  link = g->hosts->peers[c->root].link[0];
+  cddp_result r = CDDP_OK;
   cddp__link_progress(g->hosts->net, link);
   if (cddp__connection_is_idle(link)) /* else earlier bytes wait: this message follows them */
     (void)cddp__connection_send(link, &head, c->send, bytes, &sent, SIZE_MAX);
@@ -13653,14 +13657,22 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
       cddp__connection_end(link, ENOMEM);
   }
   cddp__handle_link_end(g, link);
-done:
+  return r;
+}
+
+/* Posts a message to a rank of another host. */
+static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
+  cddp_result r;
+  pthread_mutex_lock(&g->p2p.lock);
+  r = cddp__ensure_link(g, c->root);
+  if (r == CDDP_OK) r = cddp__post_message(g, c, g->hosts->peers[c->root].link[0]);
   pthread_mutex_unlock(&g->p2p.lock);
   CDDP__POINT("sent");
   return r;
 }
 
 /* A receive ends (aborted, or its group failed) while its message arrives in the caller's buffer.
-   Moves the message to other memory, link.message, where the rest will arrive. */
+   Moves the message to link.message, where the rest will arrive. */
 static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   const cddp__net *net = g->hosts->net;
   cddp__message *m = NULL;
@@ -13681,8 +13693,8 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
   work->filling = false;
 }
 
-/* Takes the oldest stored frame of a type from a rank, with a tag (-1: any). NULL: there is none.
-   The caller frees it. */
+/* Takes the oldest stored frame of a type from a rank, with a tag (-1: any), or returns NULL. The
+   caller frees it. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__hosts *hosts = g->hosts;
   cddp__message **at = &hosts->stored, *m; /* *at is m: where the list points to it */
@@ -13692,7 +13704,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
   if (m == NULL) return NULL;
   *at = m->next;
   if (m->next == NULL) hosts->stored_end = at; /* it was the last */
-  hosts->stored_bytes -= m->head.size; /* cddp__read_link added them */
+  hosts->stored_bytes -= m->head.size;
   return m;
 }
 
@@ -13706,18 +13718,17 @@ static void cddp__hosts_read_messages(cddp_group *g) {
 
 /* --- headers and pieces --- */
 
-/* A frame that the thread of collectives sends from, or receives into, `data`. */
+/* A frame that the thread of collectives sends or receives. */
 typedef struct cddp__posted_frame {
   int rank; /* the peer's, in the group */
   enum cddp__direction out; /* CDDP__GOES_OUT: this rank sends it */
   int type; /* CDDP__FRAME_HEADERS or _PIECE */
-  const void *data; /* stays valid until the frame is sent or received */
+  const void *data; /* valid until the frame is sent or received */
   size_t size; /* bytes; of headers to receive: at most */
-  long step; /* hosts.flow_step at the post: cddp__move_frames compares it with due_step */
+  long step; /* hosts.flow_step at the post, for due_step of cddp__move_frames */
 } cddp__posted_frame;
 
-/* Adds a frame, which cddp__deliver will send or receive. The frames to a rank are sent in posting
-   order, and those from it are received in posting order. */
+/* Adds a frame, which cddp__deliver will send or receive: those of a rank in posting order. */
 static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, int rank,
                              const void *data, size_t size) {
   cddp__posted_frame *frame = &g->hosts->posted[g->hosts->posted_count++];
@@ -13727,13 +13738,13 @@ static void cddp__post_frame(cddp_group *g, int type, enum cddp__direction out, 
   frame->type = type;
   frame->data = data;
   frame->size = size;
-  frame->step = g->hosts->flow_step; /* of headers not used: their due_step is LONG_MAX */
+  frame->step = g->hosts->flow_step; /* not used of headers: their due_step is LONG_MAX */
 }
 
-/* Sends more of a frame, without blocking. Returns whether all of it is sent. */
+/* Sends more of a frame. Returns whether all of it is sent. */
 static bool cddp__send_frame(cddp_group *g, const cddp__posted_frame *frame,
                              cddp__connection *link) {
-  if (!cddp__link_progress(g->hosts->net, link)) return false; /* not UP */
+  if (!cddp__link_progress(g->hosts->net, link)) return false;
   if (link->sent == 0) { /* the frame has not begun */
     if (cddp__buffer_size(&link->out) > 0) return false; /* messages that wait are sent first */
     /* its number is the round; its count, of CDDP_U8, and its size are the bytes */
@@ -13747,24 +13758,27 @@ static bool cddp__send_frame(cddp_group *g, const cddp__posted_frame *frame,
   return true;
 }
 
-/* Receives more of a frame from one of the peer's links, without blocking. Returns whether it is
-   complete. A piece with another head than expected ends the link. */
+/* Takes headers from the stored messages. Returns whether they have arrived. */
+static bool cddp__take_headers(cddp_group *g, const cddp__posted_frame *frame, void *data) {
+  cddp__hosts *hosts = g->hosts;
+  cddp__message *m = cddp__take_message(g, CDDP__FRAME_HEADERS, frame->rank, -1 /* any tag */);
+  if (m == NULL) return false;
+  memcpy(data, m + 1, cddp__min(m->head.size, frame->size));
+  /* cddp__hosts_exchange checks the size, once it knows the call of the headers */
+  hosts->group_hosts[hosts->peers[frame->rank].host].received = m->head.size;
+  cddp__free(&hosts->net->allocator, m);
+  return true;
+}
+
+/* Receives more of a frame from one of the peer's links. Returns whether it is complete. A piece
+   with another head than expected ends the link. */
 static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
                                 cddp__connection *link) {
   size_t size = frame->size;
   cddp__frame_head expected = cddp__frame_head_of(frame->type, g->round, CDDP_U8, size, size);
   void *data = (void *)(uintptr_t)frame->data; /* not const: an awaited frame is written */
-  cddp__hosts *hosts = g->hosts;
-  cddp__message *m;
   cddp__read_link(g, link, CDDP__FOR_FRAME); /* stores headers; stops at a piece */
-  if (frame->type == CDDP__FRAME_HEADERS &&
-      (m = cddp__take_message(g, CDDP__FRAME_HEADERS, frame->rank, -1 /* any tag */)) != NULL) {
-    memcpy(data, m + 1, cddp__min(m->head.size, size));
-    /* cddp__hosts_exchange checks the size, once it knows the call of the headers */
-    hosts->group_hosts[hosts->peers[frame->rank].host].received = m->head.size;
-    cddp__free(&hosts->net->allocator, m);
-    return true;
-  }
+  if (frame->type == CDDP__FRAME_HEADERS && cddp__take_headers(g, frame, data)) return true;
   if (link->state != CDDP__CONNECTION_UP || link->message != NULL /* a message comes first */ ||
       link->got < sizeof expected)
     return false; /* no head of a piece yet */
@@ -13777,36 +13791,42 @@ static bool cddp__receive_frame(cddp_group *g, const cddp__posted_frame *frame,
   return true;
 }
 
+/* Continues a frame on a link. Returns whether it is complete. Sets *moved if bytes have moved. */
+static bool cddp__move_frame(cddp_group *g, const cddp__posted_frame *frame, cddp__connection *link,
+                             bool *moved) {
+  const size_t *progress = frame->out ? &link->sent : &link->got; /* bytes of its next frame */
+  size_t before = *progress;
+  bool done = frame->out ? cddp__send_frame(g, frame, link) : cddp__receive_frame(g, frame, link);
+  /* a whole frame can leave the progress at 0, as before */
+  if (done || *progress != before) *moved = true;
+  cddp__handle_link_end(g, link);
+  return done;
+}
+
 /* Continues the posted frames, in one pass. Returns a rank with a frame that the caller must wait
-   for, preferably a lost rank. -1: there is none. Frames to send that were posted in `due_step` or
-   later can be left even then.
+   for, preferably a lost rank; or -1: then frames to send of `due_step` or later can be left.
      moved   set if bytes have moved
      r       set to the error of a link that cannot be made now */
 static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_result *r) {
   cddp__hosts *hosts = g->hosts;
-  int i, k, kept = 0, late = -1; /* kept: number of frames that stay posted; late: the result */
+  int i, kept = 0, late = -1; /* kept: number of frames that stay posted; late: the result */
   hosts->pass++; /* no peer's stuck_pass equals the new number: none is stuck yet */
   for (i = 0; i < hosts->posted_count; i++) {
     cddp__posted_frame frame = hosts->posted[i];
     cddp__peer *peer = &hosts->peers[frame.rank];
     bool done = false;
-    int links = frame.out ? 1 : 2; /* this rank sends on its first; the peer may on the second */
     if (peer->link[0] == NULL && *r == CDDP_OK) { /* after an error no more links in this pass */
       if (g->world[g->rank] < g->world[frame.rank]) *r = cddp__ensure_link(g, frame.rank);
       else cddp__claim_links(g); /* the lower rank connects: one link, not two */
     }
-    /* stuck_pass: an earlier frame to, or from, this rank is incomplete; this one must follow it */
-    for (k = 0; !done && peer->stuck_pass[frame.out] != hosts->pass && k < links; k++) {
-      cddp__connection *link = peer->link[k];
-      size_t before = link == NULL ? 0 : frame.out ? link->sent : link->got; /* of its next frame */
-      if (link == NULL) break; /* the peer has fewer links */
-      done = frame.out ? cddp__send_frame(g, &frame, link) : cddp__receive_frame(g, &frame, link);
-      *moved = *moved || (frame.out ? link->sent : link->got) != before;
-      cddp__handle_link_end(g, link);
+    /* stuck: an earlier frame to, or from, this rank is incomplete; this one must follow it */
+    if (peer->stuck_pass[frame.out] != hosts->pass && peer->link[0] != NULL) {
+      done = cddp__move_frame(g, &frame, peer->link[0], moved);
+      if (!done && !frame.out && peer->link[1] != NULL) /* the peer can send on the second link */
+        done = cddp__move_frame(g, &frame, peer->link[1], moved);
     }
-    *moved = *moved || done; /* a whole frame can leave `sent` and `got` at 0, as before */
     if (done) continue; /* the frame is no longer posted */
-    peer->stuck_pass[frame.out] = hosts->pass; /* the rank's later frames in this direction wait */
+    peer->stuck_pass[frame.out] = hosts->pass;
     hosts->posted[kept++] = frame;
     if ((!frame.out || frame.step < due_step) && /* the caller must wait for it */
         (late < 0 || cddp__load32(&hosts->peers[late].lost) == 0)) /* a lost rank stays `late` */
@@ -13821,18 +13841,17 @@ static int cddp__move_frames(cddp_group *g, long due_step, bool *moved, cddp_res
 static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, uint32_t events) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp_result r = cddp__wait_tick(g, w);
-  uint32_t starved; /* why this process accepts no connections now, an errno; 0: it does */
+  uint32_t starved; /* why this process accepts no connections now: errno; 0: it does */
   bool unconnected; /* there is no link with `late` */
   if (r != CDDP_OK) return r;
-  /* For this host's other ranks (cddp__find_late): `late` is late, not this rank. The time in ms is
-     in the high half, 1 + the rank in the low one. */
+  /* for this host's other ranks (cddp__find_late): the time in ms, and 1 + the late rank */
   cddp__store64(&slot->awaits, (uint64_t)(cddp__monotonic() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__check_peers(g)) != CDDP_OK) return r; /* ranks of this host */
   if (cddp__rank_gone(g, late)) return cddp__break_lost(g, late, NULL /* in a round */);
   starved = cddp__load32(&g->hosts->net->starved);
   if (w->due && starved != 0) { /* due: the pause has also tried to connect to `late` */
-    pthread_mutex_lock(&g->p2p.lock); /* another thread can add a link */
+    pthread_mutex_lock(&g->p2p.lock);
     unconnected = g->hosts->peers[late].link[0] == NULL;
     pthread_mutex_unlock(&g->p2p.lock);
     errno = (int)starved; /* cddp__fail_errno puts it into the text */
@@ -13852,18 +13871,18 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
   uint32_t events; /* slot.events before the last attempt */
-  int late; /* a rank with a frame that must be complete; -1: there is none */
+  int late; /* as returned by cddp__move_frames */
   do {
     if (moved) {
       cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S);
-      w.yields = polls ? CDDP__LINK_POLLS : 1; /* on a shared core one yield, then sleeps */
+      w.yields = polls ? CDDP__LINK_POLLS : 1;
     }
     moved = false;
-    events = cddp__load32(&slot->events); /* before the attempt: later changes end the sleep */
+    events = cddp__load32(&slot->events);
     pthread_mutex_lock(&g->p2p.lock);
     late = cddp__move_frames(g, due_step, &moved, &r);
     pthread_mutex_unlock(&g->p2p.lock);
-    /* Of the other errors, such as CDDP_OUT_OF_MEMORY, the next pass connects again. */
+    /* after other errors, such as CDDP_OUT_OF_MEMORY, the next pass connects again */
     r = r == CDDP_SYSTEM /* no socket */ ? cddp__break(g, r) : CDDP_OK;
     if (late < 0 || moved || r != CDDP_OK) continue; /* the loop ends, or tries again immediately */
     if (cddp__wait_yields_spent(&w))
@@ -13871,8 +13890,8 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
     else if (!polls || w.yields % CDDP__POLLS_PER_YIELD == 0)
       sched_yield(); /* other attempts follow without a pause */
   } while (late >= 0 && r == CDDP_OK);
-  cddp__store64(&slot->awaits, 0); /* 0: this rank awaits no rank of another host */
-  if (r != CDDP_OK) g->hosts->posted_count = 0; /* the caller is free to reuse the frames' memory */
+  cddp__store64(&slot->awaits, 0);
+  if (r != CDDP_OK) g->hosts->posted_count = 0; /* the caller can reuse their memory */
   return r;
 }
 
@@ -13888,8 +13907,8 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
   return (cddp__op_header *)(void *)(hosts->headers + hosts->group_hosts[host].headers_at) + i;
 }
 
-/* Bytes of a rank's staging buffer that travel with a round's headers; 0: none. header: that of the
-   leader on the rank's host, which tells the call. */
+/* Bytes of a rank's staging buffer that travel with a round's headers. header: its leader's, which
+   tells the call. */
 static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *header, int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
   size_t element; /* bytes of a rank's shares for each element of `count` */
@@ -13905,8 +13924,7 @@ static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *hea
 }
 
 /* Copies the shares of a host's ranks between their staging buffers and hosts.headers, where they
-   follow the host's headers. OUT: to hosts.headers, for sending. IN: back, for this host's ranks to
-   read. Returns the bytes of headers and shares. */
+   follow the host's headers. OUT: to hosts.headers. Returns the bytes of headers and shares. */
 static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction out) {
   cddp__hosts *hosts = g->hosts;
   char *headers = (char *)cddp__header_in(hosts, host, 0);
@@ -13922,75 +13940,69 @@ static size_t cddp__piggyback_copy(cddp_group *g, int host, enum cddp__direction
   return at;
 }
 
+/* Posts a frame from and a frame to the leaders `distance` hosts away. out_bytes: of the one to
+   send; n: number of hosts with headers in the one to receive. */
+static void cddp__post_headers(cddp_group *g, int distance, int n, size_t out_bytes) {
+  const cddp__hosts *hosts = g->hosts;
+  int count = hosts->count, k;
+  int to = (hosts->mine + count - distance) % count, from = (hosts->mine + distance) % count;
+  size_t in_limit = 0; /* bytes of the n hosts' headers and longest shares */
+  for (k = 0; k < n; k++)
+    in_limit += (size_t)hosts->group_hosts[(from + k) % count].size *
+                (CDDP__HEADER_BYTES + g->staging_size);
+  cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT, cddp__rank_on(hosts, to, 0 /* leader */),
+                   hosts->headers, out_bytes);
+  cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_IN,
+                   cddp__rank_on(hosts, from, 0 /* leader */),
+                   hosts->headers + hosts->group_hosts[from].headers_at, in_limit);
+}
+
 /* Exchanges this host's headers and shares for those of all hosts, in hosts.headers. Before each
    turn a leader knows the headers of `known` hosts in a row, its own first. In a turn each of
    CDDP__DIRECT_HOSTS - 1 leaders, `distance` hosts away, sends it `known` more. Example, 20 hosts:
    first the next 7 leaders send 1 host's headers each; then the 8th sends 8, and the 16th the last
-   4. A host in another call can send other shares, up to in_limit; then all ranks find the mismatch
-   in its headers. */
+   4. A host in another call can send other shares: all ranks find the mismatch in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *hosts = g->hosts;
-  size_t out_bytes, in_limit; /* bytes of a frame to send; most bytes of the one to receive */
-  int known, distance, n, k; /* known, distance: as above; n: number of hosts in a frame */
-  int count = hosts->count;
+  int known, distance, count = hosts->count;
+  size_t own_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__GOES_OUT); /* headers and shares */
   cddp_result r = CDDP_OK;
-  /* In the first turn: this host's headers and shares. */
-  out_bytes = cddp__piggyback_copy(g, hosts->mine, CDDP__GOES_OUT);
   for (known = 1; r == CDDP_OK && known < count; known *= CDDP__DIRECT_HOSTS) {
     for (distance = known; distance < count && distance < known * CDDP__DIRECT_HOSTS;
          distance += known) {
-      int to = (hosts->mine + count - distance) % count, from = (hosts->mine + distance) % count;
-      n = known < count - distance ? known : count - distance; /* the last frame can have fewer */
-      in_limit = 0; /* bytes of the n hosts' headers and longest shares */
-      for (k = 0; k < n; k++)
-        in_limit += (size_t)hosts->group_hosts[(from + k) % count].size *
-                    (CDDP__HEADER_BYTES + g->staging_size);
-      /* With more than CDDP__DIRECT_HOSTS no shares: n hosts' headers, up to the next host's. */
-      if (known > 1)
-        out_bytes = hosts->group_hosts[(hosts->mine + n) % count].headers_at;
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_OUT,
-                       cddp__rank_on(hosts, to, 0 /* leader */), hosts->headers, out_bytes);
-      cddp__post_frame(g, CDDP__FRAME_HEADERS, CDDP__GOES_IN,
-                       cddp__rank_on(hosts, from, 0 /* leader */),
-                       hosts->headers + hosts->group_hosts[from].headers_at, in_limit);
+      int n = known < count - distance ? known : count - distance; /* the last can have fewer */
+      /* After the first turn no shares: n hosts' headers, up to the next host's. */
+      size_t bytes =
+          known == 1 ? own_bytes : hosts->group_hosts[(hosts->mine + n) % count].headers_at;
+      cddp__post_headers(g, distance, n, bytes);
     }
     r = cddp__deliver(g, LONG_MAX /* due: all frames */);
   }
   return r;
 }
 
-/* The leader's part in a round. Waits for this host's headers, and exchanges them with the other
-   hosts. Publishes the others' shares and headers in this host's control block. */
-static cddp_result cddp__hosts_exchange(cddp_group *g) {
-  cddp__hosts *hosts = g->hosts;
+/* Waits for the headers of this host's ranks, and copies them to hosts.headers. */
+static cddp_result cddp__collect_headers(cddp_group *g) {
+  const cddp__hosts *hosts = g->hosts;
   cddp_result r = CDDP_OK;
-  double now;
-  int p, i; /* i: a rank of this host, later a host */
-  if (g->local_rank != 0) return CDDP_OK; /* only the leader exchanges */
-  if ((now = cddp__now()) >= hosts->notices_read + CDDP__NOTICE_CHECK_S) {
-    hosts->notices_read = now;
-    cddp__poll_all_groups(g); /* reads notices: a host can have sent headers, and failed since */
-    if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
-  }
+  int i;
   /* Arrivals are counted: waits for all ranks of this host except itself. arrive_target: the count
      at the end of the last round. */
   if (g->oversubscribed)
     r = cddp__wait_word(g, &g->block->arrivals, g->arrive_target + (uint32_t)g->local_size - 1);
   for (i = 0; i < g->local_size; i++) {
     cddp__op_header *header = cddp__op_header_of(g, cddp__rank_on(hosts, hosts->mine, i), g->round);
-    if (r == CDDP_OK && !g->oversubscribed /* else all are here: waited for above */)
-      r = cddp__wait_word(g, &header->seq, g->round);
+    if (r == CDDP_OK && !g->oversubscribed) r = cddp__wait_word(g, &header->seq, g->round);
     if (r != CDDP_OK) return r;
-    memcpy(cddp__header_in(hosts, hosts->mine, i), header, CDDP__HEADER_BYTES); /* to be sent */
+    memcpy(cddp__header_in(hosts, hosts->mine, i), header, CDDP__HEADER_BYTES);
   }
-  if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r; /* all are in hosts.headers now */
-  /* Copies the shares of each other host to its ranks' staging buffers here. */
-  if (hosts->count <= CDDP__DIRECT_HOSTS) /* else no shares are sent */
-    for (i = 0; i < hosts->count; i++)
-      if (i != hosts->mine &&
-          cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->group_hosts[i].received)
-        return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
-                                         cddp__rank_on(hosts, i, 0 /* leader */)));
+  return CDDP_OK;
+}
+
+/* Writes the other hosts' headers, from hosts.headers, into this host's control block. */
+static cddp_result cddp__publish_headers(cddp_group *g) {
+  const cddp__hosts *hosts = g->hosts;
+  int p;
   for (p = g->size - 1; p >= 0; p--) { /* lowest_remote's last: see cddp__has_remote_headers */
     cddp__op_header *header = cddp__op_header_of(g, p, g->round);
     const cddp__op_header *got =
@@ -14011,6 +14023,30 @@ static cddp_result cddp__hosts_exchange(cddp_group *g) {
   return CDDP_OK;
 }
 
+/* The leader's part in a round. Waits for this host's headers, and exchanges them with the other
+   hosts. Publishes the others' shares and headers in this host's control block. */
+static cddp_result cddp__hosts_exchange(cddp_group *g) {
+  cddp__hosts *hosts = g->hosts;
+  cddp_result r;
+  double now;
+  int i;
+  if (g->local_rank != 0) return CDDP_OK; /* only the leader exchanges */
+  if ((now = cddp__now()) >= hosts->notices_read + CDDP__NOTICE_CHECK_S) {
+    hosts->notices_read = now;
+    cddp__poll_all_groups(g); /* reads notices: a host can have sent headers, and failed since */
+    if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
+  }
+  if ((r = cddp__collect_headers(g)) != CDDP_OK) return r;
+  if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
+  /* the shares of each other host, to its ranks' staging buffers here */
+  for (i = 0; i < hosts->count && hosts->count <= CDDP__DIRECT_HOSTS /* else no shares */; i++)
+    if (i != hosts->mine &&
+        cddp__piggyback_copy(g, i, CDDP__GOES_IN) != hosts->group_hosts[i].received)
+      return cddp__break(g, cddp__fail(CDDP_NETWORK, "rank %d sent headers of a wrong length",
+                                       cddp__rank_on(hosts, i, 0 /* leader */)));
+  return cddp__publish_headers(g);
+}
+
 /* --- sums ---
    A host adds up each subtree of the canonical tree with all its ranks there, and sends these sums:
    of several f16 or bf16 elements unrounded, as f32. The owner adds up the rest of the tree, so the
@@ -14024,15 +14060,14 @@ typedef struct cddp__subtree {
   size_t at; /* offset of its sum among its host's sums, in bytes per element */
 } cddp__subtree;
 
-/* Finds the subtrees over leaves [low, high), and adds them to hosts.subtrees. The root, unless it
-   is a leaf, is divided even if it is on one host: the owner of a part adds up the root, rounds and
-   averages. */
+/* Adds the subtrees over leaves [low, high) to hosts.subtrees. The root, unless it is a leaf, is
+   divided even if it is on one host: the owner of a part adds up the root, rounds and averages. */
 static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
-  int host = hosts->peers[hosts->leaves[low]].host; /* of the first leaf */
+  int host = hosts->peers[hosts->leaves[low]].host;
   int end /* the first leaf on another host, or `high` */, half = 1;
   for (end = low; end < high && hosts->peers[hosts->leaves[end]].host == host; end++) {}
   if (end == high /* on one host */ &&
-      (high - low == 1 /* a leaf */ || high - low < hosts->leaf_count /* not the root */)) {
+      (high - low == 1 /* a leaf */ || high - low < hosts->leaf_count /* no root */)) {
     cddp__subtree *s = &hosts->subtrees[hosts->subtree_count];
     s->low = low;
     s->high = high;
@@ -14046,20 +14081,20 @@ static void cddp__find_subtrees(cddp__hosts *hosts, int low, int high) {
 }
 
 enum cddp__leaves { CDDP__LEAVES_ALL, CDDP__LEAVES_PRESENT };
-/* Sets the ranks to sum over, at least one, and their subtrees. ALL ranks; or those PRESENT, not in
-   cddp_ddp_join: byte 0 of their payload in this round, which cddp__reduce_bucket sets, is 0. */
+/* Sets the ranks to sum over, at least one, and their subtrees. PRESENT: not in cddp_ddp_join, so
+   byte 0 of their payload in this round, which cddp__reduce_bucket sets, is 0. */
 static void cddp__set_leaves(const cddp_group *g, cddp__hosts *hosts, enum cddp__leaves which) {
   int p;
-  hosts->leaf_count = hosts->subtree_count = 0; /* both are counted again below */
+  hosts->leaf_count = hosts->subtree_count = 0;
   for (p = 0; p < g->size; p++)
     if (which == CDDP__LEAVES_ALL || cddp__op_header_of(g, p, g->round)->u.bytes[0] == 0)
       hosts->leaves[hosts->leaf_count++] = p;
-  cddp__find_subtrees(hosts, 0 /* low */, hosts->leaf_count);
+  cddp__find_subtrees(hosts, 0, hosts->leaf_count);
 }
 
 /* Sets the sizes of the hosts' sums and the offset of each sum, in bytes per element of the call.
    Each host's sums of several ranks are first: those of f16 are f32, and stay aligned so. Returns
-   the total of all hosts. */
+   the total. */
 static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
   size_t wide = /* bytes of an element of a sum of several ranks */
       cddp__dtype_half(c->dtype) ? 4 /* f32 */ : c->esize;
@@ -14086,7 +14121,7 @@ static size_t cddp__measure_sums(cddp__hosts *hosts, const cddp__call *c) {
    parts; a piece that does not exist is left out. */
 enum cddp__move {
   CDDP__SEND_CONTRIBUTION, /* k = s + ahead, to the owner of the part */
-  CDDP__RECV_CONTRIBUTION, /* k = s, for this rank's part; then this rank adds up the piece */
+  CDDP__RECV_CONTRIBUTION, /* k = s, for this rank's part; then it adds up the piece */
   CDDP__SEND_RESULT, /* k = s - 1, of this rank's part */
   CDDP__RECV_RESULT /* k = s - ahead - 1, from the owner of the part */
 };
@@ -14098,24 +14133,23 @@ typedef struct cddp__flow {
   const cddp__shape *shape; /* of c */
   int root_host; /* index in hosts.group_hosts; -1: the call has no root */
   int local_root; /* the root's number on this host; -1: it is on another host, or none */
-  bool in_scratch; /* this rank's view is in hosts.scratch; false: it is the call's buffer */
+  bool in_scratch; /* this rank's view is in hosts.scratch; false: the call's buffer */
   int scratch_half; /* 0 or 1: which half this chunk uses */
   /* The chunk. */
   size_t begin, n; /* elements of each share */
   size_t piece_max; /* elements of a piece of a part; the last one can have fewer */
   long pieces; /* of each part: the most of any rank */
-  long ahead; /* steps from sending a contribution to its sum: enum cddp__move */
-  bool hosts_sum_whole; /* short all_reduce: each host adds up the array, so no results move */
+  long ahead; /* see enum cddp__move */
+  bool hosts_sum_whole; /* short all_reduce: each host adds up the array; no results move */
   /* Sums in transit, in hosts.stage. */
-  char *out; /* contributions to others' parts: CDDP__SUM_AREAS areas, used in turn */
+  char *out; /* contributions to others' parts: CDDP__SUM_AREAS areas */
   size_t out_bytes; /* of one area */
   char *sums; /* in the current area: where the next frame's sums are written */
   char *in; /* the other hosts' contributions to a piece of this rank's part */
   char *result; /* the sums of a reduce for a root elsewhere: CDDP__SUM_AREAS areas */
 } cddp__flow;
 
-/* Whether every two ranks exchange their own bytes, so none acts for its host: scatter, gather,
-   all_to_all. */
+/* Whether no rank acts for its host: scatter, gather, all_to_all. */
 static bool cddp__is_pairwise(const cddp__flow *f) {
   const cddp__shape *s = f->shape;
   return !s->reduces && (s->scatters || (s->gathers && s->to_root));
@@ -14125,32 +14159,33 @@ static size_t cddp__view_shares(const cddp__flow *f) { /* number of shares in a 
   return f->shape->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
-/* The chunk of the share for or of rank p in the view of local rank t; without shares, of the whole
-   array. */
+/* In the view of local rank t: the chunk of the share for or of rank p; without shares, of all. */
 static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__call *c = f->c;
-  size_t index = cddp__view_shares(f) > 1 ? (size_t)p : 0 /* of the share */, at /* elements */;
+  size_t index = cddp__view_shares(f) > 1 ? (size_t)p : 0; /* of the share */
+  size_t at; /* elements before the share */
   if (f->g->buffers[t] == NULL) /* the view is in scratch, which has the chunks of all shares */
     return hosts->scratch[t] +
            ((size_t)f->scratch_half * CDDP__SCRATCH_HALF + index * f->n * c->esize);
-  at = index * c->count;
-  if (c->shares != NULL && cddp__is_pairwise(f) && t != f->g->local_rank)
+  if (c->shares == NULL)
+    at = index * c->count;
+  else if (cddp__is_pairwise(f) && t != f->g->local_rank)
     at = c->shares[cddp__rank_on(hosts, hosts->mine, t)].peer_at; /* of this rank's share there */
-  else if (c->shares != NULL) /* this rank's view, or all_gather_v: all have the same positions */
+  else /* this rank's view, or all_gather_v: all have the same positions */
     at = c->shares[p].in_at;
   return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
 }
 
-/* Rank p's share from `begin` on (in the chunk), in the view of the root if the root is on this
-   host, else in this rank's view. */
+/* Rank p's share from `begin` on (in the chunk), in the view of the root if that is on this host,
+   else in this rank's. */
 static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   int t = f->local_root >= 0 ? f->local_root : f->g->local_rank;
   return cddp__view_of(f, t, p) + begin * f->c->esize;
 }
 
-/* The rank that acts for its host towards the owner of a part. On the owner's host that is the
-   owner; on others the rank with the same number, modulo the host's ranks: they share the work. */
+/* The rank that acts for a host towards the owner of a part, itself on its host. On others: the
+   rank with the same number, modulo the host's ranks, so that they share the work. */
 static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
   return cddp__rank_on(hosts, host, hosts->peers[owner].local_rank % hosts->group_hosts[host].size);
 }
@@ -14160,34 +14195,39 @@ static size_t cddp__piece_elements(const cddp__flow *f, int rank, long k, size_t
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__peer *peer = &hosts->peers[rank];
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize; /* elements */
-  int host_count = f->hosts_sum_whole ? 1 : hosts->count; /* hosts that share the slices */
-  bool one_buffer = cddp__in_one_buffer(f->c); /* else each rank owns its share: [0, n) */
   *begin = 0;
-  if (one_buffer && peer->local_rank >= hosts->min_locals)
-    return 0; /* no owner: each host has min_locals of them */
-  if (one_buffer) /* the hosts' owners with one local rank have neighbouring slices */
-    cddp__slice(f->n, granule, hosts->min_locals * host_count,
-                peer->local_rank * host_count + (f->hosts_sum_whole ? 0 : peer->host), begin, &end);
+  if (cddp__in_one_buffer(f->c)) { /* else each rank owns its share: [0, n) */
+    int slices = hosts->min_locals, slice = peer->local_rank;
+    if (slice >= slices) return 0; /* no owner: a host has min_locals of them */
+    if (!f->hosts_sum_whole) { /* the owners with one local rank have neighbouring slices */
+      slices *= hosts->count;
+      slice = slice * hosts->count + peer->host;
+    }
+    cddp__slice(f->n, granule, slices, slice, begin, &end);
+  }
   *begin = cddp__min(*begin + (size_t)k * f->piece_max, end);
   return cddp__min(f->piece_max, end - *begin);
 }
 
-/* Whether rank `from` sends rank `to` contributions or, if `result`, results. Calls in one buffer
-   have both, or if hosts_sum_whole no results. Others have contributions if they scatter, else
-   results. */
-static bool cddp__sends_frames(const cddp__flow *f, int from, int to, bool result) {
+/* Whether the call has contributions or, if `result`, results. In one buffer it has both; if
+   hosts_sum_whole no results. Other calls have contributions if they scatter, else results. */
+static bool cddp__has_frames(const cddp__flow *f, bool result) {
+  if (cddp__in_one_buffer(f->c)) return !(result && f->hosts_sum_whole);
+  return f->shape->scatters != result;
+}
+
+/* Whether rank p sends contributions to the owner of a part or, if `result`, gets results. */
+static bool cddp__exchanges_with(const cddp__flow *f, int owner, int p, bool result) {
   const cddp__hosts *hosts = f->g->hosts;
-  const cddp__shape *s = f->shape;
-  int owner = result ? from : to, other = result ? to : from; /* of the part; the other end */
-  int host = hosts->peers[other].host;
-  bool has_none = /* the call has no contributions, or no results: see above */
-      cddp__in_one_buffer(f->c) ? result && f->hosts_sum_whole : s->scatters == result;
-  if (has_none) return false;
-  if (cddp__is_pairwise(f)) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
-  if (other != cddp__acting_rank(hosts, host, owner)) return false;
-  if (s->from_root) /* broadcast: the root's host contributes, the others get the results */
-    return result != (host == f->root_host);
-  return !result || !s->to_root || host == f->root_host; /* reduce: results for the root's host */
+  int host = hosts->peers[p].host;
+  bool at_root = host == f->root_host;
+  if (cddp__is_pairwise(f))
+    return cddp__sends(f->c, result ? owner : p) && cddp__receives(f->c, result ? p : owner);
+  if (p != cddp__acting_rank(hosts, host, owner)) return false;
+  /* broadcast: the root's host contributes, the others get the results */
+  if (f->shape->from_root) return result != at_root;
+  if (f->shape->to_root && result) return at_root; /* reduce */
+  return true;
 }
 
 /* The sum of a subtree of this host: n elements of an owner's part, from `begin` on. Returns
@@ -14207,9 +14247,8 @@ static const void *cddp__sum_subtree(const cddp__flow *f, int subtree, int owner
   return space;
 }
 
-/* Writes the sum of all ranks to `result`: n elements of this rank's part, from `begin` on. f->in
-   has the other hosts' sums. Those of a host follow space for the earlier hosts' sums of piece_max
-   elements. This host's sums are computed here. */
+/* Writes the sum of all ranks to `result`: n elements of this rank's part, from `begin` on. In
+   f->in a host's sums follow space for the earlier hosts' sums of piece_max elements. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
   cddp__hosts *hosts = f->g->hosts;
   int i;
@@ -14229,16 +14268,16 @@ static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *res
 /* Where the result of piece k of this rank's part is: if possible in a receiver's buffer. */
 static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
-  if (cddp__in_one_buffer(c) && f->local_root < 0 && f->shape->to_root) /* reduce, root elsewhere */
-    return f->result + (size_t)(k % CDDP__SUM_AREAS) * f->piece_max * c->esize; /* to be sent */
-  if (cddp__in_one_buffer(c)) return cddp__local_view(f, 0 /* no shares */, begin);
-  /* reduce_scatter: recv; all_gather: send */
-  return (f->shape->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
-         (f->begin + begin) * c->esize;
+  if (!cddp__in_one_buffer(c)) /* reduce_scatter: recv; all_gather: send */
+    return (f->shape->reduces ? (char *)c->recv : (char *)(uintptr_t)c->send) +
+           (f->begin + begin) * c->esize;
+  if (f->shape->to_root && f->local_root < 0) /* reduce, root elsewhere: to be sent */
+    return f->result + (size_t)(k % CDDP__SUM_AREAS) * f->piece_max * c->esize;
+  return cddp__local_view(f, 0 /* no shares */, begin);
 }
 
-/* Writes this host's sums of n elements of an owner's part, from `begin` on, to f->sums. Returns
-   their address, and moves f->sums behind them. */
+/* Writes this host's sums of n elements of an owner's part, from `begin` on, to f->sums, and moves
+   that behind them. Returns their address. */
 static const char *cddp__write_host_sums(cddp__flow *f, int owner, size_t begin, size_t n) {
   const cddp__hosts *hosts = f->g->hosts;
   char *sums = f->sums, *to;
@@ -14247,63 +14286,77 @@ static const char *cddp__write_host_sums(cddp__flow *f, int owner, size_t begin,
   for (i = 0; i < hosts->subtree_count; i++) {
     if (hosts->subtrees[i].host != hosts->mine) continue; /* that host sends its own sum */
     to = sums + n * hosts->subtrees[i].at;
-    /* copies one rank's elements; a sum of several ranks is in `to` already */
+    /* one rank's elements; a sum of several ranks is in `to` already */
     cddp__copy(to, cddp__sum_subtree(f, i, owner, begin, n, to), n * f->c->esize);
   }
   return sums;
 }
 
+static bool cddp__is_send(enum cddp__move move) {
+  return move == CDDP__SEND_CONTRIBUTION || move == CDDP__SEND_RESULT;
+}
+
 /* The memory of a frame to or from rank p: n elements of piece k, from `begin` on. Before a host
    sends sums, computes them. */
 static const char *cddp__prepare_frame(cddp__flow *f, int p, long k, size_t begin, size_t n,
-                                  enum cddp__move move) {
+                                       enum cddp__move move) {
   const cddp__hosts *hosts = f->g->hosts;
-  bool reduces = f->shape->reduces, contributes = move == CDDP__SEND_CONTRIBUTION;
-  if (cddp__is_pairwise(f) && (contributes || move == CDDP__SEND_RESULT))
+  bool reduces = f->shape->reduces;
+  if (cddp__is_pairwise(f) && cddp__is_send(move))
     return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize; /* in the send buffer */
   if (move == CDDP__SEND_RESULT) return cddp__own_piece(f, k, begin);
   if (reduces && move == CDDP__RECV_CONTRIBUTION)
     return f->in + f->piece_max * hosts->group_hosts[hosts->peers[p].host].bytes_at;
-  if (reduces && contributes && f->g->local_size > 1) return cddp__write_host_sums(f, p, begin, n);
+  if (reduces && move == CDDP__SEND_CONTRIBUTION && f->g->local_size > 1)
+    return cddp__write_host_sums(f, p, begin, n);
   return cddp__local_view(f, p, begin); /* to receive; or to send, with nothing to add */
+}
+
+/* Bytes of that frame. */
+static size_t cddp__frame_bytes(const cddp__flow *f, int p, size_t begin, size_t n,
+                                enum cddp__move move) {
+  const cddp__hosts *hosts = f->g->hosts;
+  if (f->shape->reduces && move == CDDP__SEND_CONTRIBUTION) /* the sums of this host's ranks */
+    return n * hosts->group_hosts[hosts->mine].bytes;
+  if (f->shape->reduces && move == CDDP__RECV_CONTRIBUTION)
+    return n * hosts->group_hosts[hosts->peers[p].host].bytes;
+  /* Calls with counts send and receive different bytes. */
+  return cddp__is_send(move) ? cddp__out_bytes(f->c, p, f->begin + begin, n)
+                             : cddp__in_bytes(f->c, p, f->begin + begin, n);
 }
 
 /* Posts the frames of one move of piece k, if that piece exists. Bytes that this rank sends to a
    rank of this host are copied now. */
 static void cddp__post_piece(cddp__flow *f, long k, enum cddp__move move) {
   cddp_group *g = f->g;
-  const cddp__hosts *hosts = g->hosts;
-  bool sends = move == CDDP__SEND_CONTRIBUTION || move == CDDP__SEND_RESULT;
+  bool sends = cddp__is_send(move);
   bool result = move == CDDP__SEND_RESULT || move == CDDP__RECV_RESULT;
   bool own = move == CDDP__RECV_CONTRIBUTION || move == CDDP__SEND_RESULT; /* this rank's part */
   size_t begin, n, bytes; /* the piece: offset in the chunk, elements; bytes of its frame */
   int i, p, me = g->rank;
   const char *at;
   if (k < 0 || k >= f->pieces) return; /* at the begin or end of the flow: no such piece */
+  if (!cddp__has_frames(f, result)) return;
   f->sums = f->out + (size_t)(k % CDDP__SUM_AREAS) * f->out_bytes; /* start of the piece's area */
   for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size; /* each rank begins with another peer */
     if (g->host_index[p] >= 0 && !(cddp__is_pairwise(f) && sends))
       continue; /* on this host: it reads and writes the views, or sends to this rank itself */
-    if (!cddp__sends_frames(f, sends ? me : p, sends ? p : me, result)) continue;
-    if ((n = cddp__piece_elements(f, own ? me : p /* the owner */, k, &begin)) == 0) continue;
-    if (f->shape->reduces && !result) /* the sums of a host's ranks */
-      bytes = n * hosts->group_hosts[sends ? hosts->mine : hosts->peers[p].host].bytes;
-    else if (sends) /* calls with counts send and receive different bytes */
-      bytes = cddp__out_bytes(f->c, p, f->begin + begin, n);
-    else
-      bytes = cddp__in_bytes(f->c, p, f->begin + begin, n);
+    if (!cddp__exchanges_with(f, own ? me : p /* the owner */, own ? p : me, result)) continue;
+    n = cddp__piece_elements(f, own ? me : p, k, &begin);
+    if (n == 0) continue;
+    bytes = cddp__frame_bytes(f, p, begin, n, move);
     if (bytes == 0) continue; /* an empty share */
     at = cddp__prepare_frame(f, p, k, begin, n, move);
     if (g->host_index[p] < 0)
       cddp__post_frame(g, CDDP__FRAME_PIECE, sends ? CDDP__GOES_OUT : CDDP__GOES_IN, p, at, bytes);
     else
-      cddp__copy(cddp__view_of(f, hosts->peers[p].local_rank, me), at, bytes);
+      cddp__copy(cddp__view_of(f, g->hosts->peers[p].local_rank, me), at, bytes);
   }
 }
 
-/* Copies the results of pieces k into the views of this host's ranks: of all parts for which this
-   rank acts, its own too. */
+/* Copies the results of pieces k into the views of this host's ranks, of all parts for which this
+   rank acts. */
 static void cddp__copy_to_views(const cddp__flow *f, long k) {
   const cddp_group *g = f->g;
   const cddp__hosts *hosts = g->hosts;
@@ -14324,35 +14377,33 @@ static void cddp__copy_to_views(const cddp__flow *f, long k) {
   }
 }
 
-/* Moves a chunk, step by step: see enum cddp__move. */
+/* Moves a chunk: see enum cddp__move. */
 static cddp_result cddp__flow_run(cddp__flow *f) {
   const cddp__shape *shape = f->shape;
-  /* Whether all ranks of a host get what one of them has received for the host. */
+  /* all ranks of a host get what one of them has received for it */
   bool spreads = !cddp__is_pairwise(f) && !shape->to_root && !shape->scatters;
   cddp_group *g = f->g;
-  long s, complete, last = f->pieces + f->ahead; /* complete: the piece that this step ends */
-  cddp_result r = CDDP_OK;
+  long s, last = f->pieces + f->ahead, due_step, complete /* the piece that this step ends */;
+  cddp_result r;
   size_t begin, n; /* a piece of this rank's part: offset in the chunk, elements */
-  for (s = -f->ahead; r == CDDP_OK && s <= last; s++) {
+  for (s = -f->ahead; s <= last; s++) {
     g->hosts->flow_step = s;
     complete = s - f->ahead - 1;
     cddp__post_piece(f, s + f->ahead, CDDP__SEND_CONTRIBUTION);
     cddp__post_piece(f, s - 1, CDDP__SEND_RESULT);
     cddp__post_piece(f, s, CDDP__RECV_CONTRIBUTION);
     cddp__post_piece(f, complete, CDDP__RECV_RESULT);
-    /* Step s + 1 overwrites the area of step s + 1 - CDDP__SUM_AREAS: its frames must be sent now.
-       With hosts_sum_whole all must, since this step's sum can overwrite the array. */
-    r = cddp__deliver(
-        g, /* due_step: */
-        s == last || f->hosts_sum_whole ? LONG_MAX /* all */ : s + 2 - CDDP__SUM_AREAS);
-    if (r != CDDP_OK) break;
+    /* Step s + 1 overwrites the area of step s + 1 - CDDP__SUM_AREAS: its frames must be sent now;
+       with hosts_sum_whole all, as this step's sum can overwrite the array. */
+    due_step = s == last || f->hosts_sum_whole ? LONG_MAX : s + 2 - CDDP__SUM_AREAS;
+    if ((r = cddp__deliver(g, due_step)) != CDDP_OK) return r;
     if (shape->reduces && s >= 0 && s < f->pieces) { /* all contributions to piece s are here */
       n = cddp__piece_elements(f, g->rank, s, &begin);
       if (n > 0) cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
     }
-    if (spreads && complete >= 0) cddp__copy_to_views(f, complete); /* of this host's ranks */
+    if (spreads && complete >= 0) cddp__copy_to_views(f, complete);
   }
-  return r;
+  return CDDP_OK;
 }
 
 /* The flow of a call, before its first chunk. */
@@ -14368,21 +14419,21 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   return f;
 }
 
-/* Divides a chunk into pieces. sum_bytes: of all hosts' sums of one element. */
+/* Divides a chunk into pieces. sum_bytes: of all hosts' sums of an element. */
 static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   const cddp__hosts *hosts = f->g->hosts;
   bool one_buffer = cddp__in_one_buffer(f->c);
   size_t granule = CDDP__CACHE_LINE / f->c->esize; /* elements: slices begin at a cache line */
   size_t host_count = (size_t)hosts->count;
   size_t whole_most = host_count == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
-  size_t owners = (size_t)hosts->min_locals; /* of an array's slices: on a host, then in all */
+  size_t owners = (size_t)hosts->min_locals; /* of an array's slices, on a host */
+  size_t slices;
   size_t longest = f->n; /* elements of the longest part of a rank */
   size_t piece = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / host_count); /* of a host's sums */
   f->hosts_sum_whole = f->c->kind == CDDP__KIND_ALL_REDUCE &&
                        f->n / owners * sum_bytes <= whole_most; /* all hosts' sums of a slice */
-  if (!f->hosts_sum_whole) owners *= host_count;
-  if (one_buffer) /* granules of the chunk, the last can be short; then of each owner, rounded up */
-    longest = ((f->n + granule - 1) / granule + owners - 1) / owners * granule;
+  slices = f->hosts_sum_whole ? owners : owners * host_count;
+  if (one_buffer) longest = cddp__round_up(f->n, granule * slices) / slices;
   f->piece_max = longest;
   if (!f->hosts_sum_whole && (one_buffer || f->shape->reduces)) /* else one piece */
     f->piece_max = /* of which all hosts' sums have `piece` bytes per host, on average */
@@ -14392,24 +14443,25 @@ static void cddp__divide_chunk(cddp__flow *f, size_t sum_bytes) {
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1; /* one piece: 0 */
 }
 
-/* Sets the areas for sums in transit, in hosts.stage, which it can enlarge. */
+/* Sets the areas for sums in transit, in hosts.stage. */
 static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   cddp__hosts *hosts = f->g->hosts;
   size_t locals = (size_t)hosts->group_hosts[hosts->mine].size;
-  /* Most owners on one host for which this rank adds up sums. */
+  /* most owners on one host for which this rank adds up sums */
   size_t acts_for = ((size_t)hosts->max_locals + locals - 1) / locals;
   size_t in, bytes; /* bytes of f->in; of the stage */
-  /* A piece's sums, for each of these owners, from each host (this host's area stays unused). */
+  /* a piece's sums, for each of these owners, from each host (this host's area stays unused) */
   f->out_bytes =
       f->piece_max * hosts->group_hosts[hosts->mine].bytes * (size_t)hosts->count * acts_for;
   f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
   in = cddp__round_up(f->piece_max * sum_bytes, CDDP__CACHE_LINE);
   bytes = CDDP__SUM_AREAS * (f->out_bytes + f->piece_max * f->c->esize /* of f->result */) + in;
-  if (hosts->stage_size < bytes) { /* its old contents are not needed: no frame is posted */
+  if (hosts->stage_size < bytes) { /* no frame is posted: its contents are not needed */
     cddp__free(&hosts->net->allocator, hosts->stage);
+    hosts->stage_size = 0;
     hosts->stage = (char *)cddp__malloc(&hosts->net->allocator, bytes);
-    hosts->stage_size = hosts->stage != NULL ? bytes : 0;
     if (hosts->stage == NULL) return cddp__break(f->g, CDDP_OUT_OF_MEMORY);
+    hosts->stage_size = bytes;
   }
   f->out = hosts->stage;
   f->in = f->out + CDDP__SUM_AREAS * f->out_bytes;
@@ -14417,7 +14469,7 @@ static cddp_result cddp__reserve_stage(cddp__flow *f, size_t sum_bytes) {
   return CDDP_OK;
 }
 
-/* Moves the chunk [begin, begin + n) between the views of all hosts' ranks. */
+/* Moves the chunk between the views of all hosts' ranks. */
 static cddp_result cddp__move_chunk(cddp__flow *f) {
   size_t sum_bytes = cddp__measure_sums(f->g->hosts, f->c);
   cddp_result r = CDDP_OK;
@@ -14429,7 +14481,7 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
 /* --- a call --- */
 
 /* Sets g->buffers, by local rank, to the views of this host's ranks as mapped here; NULL: the view
-   is in hosts.scratch. *any_scratch: set if a view of any host is in scratch. Fails, and breaks the
+   is in hosts.scratch. Sets *any_scratch if a view of any host is there. Fails, and breaks the
    group, if a rank has no memory for its view. */
 static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
   cddp_group *g = f->g;
@@ -14443,14 +14495,13 @@ static cddp_result cddp__find_views(const cddp__flow *f, bool *any_scratch) {
     *any_scratch = *any_scratch || scratch;
     if (g->host_index[p] < 0) continue; /* this rank needs no address of it */
     if (scratch) ref = &cddp__slot_of(g, p)->scratch; /* NONE: its allocation failed */
-    if (ref->kind == CDDP__REF_NONE) /* elastic: the others continue without that rank */
+    if (p == g->rank && !scratch) /* this rank's buffer: the call has its address */
+      at = f->shape->reduces ? (void *)(uintptr_t)f->c->send : f->c->recv;
+    else if (ref->kind == CDDP__REF_NONE) /* elastic: the others continue without that rank */
       r = cddp__fail(g->elastic && p != g->rank ? CDDP_PEER_LOST : CDDP_OUT_OF_MEMORY,
                      "rank %d has no memory for the pieces of this call", p);
-    else if (ref->kind != CDDP__REF_UNUSED /* else only rank p accesses its view */ &&
-             (p != g->rank || scratch))
+    else if (ref->kind != CDDP__REF_UNUSED) /* else only rank p accesses its view */
       r = cddp__map_ref(g->host, ref, &at);
-    else if (p == g->rank) /* this rank's buffer: the call has its address */
-      at = f->shape->reduces ? (void *)(uintptr_t)f->c->send : f->c->recv;
     t = hosts->peers[p].local_rank;
     if (scratch) hosts->scratch[t] = (char *)at;
     g->buffers[t] = scratch ? NULL : at;
@@ -14464,38 +14515,36 @@ static cddp_result cddp__chunk_round(cddp_group *g, const cddp__call *c) {
                          0 /* bytes */);
 }
 
-/* Runs a chunk, with copies to and from views in scratch. has_sources: views hold the data to send,
-   so ranks read them before they hold results. After the last round no other rank accesses this
-   chunk in this rank's view. */
+/* Runs a chunk, with copies to and from views in scratch. has_sources, has_results: the views hold
+   the data to send, then the results. After the last round only this rank accesses its chunk. */
 static cddp_result cddp__run_chunk(cddp__flow *f, bool any_scratch) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
   bool one_buffer = cddp__in_one_buffer(c), has_sources = one_buffer || f->shape->reduces;
+  bool has_results = one_buffer || !f->shape->reduces; /* else, reduce_scatter: they are in recv */
   int p, shares = (int)cddp__view_shares(f);
-  size_t at = f->begin * c->esize; /* offset of the chunk in each share, in bytes */
+  size_t at = f->begin * c->esize; /* of the chunk in each share, in bytes */
   cddp_result r = CDDP_OK;
-  /* Copies the data that this rank sends into its view. */
   if (f->in_scratch && has_sources && cddp__is_read(c, g->rank))
-    for (p = 0; p < shares; p++)
+    for (p = 0; p < shares; p++) /* data to send, from the send buffer to scratch */
       memcpy(cddp__view_of(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
   if (any_scratch && has_sources) r = cddp__chunk_round(g, c); /* scratch has all data to send */
   if (r == CDDP_OK) r = cddp__move_chunk(f);
   if (r == CDDP_OK) r = cddp__chunk_round(g, c); /* the views have the results */
-  if (r != CDDP_OK || !f->in_scratch || !cddp__is_written(c, g->rank) ||
-      (f->shape->reduces && !one_buffer)) /* reduce_scatter: the result is in recv */
-    return r;
-  for (p = 0; p < shares; p++) /* results, from scratch to the receive buffer */
-    cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
-               cddp__in_bytes(c, p, f->begin, f->n));
-  return CDDP_OK;
+  if (r == CDDP_OK && f->in_scratch && has_results && cddp__is_written(c, g->rank))
+    for (p = 0; p < shares; p++) /* results, from scratch to the receive buffer */
+      cddp__copy(cddp__share_from(c, p) + at, cddp__view_of(f, g->local_rank, p),
+                 cddp__in_bytes(c, p, f->begin, f->n));
+  return r;
 }
 
 /* cddp__carrier.run: announces this rank's view and runs the call; in chunks if a view is in
-   scratch. ref.kind UNUSED: only this rank needs the view. NONE: the view is in scratch, as others
-   cannot access the buffer, or received bytes would overwrite bytes to send. */
+   scratch. ref.kind UNUSED: only this rank needs the view. NONE: it is in scratch, as others cannot
+   access the buffer, or received bytes would overwrite bytes to send. */
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
-  char **scratch = &g->hosts->scratch[g->local_rank]; /* this rank's own */
+  char **scratch = &g->hosts->scratch[g->local_rank];
+  bool in_place = cddp__is_in_place_all_to_all(c);
   size_t most = SIZE_MAX /* elements of a chunk */, sent /* bytes of c->send */, view_bytes;
   bool any_scratch = false;
   cddp__ref ref;
@@ -14503,9 +14552,9 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   memset(&ref, 0, sizeof ref);
   cddp__call_bytes(g, c, &sent, &view_bytes /* received */);
   if (f.shape->reduces) view_bytes = sent; /* the view of a sum is the send buffer */
-  if (view_bytes == 0 /* no view */ || (g->local_size == 1 && !cddp__is_in_place_all_to_all(c)))
+  if (view_bytes == 0 || (g->local_size == 1 && !in_place))
     ref.kind = CDDP__REF_UNUSED;
-  else if (!cddp__is_in_place_all_to_all(c))
+  else if (!in_place)
     ref = cddp__ref_of(g->host, f.shape->reduces ? c->send : c->recv, view_bytes); /* or NONE */
   f.in_scratch = ref.kind == CDDP__REF_NONE;
   if (f.in_scratch && *scratch == NULL) { /* the first time */
@@ -14518,7 +14567,7 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   if (r == CDDP_OK) r = cddp__find_views(&f, &any_scratch);
   if (any_scratch) /* on all ranks, as all move the same chunks */
     most = CDDP__SCRATCH_HALF / (cddp__view_shares(&f) * c->esize);
-  /* Chunks use the halves of scratch in turn: ranks can still read the last chunk's results. */
+  /* The halves of scratch in turn: ranks can still read the last chunk's results. */
   for (; r == CDDP_OK && f.begin < c->count; f.begin += f.n, f.scratch_half ^= 1) {
     f.n = cddp__min(most, c->count - f.begin);
     r = cddp__run_chunk(&f, any_scratch);
@@ -14581,10 +14630,10 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
   }
 }
 
-/* The struct and its arrays, in one zeroed block; NULL: no memory. */
+/* The struct and its arrays, in one zeroed block. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__POSTED_MAX * n;
-  size_t shares = cddp__piggyback_bytes(g->size); /* bytes for all ranks' shares, in `headers` */
+  size_t shares = cddp__piggyback_bytes(g->size); /* bytes, in `headers` */
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_host) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) /* pointers, sums, scratch */ + CDDP__HEADER_BYTES +
                 3 * sizeof(int) /* ranks, widths, leaves */;
@@ -14630,7 +14679,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   hosts->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   if (hosts->wake_fd < 0 || hosts->epoll < 0 || !cddp__watch_fd(hosts, hosts->wake_fd, EPOLLIN) ||
       !cddp__watch_fd(hosts, net->listener, EPOLLIN))
-    r = cddp__fail_errno("eventfd or epoll"); /* cddp__hosts_leave needs the rest */
+    r = cddp__fail_errno("eventfd or epoll"); /* _leave needs the rest */
   cddp__sort_hosts(g, hosts, g->world + g->size);
   cddp__set_leaves(g, hosts, CDDP__LEAVES_ALL);
   g->round_max = cddp__max(g->staging_size, CDDP__PAYLOAD /* of a header */);
@@ -14638,23 +14687,14 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   pthread_mutex_lock(&g->host->lock); /* a thread that receives a notice reads g->hosts */
   g->hosts = hosts;
   pthread_mutex_unlock(&g->host->lock);
-  cddp__serve_in_waits(g); /* from now on waits in other groups send and read for this one */
+  cddp__serve_in_waits(g); /* from now on waits in other groups serve this one */
   return r;
 }
 
-/* Sends waiting bytes, until none is left or the system accepts none for a second. Then closes all
-   links, with BYE, and frees what the struct owns. cddp__group_leave frees the struct. */
-static void cddp__hosts_leave(cddp_group *g) {
-  cddp__hosts *hosts = g->hosts;
-  cddp__net *net;
-  cddp__connection *link;
-  cddp__message *m;
+/* Sends waiting bytes, until none is left or the system accepts none for a second. */
+static void cddp__hosts_flush(cddp_group *g) {
   size_t unsent = SIZE_MAX /* bytes; not known */, before /* unsent of the last pass */;
   cddp__wait w;
-  if (hosts == NULL) return; /* one host */
-  net = hosts->net;
-  cddp__early_notice(g, CDDP__RANK_LEAVING);
-  cddp__wait_begin(&w, 1 /* s */);
   do {
     before = unsent;
     pthread_mutex_lock(&g->p2p.lock);
@@ -14662,6 +14702,19 @@ static void cddp__hosts_leave(cddp_group *g) {
     pthread_mutex_unlock(&g->p2p.lock);
     if (unsent < before) cddp__wait_begin(&w, 1 /* s */); /* bytes were sent: another second */
   } while (unsent > 0 && cddp__check_failure(g) == CDDP_OK && cddp__wait_pause(&w));
+}
+
+/* Sends waiting bytes, closes all links, with BYE, and frees what the struct owns.
+   cddp__group_leave frees the struct. */
+static void cddp__hosts_leave(cddp_group *g) {
+  cddp__hosts *hosts = g->hosts;
+  cddp__net *net;
+  cddp__connection *link;
+  cddp__message *m;
+  if (hosts == NULL) return; /* one host */
+  net = hosts->net;
+  cddp__early_notice(g, CDDP__RANK_LEAVING);
+  cddp__hosts_flush(g);
   pthread_mutex_lock(&net->lock);
   if ((g->id & 1) == 0) /* a split has an odd id: cddp__has_left finds that no list has it */
     net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1; /* + 1: an entry of 0 is none */
