@@ -2964,7 +2964,7 @@ static cddp_result cddp__named(const char *function, cddp_result r) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", function);
 }
 
-/* The result for a wrong argument, after setting the error text: format and values. */
+/* Sets the error text for a wrong argument, format and values. Its value is the result. */
 #define CDDP__REFUSE(...) cddp__fail(CDDP_INVALID_ARGUMENT, __VA_ARGS__)
 
 /* Checks an argument of a public function, which returns CDDP_INVALID_ARGUMENT if the condition is
@@ -4298,7 +4298,7 @@ static bool cddp__connected_to_itself(int fd) {
          cddp__address_port(&here) == cddp__address_port(&there);
 }
 
-/* connect(2) with an end: waits until the deadline. Returns 0 or an errno. */
+/* connect(2), and waits for its end until the deadline. Returns 0 or an errno. */
 static int cddp__connect_until(int fd, const cddp__address *address, double deadline) {
   int error = 0;
   socklen_t size = sizeof error;
@@ -4407,12 +4407,12 @@ static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fd
   int first = asked, last = asked; /* ports to try; 0: the system chooses */
   int error = 0, pid = (int)getpid(), port, ports, tries, i;
   bool only_unix = count == 1 && addresses[0].sa.ss_family == AF_UNIX;
-  cddp__text failed = {""}; /* an address */
+  cddp__text failed = {""}; /* the last address that failed */
   if (asked == 0 && addresses[count > 1 ? 1 : 0].sa.ss_family != AF_UNIX &&
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
-  tries = first > 0 ? 3 * ports : 32; /* of 32 each gets another port, or sleeps 5 ms */
+  tries = first > 0 ? 3 * ports : 32; /* 32: at another port each, or after 5 ms (Unix) */
   for (i = 0; i < tries; i++) {
     if (i > 0 && only_unix) cddp__sleep(0.005); /* a former coordinator can still have this name */
     if (i > 0 && first > 0 && i % ports == 0) /* all ports were tried once more */
@@ -4656,7 +4656,7 @@ struct cddp__connection {
   bool over; /* this rank has left its elastic model: its BYE says so */
   bool peer_failed; /* the peer's BYE says that the group is broken */
   bool peer_over; /* the peer's BYE says that the peer has left the elastic model */
-  double retry_at; /* cddp__link_reconnect does not connect again before; 0: it has not yet */
+  double retry_at; /* cddp__link_reconnect does nothing before this time; 0: not used yet */
   cddp__hello hello; /* sent if this end is the caller, else received */
   /* of processes that join only: */
   double first_message_at; /* time of the proof's first message; valid once
@@ -5375,8 +5375,8 @@ enum cddp__command_result { CDDP__COMMAND_FAILED, CDDP__COMMAND_DONE, CDDP__COMM
 /* Executes the command at head, which parser has parsed, and adds its answer to out.
      DONE     the answer, if the command has one, is in out
      WAITS    a key of a WAIT is missing (parser->missing): it must be executed again
-     FAILED   the caller closes the connection: no memory, or an ADD to text, for example, to which
-              c10d's server does not answer either */
+     FAILED   no memory, or a command, such as an ADD to text, that c10d's server does not answer
+              either: the caller closes the connection */
 static int cddp__server_execute(cddp__server *server, cddp__parser *parser,
                                 const unsigned char *head, cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[parser->code];
@@ -9577,7 +9577,7 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
 /* Values of `bool notify_hosts`. HOSTS_KNOW: the other hosts have found the failure themselves. */
 enum { CDDP__HOSTS_KNOW, CDDP__NOTIFY_HOSTS };
 
-/* Wakes the ranks, so that they find a published failure: on this host, if notify_hosts on all. */
+/* Wakes this host's ranks, which then find the failure. notify_hosts: tells the other hosts too. */
 static void cddp__announce_failure(cddp_group *g, bool notify_hosts) {
   cddp__wake_all(g);
   if (notify_hosts && g->hosts != NULL)
@@ -13399,7 +13399,7 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Connects to a rank, unless a link exists, perhaps an ended one. It is perhaps not UP yet. */
+/* Connects to a rank, unless a link exists. CDDP_OK: a link exists, in any state. */
 static cddp_result cddp__ensure_link(cddp_group *g, int rank) {
   cddp__peer *peer = &g->hosts->peers[rank];
   cddp_result r;
@@ -13445,7 +13445,7 @@ static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__fram
   return work;
 }
 
-/* The head of a frame is complete: its bytes go to the buffer of its receive, if it has one. */
+/* A frame's head is complete: its bytes go to the buffer of its receive, if it has one. */
 static void cddp__begin_receive(const cddp_group *g, cddp__connection *link) {
   cddp_work *work = cddp__recv_for(g, link->rank, &link->in_head);
   link->into = work;
@@ -13875,7 +13875,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due_step) {
   do {
     if (moved) {
       cddp__wait_begin(&w, g->timeout_s + CDDP__REMOTE_CAUSE_S);
-      w.yields = polls ? CDDP__LINK_POLLS : 1;
+      w.yields = polls ? CDDP__LINK_POLLS : 1; /* 1: others use this core too */
     }
     moved = false;
     events = cddp__load32(&slot->events);
@@ -13907,8 +13907,8 @@ static cddp__op_header *cddp__header_in(const cddp__hosts *hosts, int host, int 
   return (cddp__op_header *)(void *)(hosts->headers + hosts->group_hosts[host].headers_at) + i;
 }
 
-/* Bytes of a rank's staging buffer that travel with a round's headers. header: its leader's, which
-   tells the call. */
+/* Bytes of a rank's staging buffer that travel with a round's headers. header: that of its host's
+   leader, which tells the call. */
 static size_t cddp__piggyback_of(const cddp_group *g, const cddp__op_header *header, int rank) {
   uint32_t kind = cddp__code_kind(header->call), dtype = cddp__code_dtype(header->call);
   size_t element; /* bytes of a rank's shares for each element of `count` */
@@ -14149,7 +14149,8 @@ typedef struct cddp__flow {
   char *result; /* the sums of a reduce for a root elsewhere: CDDP__SUM_AREAS areas */
 } cddp__flow;
 
-/* Whether no rank acts for its host: scatter, gather, all_to_all. */
+/* Whether each two ranks exchange their own bytes: scatter, gather, all_to_all. Else one rank acts
+   for its host. */
 static bool cddp__is_pairwise(const cddp__flow *f) {
   const cddp__shape *s = f->shape;
   return !s->reduces && (s->scatters || (s->gathers && s->to_root));
@@ -14159,7 +14160,7 @@ static size_t cddp__view_shares(const cddp__flow *f) { /* number of shares in a 
   return f->shape->reduces ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
 }
 
-/* In the view of local rank t: the chunk of the share for or of rank p; without shares, of all. */
+/* Where local rank t's view has this chunk of rank p's share; without shares: of the array. */
 static char *cddp__view_of(const cddp__flow *f, int t, int p) {
   const cddp__hosts *hosts = f->g->hosts;
   const cddp__call *c = f->c;
@@ -14184,8 +14185,8 @@ static char *cddp__local_view(const cddp__flow *f, int p, size_t begin) {
   return cddp__view_of(f, t, p) + begin * f->c->esize;
 }
 
-/* The rank that acts for a host towards the owner of a part, itself on its host. On others: the
-   rank with the same number, modulo the host's ranks, so that they share the work. */
+/* The rank that acts for a host towards the owner of a part: the one with the owner's number on its
+   host, modulo the host's ranks, so that they share the work. On its own host the owner. */
 static int cddp__acting_rank(const cddp__hosts *hosts, int host, int owner) {
   return cddp__rank_on(hosts, host, hosts->peers[owner].local_rank % hosts->group_hosts[host].size);
 }
