@@ -3703,13 +3703,13 @@ static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t 
       0xfedcba9876543210u, 0x357b20c16df984aeu, 0x491763eadf250c8bu, 0x8f04a562ebcd1397u,
       0xd386cb1efa427509u, 0x91ef57d438b0a6c2u, 0xb8293670a4def15cu, 0xa2684f05931ce7bdu,
       0x5a417d2c803b9ef6u, 0x0dc3e9bf5167482au};
-  uint32_t v[16]; /* a matrix of 4 x 4 words */
+  uint32_t v[16];
   int round, i;
   memcpy(v, h, 8 * sizeof *v); /* the upper half of the matrix is the state */
   memcpy(v + 8, cddp__blake2s_start, 8 * sizeof *v);
   v[12] ^= (uint32_t)bytes; /* the RFC's offset counter, in two words */
   v[13] ^= (uint32_t)(bytes >> 32);
-  if (last) v[14] = ~v[14]; /* the last block of the message */
+  if (last) v[14] = ~v[14];
   for (round = 0; round < 10; round++)
     for (i = 0; i < 8; i++) { /* four columns, then four diagonals */
       uint64_t words = order[round] >> (8 * i); /* the lowest two digits: this step's words */
@@ -3735,21 +3735,28 @@ static void cddp__blake2s(const void *key, size_t key_size, const void *data, si
   const unsigned char *p = (const unsigned char *)data;
   unsigned char block[64];
   uint32_t h[8];
-  size_t total = n + (key_size > 0 ? 64 : 0), at = 0; /* to hash (a key counts 64); hashed so far */
-  size_t take, i; /* take: bytes copied to the next block */
-  CDDP_ASSERT(key_size <= 32); /* the RFC's limit of a key */
+  size_t done = 0, take, i; /* bytes hashed so far, with padding of the key; of the next block */
+  CDDP_ASSERT(key_size <= 32);
   memcpy(h, cddp__blake2s_start, sizeof h);
   /* The RFC's parameters, a byte each: 32 bytes of output, key_size, fanout 1, depth 1 (no tree) */
   h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8;
-  do { /* once for no data too: an empty message is one block of zeros */
-    bool is_key = at == 0 && key_size > 0;
-    take = is_key ? key_size : cddp__min(64, total - at);
+  if (key_size > 0) {
     memset(block, 0, sizeof block);
-    cddp__copy(block, is_key ? key : p, take); /* of 0 bytes p can be NULL */
-    if (!is_key) p += take;
-    at += is_key ? 64 /* the padding counts */ : take;
-    cddp__blake2s_block(h, block, at, at == total /* last */);
-  } while (at < total);
+    memcpy(block, key, key_size);
+    done = sizeof block;
+    cddp__blake2s_block(h, block, done, n == 0 /* last */);
+  }
+  if (n == 0 && key_size == 0) { /* an empty message is one block of zeros */
+    memset(block, 0, sizeof block);
+    cddp__blake2s_block(h, block, 0, true /* last */);
+  }
+  while (n > 0) {
+    take = cddp__min(sizeof block, n);
+    memset(block, 0, sizeof block);
+    memcpy(block, p, take);
+    p += take, n -= take, done += take;
+    cddp__blake2s_block(h, block, done, n == 0 /* last */);
+  }
   for (i = 0; i < 8; i++) cddp__put32(out + 4 * i, h[i]);
 }
 
@@ -3802,7 +3809,7 @@ enum cddp__challenge_state {
   CDDP__CHALLENGE_PROVEN,  /* both ends know the secret, or neither has one. Behind it: failures */
   CDDP__CHALLENGE_REFUSED, /* the called end has sent `why` */
   CDDP__CHALLENGE_WRONG,   /* the other end has another secret, or this one has none */
-  CDDP__CHALLENGE_NOT_CDDP /* the other end uses another protocol */
+  CDDP__CHALLENGE_NOT_CDDP
 };
 
 typedef struct cddp__challenge {
@@ -3822,7 +3829,6 @@ typedef struct cddp__challenge {
   size_t in_size, out_size; /* bytes received of a message; bytes of one to send, or 0 */
 } cddp__challenge;
 
-/* Writes a message to `out`: a tag and n bytes of data. */
 static void cddp__challenge_queue(cddp__challenge *challenge, const char *tag, const void *data,
                                   size_t n) {
   memcpy(challenge->out, tag, CDDP__TAG_SIZE);
@@ -3889,7 +3895,7 @@ static void cddp__challenge_handle_message(cddp__challenge *challenge) {
                          ? CDDP__CHALLENGE_PROVEN
                          : CDDP__CHALLENGE_WRONG;
   if (challenge->caller) return; /* the message was ACCEPT, the last one */
-  cddp__challenge_prove(challenge, CDDP__END_CALLED, proof); /* this end's, for ACCEPT */
+  cddp__challenge_prove(challenge, CDDP__END_CALLED, proof);
   if (challenge->state == CDDP__CHALLENGE_PROVEN)
     cddp__challenge_queue(challenge, CDDP__AUTH_ACCEPT, proof, sizeof proof);
   else
@@ -3912,7 +3918,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
       {CDDP__AUTH_HELLO, CDDP__AUTH_PROOF},      /* [CDDP__END_CALLED] */
       {CDDP__AUTH_CHALLENGE, CDDP__AUTH_ACCEPT}, /* [CDDP__END_CALLER] */
   };
-  size_t used = 0; /* bytes of p consumed so far */
+  size_t used = 0;
   if (challenge->secret == NULL && n > 0) {
     cddp__challenge_without_secret(challenge, p[0]);
     return 0; /* the bytes belong to the protocol that follows */
@@ -8107,7 +8113,7 @@ typedef int64_t CDDP__ALIAS cddp__i64;
 #define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)")
 #define CDDP__UNROLL_16 _Pragma("clang loop unroll_count(16)")
 #pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no error */
+#pragma clang diagnostic ignored "-Wpass-failed"
 #else
 #define CDDP__FAST /* O3 compiles slower, and the loops run no faster */ \
   __attribute__((optimize("O2", "tree-vectorize", "vect-cost-model=dynamic", "fp-contract=off", \
@@ -8406,7 +8412,6 @@ typedef struct cddp__loops {
     } \
   }
 
-/* Conversions to F32 and back. */
 #define CDDP__HALF_KERNELS(ISA, TARGET, S) \
   TARGET static void cddp__widen_##S##_##ISA(cddp__f32 *d, const void *src, size_t n) { \
     const cddp__u16 *s = (const cddp__u16 *)src; \
@@ -8566,7 +8571,6 @@ static const cddp__loops cddp__loops_base[] = {CDDP__DTYPES(CDDP__X)};
 #undef CDDP__X
 
 #if CDDP__DISPATCH
-/* F16C converts 8 elements in one instruction. */
 typedef short __attribute__((vector_size(16))) cddp__8_halves;
 typedef float __attribute__((vector_size(32))) cddp__8_floats;
 
@@ -8691,7 +8695,8 @@ CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, in
   /* Floats: the inverse of a power of two gives the bits of a division. Integers are always
      divided. */
   fold->divide = average && (!fold->uses_sum || (ranks & (ranks - 1)) != 0);
-  fold->factor = !average ? 1.0 : fold->divide ? (double)ranks : 1.0 / (double)ranks;
+  fold->factor = 1.0;
+  if (average) fold->factor = fold->divide ? (double)ranks : 1.0 / (double)ranks;
 }
 
 /* Whether one call of `sum` is the whole reduction: it adds 2, 3, 4 or 8 leaves. Its loop for 3
@@ -8804,7 +8809,7 @@ static void cddp__fold_block(const cddp__fold *fold, char *dst, size_t at, size_
 /* Reduces elements [at, at + n) to the same place in dst, which can be a source. */
 static void cddp__fold_range(const cddp__fold *fold, void *dst, size_t at, size_t n) {
   size_t block = cddp__fold_block_bytes(fold) / fold->compute_size /* elements */, end = at + n;
-  const void *s[8]; /* the sources, from `at` on */
+  const void *s[8];
   int i;
   if (cddp__fold_direct(fold)) {
     for (i = 0; i < fold->nsrcs; i++) s[i] = (const char *)fold->srcs[i] + at * fold->esize;
@@ -8829,9 +8834,11 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
                          cddp_op op) {
   const cddp__loops *loops = &cddp__pick_loops()[dtype];
   CDDP_ASSERT(nsrcs >= 1 && nsrcs <= CDDP__MAX_RANKS);
-  if (nsrcs == 1 && dst != srcs[0] && n > 0 /* n 0: both can be NULL */)
-    memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
-  if (nsrcs == 1) return; /* AVG too: the mean of one */
+  if (nsrcs == 1) { /* AVG too: the mean of one */
+    if (dst != srcs[0] && n > 0 /* n 0: both can be NULL */)
+      memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
+    return;
+  }
   if (op == CDDP_SUM && nsrcs <= 4 && loops->sum != NULL) /* a shortcut for small calls */
     (loops->sum)(dst, srcs, nsrcs, n, 1.0 /* factor */);
   else
@@ -8862,9 +8869,9 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
    libc's memcpy uses the cache. */
 static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
                        const cddp__fused_args *s, int ranks, size_t n) {
-  cddp__f32 sum[256]; /* of a chunk's gradients */
+  cddp__f32 sum[256];
   cddp__fused_args a = *s; /* for a chunk: as if one rank had the gradients' sum */
-  const void *g[4]; /* the chunk's gradients, by rank */
+  const void *g[4];
   size_t m, at; /* the chunk's number of elements, first element */
   int k;
   if (ranks < 4) {
@@ -8936,7 +8943,7 @@ static float cddp__round_odd(double x) {
    to odd. Then a half rounded from the result has the bits of a direct conversion. */
 static const cddp__f32 *cddp__to_f32(cddp__f32 *buf, const void *src, cddp_dtype from, size_t n,
                                      bool odd) {
-  const cddp__f64 *s = (const cddp__f64 *)src; /* used if src is f64 */
+  const cddp__f64 *s = (const cddp__f64 *)src;
   size_t i;
   if (from == CDDP_F32) return (const cddp__f32 *)src;
   if (from != CDDP_F64) cddp__pick_loops()[from].widen(buf, src, n);
@@ -17809,7 +17816,7 @@ typedef struct cddp__algorithm {
   bool counts; /* a step depends on its number: checkpoints include optim.steps */
   bool strict; /* only dense gradients, and only f32 and f64 (with master_weights also
                   half-precision weights) */
-  /* Computes the scalars of parameter i's next step, and sets u->loop if a fused loop fits. */
+  /* Sets the scalars of parameter i's next step, and u->loop if a fused loop fits. */
   void (*begin)(const cddp_optim *o, int i, cddp__update *u);
   /* Steps n elements. All arrays have the compute type: halves are converted before and after.
      states[k] NULL: not in use. */
@@ -17827,7 +17834,6 @@ CDDP__STATIC_ASSERT(sizeof cddp__setting_names / sizeof *cddp__setting_names == 
 
 enum { CDDP__NO_WAIT, CDDP__WAIT }; /* values of `bool waits`, of the backend's zero */
 
-/* An optimizer's functions for host memory, or for a device. */
 typedef struct cddp__optim_backend {
   bool on_device; /* states, weights and gradients are device memory */
   cddp_result (*step)(cddp_optim *o); /* cddp_optim_step, after cddp__optim_prepare */
@@ -17841,7 +17847,7 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
   cddp_param *params; /* [count], the caller's */
   int count; /* of parameters */
   const cddp__algorithm *algorithm; /* cddp__sgd or cddp__adamw */
-  const cddp__optim_backend *backend; /* for host memory, or for a device */
+  const cddp__optim_backend *backend;
   cddp__optim_desc desc; /* its lists are copies, in the optimizer's memory */
   uint64_t settings_hash; /* of desc's numbers and lists, without lr: CDDP__OPTIM_HASH */
   uint64_t hash_with_lr; /* of settings_hash and lr; ranks compare it at each step */
@@ -17872,14 +17878,12 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
                       optimizer stepped a cddp__tensor last */
   cddp_optim **model_link;     /* an elastic model's pointer to this optimizer; NULL: none has it */
 
-  /* cddp_kernels.cuh's. */
-  int device; /* the GPU's number */
+  int device; /* the GPU's number. This and the rest: cddp_kernels.cuh's */
   void *flat; /* all states; NULL: not allocated yet, or host memory */
   struct cddp_segment *segments; /* [count] scratch of a step */
 };
 
-/* One step of one parameter. */
-struct cddp__update {
+struct cddp__update { /* one step of one parameter */
   const cddp__algorithm *algorithm;
   const cddp__loops *loops; /* [dtype] the loops of this processor's instruction set */
   cddp_dtype stored; /* type of the weights and gradients */
@@ -17887,7 +17891,7 @@ struct cddp__update {
   cddp__scalars scalars;
   char *states[CDDP__STATES]; /* where its elements begin in each state; NULL: not in use */
   char *master; /* its first element; NULL: none */
-  bool init_master; /* copy the weights to the master first */
+  bool init_master;
   /* For cddp__fuse, in f32. NULL: no loop computes this step, so it needs blocks. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
@@ -17974,7 +17978,7 @@ static void cddp__sgd_block(const cddp__update *update, void *p, const void *g, 
     if (s->nesterov) cddp__sgd_add(update, buf, d, m, n, s->keep);
     d = s->nesterov ? buf : m;
   }
-  cddp__sgd_add(update, p, p, d, n, s->step /* -lr * lr_scales[i] */);
+  cddp__sgd_add(update, p, p, d, n, s->step);
 }
 
 static const cddp__algorithm cddp__sgd = {
@@ -18003,7 +18007,7 @@ static void cddp__adamw_begin(const cddp_optim *optim, int i, cddp__update *upda
   s->decay = 1.0 - lr * d->weight_decays[i]; /* a factor of the weight: decoupled decay */
   s->lerp = 1.0 - d->beta1; /* exp_avg moves towards the gradient by this part */
   s->keep = d->beta2; /* factor of exp_avg_sq */
-  s->take = 1.0 - d->beta2; /* factor of the gradient's square */
+  s->take = 1.0 - d->beta2; /* of the gradient's square */
   s->root = (sqrt)(1.0 - cddp__power(d->beta2, t)); /* bias correction of exp_avg_sq's root */
   s->eps = d->eps;
   s->maximize = d->maximize != 0;
@@ -18343,7 +18347,6 @@ static bool cddp__keeps_master(const cddp_optim *optim, int i) {
          !optim->init_master[i];
 }
 
-/* After a step of parameter i. */
 static void cddp__count_step(cddp_optim *optim, int i) {
   optim->steps[i]++;
   optim->init_master[i] = false; /* the step has set the master */
@@ -18372,7 +18375,6 @@ static void cddp__cpu_leave(cddp_optim *optim) { /* states that were shared: NUL
     cddp__free(NULL /* allocator */, optim->state[i]);
 }
 
-/* The backend of parameters in host memory. */
 static const cddp__optim_backend cddp__cpu_optim = {
     false /* not on_device */, cddp__cpu_step, cddp__cpu_copies, cddp__cpu_zero, cddp__cpu_leave};
 
@@ -18453,7 +18455,6 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *optim) {
    there. */
 #define CDDP__OPTIM_HASH(hash) (((hash) & ~(uint64_t)1) | 2)
 
-/* Sets the rate, and the hash that includes it. */
 static void cddp__set_lr(cddp_optim *optim, double lr) {
   optim->desc.lr = lr;
   optim->hash_with_lr = CDDP__OPTIM_HASH(cddp__hash64(optim->settings_hash, &lr, sizeof lr));
@@ -18497,7 +18498,6 @@ static cddp_result cddp__check_number(const char *what, double x, double below) 
                       below <= 1 ? ", and below 1" : "");
 }
 
-/* Refuses settings of parameter i that do not fit it. */
 static cddp_result cddp__check_param_settings(const cddp_param *params, int i,
                                               const cddp__algorithm *algorithm,
                                               const cddp__optim_desc *d) {
@@ -18523,7 +18523,7 @@ static cddp_result cddp__check_param_settings(const cddp_param *params, int i,
   return r;
 }
 
-/* Refuses values out of range, and settings that do not fit each other or the parameters. */
+/* Refuses values out of range, or that do not fit each other or the parameters. */
 static cddp_result cddp__check_settings(const cddp_param *params, int count,
                                         const cddp__algorithm *algorithm,
                                         const cddp__optim_desc *d) {
@@ -18568,7 +18568,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   size_t states = (size_t)state_count + (d->master_weights != 0); /* arrays per parameter */
   size_t pointers = n * (states + (d->copies != NULL)); /* in optim->state, and in desc.copies */
   cddp_optim *optim;
-  double *scales, *decays; /* the optimizer's lr_scales and weight_decays */
+  double *scales, *decays;
   uint64_t hash;
   int i;
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
@@ -24143,12 +24143,11 @@ CDDPDEF size_t cddp_sampler_batch(cddp_sampler *sampler, int shard, size_t batch
                                   size_t *indices) {
   size_t world, shard_samples, n; /* n: indices of this batch */
   if (sampler == NULL) return 0;
-  sampler->result = CDDP_INVALID_ARGUMENT; /* stays if the check below fails */
   world = (size_t)sampler->desc.world_size;
   if (shard < 0 || (size_t)shard >= world || size == 0 || indices == NULL) {
-    cddp__fail(
-        sampler->result, "%s: shard is %d, of %zu, or size is 0, or indices is NULL", __func__,
-        shard, world);
+    sampler->result =
+        CDDP__REFUSE("%s: shard is %d, of %zu, or size is 0, or indices is NULL", __func__, shard,
+                     world);
     return 0;
   }
   sampler->result = CDDP_OK;
@@ -24185,7 +24184,7 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *sampler) {
 
 #define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
 #define CDDP__DIMS_MAX 64 /* of a tensor, as in PyTorch and NumPy */
-#define CDDP__NAME_CUT 60 /* most bytes of a name in an error text, which contains more */
+#define CDDP__NAME_CUT 60 /* most bytes of a name in an error text */
 
 typedef struct cddp__st_type {
   char name[12];
@@ -24200,7 +24199,7 @@ static const cddp__st_type cddp__st_types[] = {
     {"F6_E2M3", 6}, {"F4", 4}, {"BOOL", 8}};
 #define CDDP__ST_TYPES ((int)(sizeof cddp__st_types / sizeof *cddp__st_types))
 
-typedef struct cddp__st_name { /* an entry of the index by name */
+typedef struct cddp__st_name {
   const char *name;
   const cddp_tensor_info *tensor;
 } cddp__st_name;
@@ -24214,7 +24213,7 @@ struct cddp_safetensors { /* constant once it is open */
                                 metadata and all tensors' shapes are behind it */
   cddp__st_name *by_name;  /* [count] the index, sorted by name */
   cddp_metadata *metadata; /* [metadata_count] sorted by key */
-  uint64_t *next_shape;    /* while parsing: end of the shapes so far, where the next is written */
+  uint64_t *next_shape;    /* while parsing: where the next shape is written */
   size_t count, metadata_count;
   bool has_metadata; /* __metadata__ was read: a second one is an error */
   int fd; /* set by cddp__st_open; -1: the text was broadcast, or is a new header to parse */
@@ -24255,7 +24254,7 @@ static void cddp__json_fail(cddp__json *json, const char *what) {
   if (json->result == CDDP_OK)
     json->result = cddp__fail(CDDP_IO, "its header is invalid at byte %zu: %s",
                               (size_t)(json->at - json->begin), what);
-  json->at = json->end; /* nothing more is read */
+  json->at = json->end;
 }
 
 static void cddp__json_space(cddp__json *json) {
@@ -24351,7 +24350,7 @@ static const char *cddp__json_key(cddp__json *json) {
 /* Reads [n, n, ...], at most max numbers. Returns how many. */
 static size_t cddp__json_numbers(cddp__json *json, uint64_t *v, size_t max) {
   size_t n;
-  char *after; /* the end of a number */
+  char *after;
   for (n = 0; cddp__json_item(json, "[]", n, "a list of numbers"); n++) {
     uint64_t number;
     cddp__json_space(json);
@@ -24402,7 +24401,7 @@ static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *e
          n * (uint64_t)bits % 8 == 0 /* whole bytes */;
 }
 
-/* "[2,3]". 8 dims, the most in a file that is written, fit; in error texts more can be cut off. */
+/* "[2,3]". 8 dims, the most in a file that is written, fit; others can be cut off. */
 static cddp__text cddp__shape_json(const uint64_t *size, int dims) {
   cddp__text t = {"["};
   int k;
@@ -24412,7 +24411,6 @@ static cddp__text cddp__shape_json(const uint64_t *size, int dims) {
   return t;
 }
 
-/* Reads the object of one tensor into the next entry of file->tensors. */
 static void cddp__st_tensor(cddp_safetensors *file, cddp__json *json, const char *name) {
   static const char *const fields[] = {"dtype", "shape", "data_offsets"};
   bool seen[3] = {false, false, false}; /* by field */
@@ -24540,7 +24538,7 @@ static cddp_result cddp__st_reserve(cddp_safetensors *file) {
   return CDDP_OK;
 }
 
-/* Fills and sorts the index and the metadata. Fails if two names are equal. */
+/* Fills the index. Fails if two names are equal. */
 static cddp_result cddp__st_index(cddp_safetensors *file) {
   const char *twice;
   size_t i;
@@ -24712,7 +24710,7 @@ static uint64_t cddp__st_write_header(const cddp_allocator *allocator, cddp__buf
    After each step cddp__consensus makes the first failure the result on all ranks; a parameter r is
    this rank's result so far. At the end cddp__fail_on_file puts the path before the error text. */
 
-/* Keys of metadata that are numbers: the sampler's, then the cddp_ddp's. */
+/* Keys of metadata that are numbers. */
 static const char *const cddp__meta_keys[] = {
     "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
     "cddp.sampler.seed", "cddp.sampler.shuffle", "cddp.ddp.steps", "cddp.ddp.shards"};
@@ -24737,7 +24735,7 @@ typedef struct cddp__ckpt {
   int count;
   const cddp_checkpoint_desc *desc; /* never NULL */
   cddp_checkpoint_desc none; /* all 0: the desc if the caller passed NULL */
-  bool root; /* this is rank 0, or the group is NULL: it reads or writes the file */
+  bool root; /* rank 0, or g is NULL: reads or writes the file */
   bool has_device_memory; /* a tensor can be in device memory */
   bool partitioned; /* each rank has only its parts of the states */
   cddp__st_item *items; /* the states' names follow the array */
@@ -24771,7 +24769,7 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
                                  const char *path) {
   unsigned char first[8] = {0}; /* N */
   struct stat st;
-  size_t size = 0; /* of the JSON: N as a number */
+  size_t size = 0; /* of the JSON */
   cddp_result r = CDDP_OK;
   int fd;
   *out = NULL;
@@ -24896,7 +24894,6 @@ static int cddp__sync_file(int fd) {
   return 0;
 }
 
-/* Syncs the directory, so that the new name is on the disk. */
 static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
   char *slash = strrchr(ckpt->temporary, '/'), *folder = ckpt->temporary;
   int fd, error;
@@ -24956,7 +24953,6 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
   return cddp__fail_in(r, "%s(\"%s\"): ", function, cddp__cut(path != NULL ? path : "NULL", 200).s);
 }
 
-/* Checks the shape that the caller passed for parameter i. */
 static cddp_result cddp__check_shape(const cddp_param *param, const cddp_shape *shape, int i) {
   int dims = shape->dims > 0 ? shape->dims : 0;
   uint64_t elements, bytes;
@@ -25040,7 +25036,7 @@ static cddp__st_item *cddp__add_item(cddp__ckpt *ckpt, const char *name, cddp_dt
   item->name = name;
   item->dtype = dtype;
   item->type = cddp__st_find_type(cddp__dtypes[dtype].file_name);
-  CDDP_ASSERT(item->type != NULL); /* the format has a type of that name */
+  CDDP_ASSERT(item->type != NULL);
   item->count = count;
   item->data = data;
   item->param = -1; /* not a state; the caller sets the parameter of a state */
@@ -25328,7 +25324,7 @@ static cddp_result cddp__check_header(cddp__ckpt *ckpt, uint64_t data_bytes) {
   return r != CDDP_IO ? r : cddp__fail_in(CDDP_INVALID_ARGUMENT, "names or metadata are invalid: ");
 }
 
-/* Selects the states, and writes the header to ckpt->header, with all items' positions. */
+/* Selects the states, and writes ckpt->header, with all items' positions. */
 static cddp_result cddp__save_header(cddp__ckpt *ckpt) {
   char digits[CDDP__META_COUNT][24];
   uint64_t data_bytes;
@@ -25402,7 +25398,6 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
 
 /* --- loading --- */
 
-/* The file lacks a tensor or a metadata key, and `partial` is not set. */
 static cddp_result cddp__fail_missing(const char *what, const char *name) {
   return CDDP__REFUSE(
       "the file has no %s \"%s\"; set partial to load only what it has", what, name);
@@ -25466,7 +25461,7 @@ static cddp_result cddp__match_items(cddp__ckpt *ckpt) {
   const cddp_safetensors *file = ckpt->file;
   bool *matched = (bool *)cddp__calloc( /* [count] whether a tensor of the file is an item's */
       ckpt->allocator, file->count, sizeof *matched);
-  const cddp__st_item *first = ckpt->items; /* see cddp__match_item */
+  const cddp__st_item *first = ckpt->items;
   cddp_result r = matched != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
@@ -25498,7 +25493,7 @@ static const char *cddp__fixed_number(const cddp__ckpt *ckpt, int i, uint64_t ow
   return NULL;
 }
 
-/* Reads the numbers that the caller wants from the file's metadata, to ckpt->numbers and found. */
+/* Reads the wanted numbers of the file's metadata to ckpt->numbers and found. */
 static cddp_result cddp__match_numbers(cddp__ckpt *ckpt) {
   uint64_t own[CDDP__META_COUNT], *v = ckpt->numbers;
   unsigned asked = cddp__collect_numbers(ckpt->desc, own); /* own: the caller's present values */
@@ -25531,7 +25526,7 @@ static cddp_result cddp__broadcast_bytes(const cddp__ckpt *ckpt, void *data, siz
 static cddp_result cddp__load_header(cddp__ckpt *ckpt, cddp_result r) {
   const cddp_checkpoint_desc *desc = ckpt->desc;
   uint64_t sizes[2] = {0, 0}; /* of the text and the data in rank 0's file */
-  size_t needed = 0; /* bytes of desc->text that cddp_load fills: all values, with their NULs */
+  size_t needed = 0; /* bytes of desc->text for all values, with their NULs */
   int i;
   if (r == CDDP_OK && ckpt->root) r = cddp__st_open(&ckpt->file, ckpt->allocator, ckpt->path);
   if ((r = cddp__compare_calls(ckpt, r)) != CDDP_OK) return r;
@@ -25579,7 +25574,7 @@ static cddp_result cddp__broadcast_tensors(cddp__ckpt *ckpt) {
                                  : cddp__packet_broadcast(&packet);
 }
 
-/* Collective: rank 0 broadcasts each state in `whole`, of which each rank keeps its part. */
+/* Collective: broadcasts each state in `whole`. Each rank keeps its part. */
 static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
   const cddp_optim *optim = ckpt->desc->optim;
   cddp_group *g = ckpt->g;
@@ -25593,7 +25588,7 @@ static cddp_result cddp__load_states(cddp__ckpt *ckpt) {
     cddp__call call = cddp__broadcast_call(whole, item.count, item.dtype, 0 /* root */);
     if (item.file_tensor == NULL || item.state_pointer == NULL) continue;
     item.data = whole;
-    if (ckpt->root) r = cddp__copy_item(ckpt, &item); /* reads it from the file */
+    if (ckpt->root) r = cddp__copy_item(ckpt, &item);
     if ((r = cddp__agree(g, r)) != CDDP_OK) break;
     r = (g->backend->start)(g, &call, NULL /* no handle */);
     if (r == CDDP_OK)
@@ -25615,7 +25610,7 @@ static cddp_result cddp__check_numbers(cddp__ckpt *ckpt) {
     bool is_lr = item.data == &ckpt->lr, is_steps = item.param >= 0 && item.state_pointer == NULL;
     float steps = 0;
     if (item.file_tensor == NULL /* not in the file */ || (!is_lr && !is_steps)) continue;
-    if (is_steps) item.data = &steps; /* not yet to the optimizer */
+    if (is_steps) item.data = &steps;
     r = cddp__copy_item(ckpt, &item);
     /* f32 counts up to 2^24; each comparison is false for a NaN */
     if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216))
@@ -25657,7 +25652,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
     bool found = item->file_tensor != NULL;
-    if (item->param < 0) continue; /* a parameter, or the learning rate */
+    if (item->param < 0) continue;
     if (item->state_pointer == NULL) { /* a step count, read into optim->steps */
       if (!found) *(float *)item->data = 0; /* the file lacks it */
       continue;
@@ -26345,7 +26340,6 @@ CDDPDEF int cddp_launcher_rank(void) {
 
 /* --- groups --- */
 
-/* Whether device is "cuda" or "cuda:N", N of at most 4 digits. */
 static bool cddp__is_cuda(const char *device) {
   size_t digits;
   if (strcmp(device, "cuda") == 0) return true;
@@ -26400,7 +26394,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
       CDDP__MAX_RANKS);
   CDDP__CHECK(d->timeout_s >= 0, "timeout_s is %g; it must be at least 0", d->timeout_s);
   CDDP__TRY(cddp__check_allocator(&d->allocator));
-  CDDP__TRY(cddp__init(out, d)); /* a group on the host, without a device */
+  CDDP__TRY(cddp__init(out, d));
   if (d->device != NULL && strncmp(d->device, "cuda", 4) == 0) r = cddp__give_device(*out, d);
   if (r == CDDP_OK) {
     memcpy(cddp__error_text, old_text.s, sizeof old_text.s); /* drops texts of failed attempts */
@@ -26489,7 +26483,7 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
   CDDP__CHECK(!g->backend->on_device && !g->carrier->foreign,
               "the group has a device already, or its backend is \"mpi\"");
   cddp__engine_drain(g); /* the engine's thread reads g->backend, which changes */
-  CDDP__TRY(cddp__check_group(g)); /* fails if g is broken */
+  CDDP__TRY(cddp__check_group(g));
   return cddp__named(__func__, cddp__give_device(g, &d));
 }
 
@@ -26640,15 +26634,17 @@ CDDPDEF cddp_result (cddp_all_to_all_v)(
   return cddp__start_counted(__func__, g, &call, send_counts, recv_counts, work);
 }
 
+static cddp__call cddp__barrier_call(void) {
+  return cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0 /* count */, CDDP_F32, CDDP_SUM, -1);
+}
+
 CDDPDEF cddp_result (cddp_barrier)(cddp_group *g) {
-  cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL /* send */, NULL /* recv */,
-                                    0 /* count */, CDDP_F32, CDDP_SUM, -1 /* root */);
+  cddp__call call = cddp__barrier_call();
   return cddp__start_call(__func__, g, &call, NULL /* waits */);
 }
 
 CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
-  cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL /* send */, NULL /* recv */,
-                                    0 /* count */, CDDP_F32, CDDP_SUM, -1 /* root */);
+  cddp__call call = cddp__barrier_call();
   CDDP__CHECK(work != NULL, "work is NULL");
   return cddp__start_call(__func__, g, &call, work);
 }
@@ -26855,7 +26851,6 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
   return d != NULL ? d->partition_count : 0;
 }
 
-/* Fails if d is NULL, or a model without partitions. */
 static cddp_result cddp__check_partitions(const cddp_ddp *d) {
   if (d == NULL) return CDDP__REFUSE("the cddp_ddp is NULL");
   if (!d->desc.elastic) return CDDP_OK;
@@ -26912,7 +26907,7 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
   CDDP__CHECK(d->step.has_norm, "nothing has been clipped since the last step; see max_grad_norm");
   CDDP__TRY(d->memory->select_device(d));
-  if (d->memory->norm != NULL) return (d->memory->norm)(d, norm); /* the norm is on the device */
+  if (d->memory->norm != NULL) return (d->memory->norm)(d, norm);
   *norm = d->step.norm;
   return CDDP_OK;
 }
@@ -27110,7 +27105,7 @@ CDDPDEF cddp_result cddp_store_add(cddp_store *store, const char *key, int64_t a
                                    int64_t *total) {
   cddp__request request = cddp__request_of(CDDP__STORE_ADD, &key, 1 /* key */);
   cddp_result r;
-  request.number = (uint64_t)amount; /* replaced by the total */
+  request.number = (uint64_t)amount;
   r = cddp__store_command(__func__, store, &request, &request /* required: none */);
   if (r == CDDP_OK && total != NULL) *total = (int64_t)request.number;
   return r;

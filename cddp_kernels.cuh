@@ -843,18 +843,29 @@ static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool m
   return true;
 }
 
+/* Returns whether the copies are valid: those of segments with elements, which have data. */
+static bool cddp__cu_copies_ok(const cddp_segment *s, void *const *copies, int n) {
+  if (n < 0 || (n > 0 && (s == NULL || copies == NULL))) return false;
+  for (int i = 0; i < n; i++)
+    if (s[i].count > 0 && (s[i].data == NULL || copies[i] == NULL)) return false;
+  return true;
+}
+
 /* cddp_kernels.sgd. */
 static int cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
                         double factor, const double *clip, unsigned flags, void *on) {
   cudaStream_t stream = (cudaStream_t)on;
   if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0))
     return cudaErrorInvalidValue;
-  if (cddp__cu_masters(s, n))
-    return dtype == CDDP_F16 ? cddp__cu_sgd_as<float, __half, cddp__cu_no_copy>(
-                                   s, NULL, n, rule, factor, clip, flags, stream)
-           : dtype == CDDP_BF16 ? cddp__cu_sgd_as<float, __nv_bfloat16, cddp__cu_no_copy>(
-                                      s, NULL, n, rule, factor, clip, flags, stream)
-                                : cudaErrorInvalidValue;
+  if (cddp__cu_masters(s, n)) {
+    if (dtype == CDDP_F16)
+      return cddp__cu_sgd_as<float, __half, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip, flags,
+                                                              stream);
+    if (dtype == CDDP_BF16)
+      return cddp__cu_sgd_as<float, __nv_bfloat16, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip,
+                                                                     flags, stream);
+    return cudaErrorInvalidValue;
+  }
   return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sgd_plain, s, n, rule, factor, clip, flags, stream);
 }
 
@@ -869,10 +880,8 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
                                             cddp_dtype copy_dtype, const cddp_sgd_desc *rule,
                                             unsigned flags, cudaStream_t stream) {
   if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0) ||
-      (n > 0 && copies == NULL))
+      !cddp__cu_copies_ok(s, copies, n))
     return cudaErrorInvalidValue;
-  for (int i = 0; i < n; i++)
-    if (s[i].count > 0 && copies[i] == NULL) return cudaErrorInvalidValue;
   if (copy_dtype == CDDP_F16)
     return cddp__cu_sgd_as<float, float, cddp__cu_half_copy<__half>>(s, copies, n, rule, 1, NULL,
                                                                      flags, stream);
@@ -984,9 +993,7 @@ template <typename H> struct cddp__cu_copy_op : cddp__cu_half_copy<H> {
 
 extern "C" cudaError_t cddp_cuda_copies(const cddp_segment *s, void *const *copies, int n,
                                         cddp_dtype copy_dtype, cudaStream_t stream) {
-  if (n < 0 || (n > 0 && (s == NULL || copies == NULL))) return cudaErrorInvalidValue;
-  for (int i = 0; i < n; i++)
-    if (s[i].count > 0 && (s[i].data == NULL || copies[i] == NULL)) return cudaErrorInvalidValue;
+  if (!cddp__cu_copies_ok(s, copies, n)) return cudaErrorInvalidValue;
   if (copy_dtype == CDDP_F16)
     return cddp__cu_segments<float>(s, copies, n, cddp__cu_copy_op<__half>(), stream);
   if (copy_dtype == CDDP_BF16)
@@ -1732,7 +1739,7 @@ enum {
   CDDP__MARKER_COUNT = 16, /* most unfinished operations with an event of their own */
   CDDP__SPARE_EVENTS = 32, /* most events kept for reuse */
   CDDP__CALL_HASHES = 4096, /* no comparison if ranks are more calls apart; a power of two */
-  CDDP__UNCOUNTED = 1 << 30, /* added for a send in a CUDA graph, which can be sent many times */
+  CDDP__UNCOUNTED = 1 << 30, /* for a send in a CUDA graph, which can be sent many times */
   CDDP__SEVERAL_DEVICES = 1000000 /* in cddp__device_groups; no device has this number */
 };
 
@@ -1747,7 +1754,6 @@ enum {
   CDDP__COMM_DONE = 8 /* after NCCL's end, and by the group: the second frees the context */
 };
 
-/* The event behind an operation. */
 typedef struct cddp__marker {
   void *event;
   double since; /* when the operation was issued: the event was recorded */
@@ -1773,7 +1779,7 @@ typedef struct cddp__gpu_work {
    marked so. The watcher takes it: never held during a call of CUDA or NCCL. */
 typedef struct cddp__device {
   cddp_group *group;
-  int index;           /* of the GPU: cuda:index */
+  int index;
   cudaStream_t side;   /* for operations with a work handle, and buckets; high priority */
   pthread_mutex_t issue_lock, lock;
   const cddp_kernels *kernels; /* NULL: some rank has none, so that all ranks do without */
@@ -1797,7 +1803,7 @@ typedef struct cddp__device {
   cddp__scratch scratch; /* used on `side`; owner: the thread that calls collectives */
 } cddp__device;
 
-/* Data about its device that every rank announces when a group is created. */
+/* What every rank announces when a group is created. */
 typedef struct cddp__device_report {
   int32_t device, kernels; /* the GPU's number; 1: kernels are registered */
   char gpu[40];  /* uuid of a GPU or of a MIG partition; "": ranks can share it */
@@ -1958,7 +1964,6 @@ static cddp_result cddp__need_kernels(const char *what) {
                     what);
 }
 
-/* Converts n elements, on the group's stream. */
 static cddp_result cddp__device_convert(const cddp_group *g, void *to, cddp_dtype to_dtype,
                                         const void *from, cddp_dtype from_dtype, size_t n) {
   cddp_result r = cddp__need_kernels("gradient compression");
@@ -1968,7 +1973,6 @@ static cddp_result cddp__device_convert(const cddp_group *g, void *to, cddp_dtyp
       "the kernel that compresses");
 }
 
-/* Multiplies n elements by factor. */
 static cddp_result cddp__device_scale(void *p, size_t n, cddp_dtype dtype, double factor,
                                       void *stream) {
   cddp_result r = cddp__need_kernels("a mean over fewer ranks, as some have joined,");
@@ -2045,7 +2049,7 @@ static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const 
   cddp_group *g = device->group;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
-  /* One yield, or none. A message that arrived is a reason not to sleep: more may follow. */
+  /* One yield, or none. After a message others may follow: no sleep. */
   w->yields = w->now - w->since < CDDP__YIELD_S || cddp__serve_all_recvs(g);
   w->deadline = w->since + g->timeout_s + (cddp__busy_since(device) > 0 ? CDDP__LATE_S : 0);
   if (cddp__wait_pause(w)) return CDDP_OK;
@@ -2060,7 +2064,7 @@ static cddp_result cddp__device_poll(cddp__device *device, cddp__wait *w, const 
 
 /* --- the log of calls --- */
 
-/* Number of calls that this rank has logged. The caller holds lock, or is the thread that logs. */
+/* The caller holds lock, or is the thread that logs. */
 static uint32_t cddp__logged_calls(const cddp__device *device) {
   return cddp__load32(&cddp__slot_of(device->group, device->group->rank)->calls);
 }
@@ -2105,7 +2109,6 @@ static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__l
   return cddp__add32(&from->number, 0) == n; /* a read, as read-modify-write */
 }
 
-/* A logged call, with its operands and call site. */
 static cddp__text cddp__describe_logged(const cddp__logged_call *c) {
   return cddp__textf("%s%s", cddp__describe_call(c->what.call, c->what.count, c->what.root).s,
                      c->site);
@@ -2117,7 +2120,7 @@ static cddp_result cddp__break_mismatch(cddp__device *device, int rank, uint32_t
   int first = g->rank < rank ? g->rank : rank, second = g->rank + rank - first;
   cddp__logged_call a, b;
   uint32_t i;
-  /* The text if the logs no longer have the first different call. */
+  /* For logs that no longer have the first different call. */
   cddp__fail(CDDP_MISMATCH, "ranks %d and %d disagree in call %" PRIu32 " of the group or before",
              first, second, n);
   for (i = n < CDDP__CALL_LOG ? 1 : n - CDDP__CALL_LOG + 1 /* the oldest kept */; i <= n; i++) {
@@ -2144,17 +2147,17 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
   cddp__logged_call theirs;
   int q;
   for (q = 0; q < g->size; q++) {
-    uint32_t n, behind;
+    uint32_t n, mine; /* calls that both ranks have made; calls of this rank */
     uint64_t my_hash;
     if (q == g->rank || g->host_index[q] < 0 /* on another host */) continue;
     n = cddp__load32(&cddp__slot_of(g, q)->calls);
     pthread_mutex_lock(&device->lock);
-    behind = cddp__logged_calls(device) - n;
-    if ((int32_t)behind < 0) n += behind, behind = 0; /* q is ahead: compare at my latest */
+    mine = cddp__logged_calls(device);
+    if ((int32_t)(mine - n) < 0) n = mine; /* q is ahead */
     my_hash = device->hashes[n & (CDDP__CALL_HASHES - 1)];
     pthread_mutex_unlock(&device->lock);
     /* No call of both yet; or the hash of call n is no longer known here, or in q's log. */
-    if (n == 0 || behind >= CDDP__CALL_HASHES || !cddp__read_logged(g, q, n, &theirs)) continue;
+    if (n == 0 || mine - n >= CDDP__CALL_HASHES || !cddp__read_logged(g, q, n, &theirs)) continue;
     if (theirs.hash != my_hash) return cddp__break_mismatch(device, q, n);
   }
   return CDDP_OK;
@@ -2166,7 +2169,7 @@ static cddp_result cddp__compare_logs(cddp__device *device) {
    NCCL has ended. */
 static cddp__atomic_u32 cddp__watched, cddp__watchers;
 
-/* Returns whether NCCL may be called with the communicator. issue_lock held. */
+/* Whether the caller may call NCCL. issue_lock held. */
 static bool cddp__comm_alive(const cddp__device *device) {
   return cddp__load32(&device->state) == CDDP__COMM_ALIVE;
 }
@@ -2183,33 +2186,37 @@ static ncclResult_t cddp__comm_state(const cddp__device *device) {
 
 /* Called by the group, and by the watcher after NCCL's end. The second call frees the context. */
 static void cddp__device_release(cddp__device *device) {
-  /* The other of the two has not called yet. */
-  if (cddp__add32(&device->state, CDDP__COMM_DONE) < 2 * CDDP__COMM_DONE) return;
+  if (cddp__add32(&device->state, CDDP__COMM_DONE) < 2 * CDDP__COMM_DONE) return; /* first */
   pthread_mutex_destroy(&device->issue_lock);
   pthread_mutex_destroy(&device->lock);
   cddp__free(NULL, device);
 }
 
-/* Ends the communicator, on the watcher's thread, after other threads have left NCCL. Threads that
-   take issue_lock later find it no longer alive. ncclCommAbort can block until streams and CUDA
-   graphs end. ncclCommDestroy can block until the other ranks of the host call it.
-     aborts   false: ends in good order, if NCCL has no error */
-static void cddp__comm_end(cddp__device *device, bool aborts) {
+/* Waits until no other thread is inside NCCL. One that stays inside is ignored: only the abort may
+   free it. */
+static void cddp__await_issuers(cddp__device *device) {
   cddp__wait w;
-  ncclComm_t comm;
-  bool inside;
   cddp__wait_begin(&w, CDDP__CALLS_S);
-  /* After the wait a thread that is still inside is ignored: only the abort may free it. */
-  while ((inside = pthread_mutex_trylock(&device->issue_lock) != 0) && cddp__wait_pause(&w))
+  while (pthread_mutex_trylock(&device->issue_lock) != 0) {
+    if (!cddp__wait_pause(&w)) return;
     if (__atomic_load_n(&device->comm, __ATOMIC_RELAXED) == NULL)
       cddp__wait_begin(&w, CDDP__CALLS_S); /* the call that creates it is running */
-  if (!inside) pthread_mutex_unlock(&device->issue_lock);
+  }
+  pthread_mutex_unlock(&device->issue_lock);
+}
+
+/* Ends the communicator, on the watcher's thread. Threads that take issue_lock later find it no
+   longer alive. ncclCommAbort can block until streams and CUDA graphs end. ncclCommDestroy can
+   block until the other ranks of the host call it.
+     aborts   false: ends in good order, if NCCL has no error */
+static void cddp__comm_end(cddp__device *device, bool aborts) {
+  ncclComm_t comm;
+  cddp__await_issuers(device);
   comm = __atomic_load_n(&device->comm, __ATOMIC_RELAXED);
-  if (comm == NULL) return; /* it was not created */
+  if (comm == NULL) return;
   if (!aborts && cddp__comm_state(device) == ncclSuccess) {
     if (ncclCommDestroy(comm) == ncclSuccess) return;
-    (void)ncclGroupEnd(); /* closes the group that the failure left open, in which an abort has no
-                             effect */
+    (void)ncclGroupEnd(); /* closes the group that the failure left open: no abort works in it */
   }
   ncclCommAbort(comm);
 }
@@ -2258,14 +2265,14 @@ static cddp_result cddp__break_nccl(cddp__device *device, ncclResult_t e, const 
   cddp__wait_begin(&w, arguments ? CDDP__CAUSE_ARGUMENTS_S : CDDP__CAUSE_S);
   do {
     cddp__watch_hosts(g);
-    if ((r = cddp__check_failure(g)) != CDDP_OK) return r; /* another rank has broken the group */
+    if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
     for (q = 0; q < g->size; q++)
       if (q != g->rank && cddp__rank_gone(g, q)) return cddp__break_lost(g, q, what);
   } while (cddp__wait_pause(&w));
-  return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s)); /* no other cause has shown */
+  return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s));
 }
 
-/* By how many calls a rank of this host is behind this one (negative: ahead). Other hosts: 0. */
+/* How many calls a rank of this host is behind this one (negative: ahead). Other hosts: 0. */
 static int cddp__calls_behind(const cddp__device *device, int rank) {
   const cddp_group *g = device->group;
   if (g->host_index[rank] < 0) return 0;
@@ -2493,7 +2500,6 @@ static void cddp__device_stop(cddp__device *device) {
   cddp__wait_begin(&w, INFINITY); /* no limit: the watcher leaves its loop soon */
   if (device->pid == getpid()) { /* else: no threads, or this is a forked child */
     cddp__device_end(device, CDDP__COMM_ABORTED);
-    /* the watcher no longer accesses the group */
     while ((cddp__load32(&device->state) & CDDP__COMM_DETACHED) == 0) cddp__wait_pause(&w);
     pthread_join(device->poller, NULL);
     cddp__add32(&cddp__watched, (uint32_t)-1);
@@ -2503,10 +2509,10 @@ static void cddp__device_stop(cddp__device *device) {
   if (device->side != NULL) (void)cudaStreamSynchronize(device->side);
 }
 
-/* Stops the context and frees it; if the watcher still waits for NCCL, the watcher frees it. */
+/* If the watcher still waits for NCCL, it frees the context. */
 static void cddp__device_delete(cddp__device *device) {
   int i;
-  cddp__device_stop(device); /* from here on only the watcher can use the context, for NCCL */
+  cddp__device_stop(device); /* then only the watcher uses the context, for NCCL */
   cddp__scratch_free(&device->scratch);
   for (i = 0; i < CDDP__MARKER_COUNT; i++) cddp__event_release(device, &device->markers[i].event);
   while (device->spares > 0) cudaEventDestroy(device->spare[--device->spares]);
@@ -2533,7 +2539,6 @@ static cddp_result cddp__device_scratch(cddp__scratch *scratch, size_t bytes, vo
   return CDDP_OK;
 }
 
-/* cddp_alloc on a device. NULL: error set. */
 static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
   void *p = NULL;
   cddp_result r = cddp__use_device(cddp__device_of(g)->index);
@@ -2636,7 +2641,7 @@ static cddp_result cddp__stage_call(cddp__device *device, const cddp__call *call
   if (r == CDDP_OK && call->kind != CDDP__KIND_RECV && cddp__sends(call, g->rank))
     r = cddp__transfer(g, stage, call->send, sends);
   if (r != CDDP_OK && !message) r = cddp__break_waiting(g, r);
-  inner.send = stage; /* `inner` is the call on host memory */
+  inner.send = stage;
   inner.recv = stage + recv_offset;
   if (r == CDDP_OK) r = cddp__cpu_start(g, &inner, work != NULL ? &staged : NULL);
   if (staged == NULL) return cddp__unstage(g, &inner, call->recv, stage, r);
@@ -2738,9 +2743,9 @@ static cddp_result cddp__await_nccl(cddp__device *device, ncclResult_t e, const 
     if (e == ncclSuccess) e = ncclCommCount(device->comm, &ranks); /* for its effect, see above */
     if (e == ncclInProgress) r = cddp__device_poll(device, &w, what);
   }
-  if (r == CDDP_OK && !cddp__comm_alive(device)) /* the watcher has broken the group */
-    return cddp__check_failure(device->group);
-  return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(device, e, what);
+  if (r != CDDP_OK) return r;
+  if (!cddp__comm_alive(device)) return cddp__check_failure(device->group); /* the watcher's */
+  return CDDP__LIKELY(e == ncclSuccess) ? CDDP_OK : cddp__break_nccl(device, e, what);
 }
 
 /* Enqueues n operations as one NCCL group, so that messages between the ranks can be in any order.
@@ -2750,7 +2755,7 @@ static cddp_result cddp__issue_held(cddp__device *device, const cddp__call *call
   ncclResult_t e, end;
   cddp_result r;
   int i;
-  if (stream == cudaStreamPerThread) /* NCCL enqueues on a thread of its own: another stream */
+  if (stream == cudaStreamPerThread) /* NCCL enqueues on its own thread */
     return CDDP__REFUSE("the group's stream is cudaStreamPerThread, which is another stream in "
                         "NCCL's thread: create one with cudaStreamCreate");
   if (!cddp__comm_alive(device)) {
@@ -3061,24 +3066,26 @@ static cddp_result cddp__device_synchronize(cddp_group *g) {
 
 /* --- contexts: connected, left --- */
 
+static cddp_result cddp__warm_up_sizes(cddp__device *device, void *buffer, cddp_dtype dtype,
+                                       cddp_op op) {
+  size_t bytes;
+  cddp_result r = CDDP_OK;
+  for (bytes = 8; r == CDDP_OK && bytes <= CDDP__WARM_UP; bytes *= 32) {
+    cddp__call call = cddp__make_call(CDDP__KIND_ALL_REDUCE, buffer, buffer,
+                                      bytes / cddp__dtype_size(dtype), dtype, op, -1);
+    r = cddp__issue(device, &call, 1, device->side);
+  }
+  return r;
+}
+
 /* Collective: runs sums and means of several sizes. NCCL connects ranks at the first use of an
    algorithm, while the host waits: else the first training step would wait. */
 static cddp_result cddp__warm_up(cddp__device *device) {
-  cddp__call call;
   void *buffer = NULL;
-  size_t bytes;
-  int mean;
   cddp_result r = CDDP__CUDA(cudaMalloc, &buffer, CDDP__WARM_UP);
   if (r == CDDP_OK) r = cddp__device_zero(buffer, CDDP__WARM_UP, device->side);
-  for (bytes = 8; bytes <= CDDP__WARM_UP; bytes *= 32) { /* NCCL's algorithm depends on the size */
-    for (mean = 0; r == CDDP_OK && mean < 2; mean++) {
-      size_t count = bytes / (mean ? 2 : 4); /* elements of f16, f32 */
-      call = cddp__make_call(CDDP__KIND_ALL_REDUCE, buffer, buffer, count,
-                             mean ? CDDP_F16 : CDDP_F32, mean ? CDDP_AVG : CDDP_SUM,
-                             -1 /* no root */);
-      r = cddp__issue(device, &call, 1, device->side);
-    }
-  }
+  if (r == CDDP_OK) r = cddp__warm_up_sizes(device, buffer, CDDP_F32, CDDP_SUM);
+  if (r == CDDP_OK) r = cddp__warm_up_sizes(device, buffer, CDDP_F16, CDDP_AVG);
   if (r == CDDP_OK) r = cddp__await_stream(device, device->side, NULL);
   if (r != CDDP_OK) r = cddp__break(device->group, r); /* the others wait; operations are aborted */
   if (buffer != NULL) cudaFree(buffer);
@@ -3177,7 +3184,7 @@ static cddp_result cddp__device_open_like(const cddp_group *from, cddp_group *g)
 /* cddp__backend.prepare, before a split: waits for the device, so that no operation of g is in
    flight while NCCL connects the new group, and compares the calls. */
 static cddp_result cddp__device_before_split(cddp_group *g) {
-  cddp__call call = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
+  cddp__call call = cddp__barrier_call();
   cddp__device *device = cddp__device_of(g);
   cddp_result r = cddp__device_enter(g);
   if (r == CDDP_OK)
@@ -3380,7 +3387,6 @@ static cddp_result cddp__device_copies(const cddp_optim *optim, const cddp_ddp *
   memset(optim->segments, 0, (size_t)optim->count * sizeof *optim->segments); /* NULL: not used */
   for (i = 0; i < optim->count; i++) {
     optim->segments[i].data = optim->params[i].data;
-    /* a parameter can be without a copy */
     optim->segments[i].count = optim->desc.copies[i] != NULL ? optim->params[i].count : 0;
   }
   return cddp__cuda_result(cddp__registered_kernels->copies(optim->segments, optim->desc.copies,
@@ -3618,7 +3624,7 @@ enum {
   CDDP__LIST_NONE,
   CDDP__LIST_ALL,    /* in the arena, as buckets have left them */
   CDDP__LIST_PART,   /* this rank's part of those */
-  CDDP__LIST_CALLERS /* where the caller has them: the copies in the arena are not changed */
+  CDDP__LIST_CALLERS /* where the caller has them, not the copies in the arena */
 };
 
 /* Lists the gradients of a dtype, without unused ones, in d->gpu->segments. Returns their
@@ -3747,9 +3753,11 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
 
 /* alloc: the zeroed arena and, behind it, the scratch memory of kernels (d->gpu->clip). */
 static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
-  const cddp_kernels *kernels = cddp__registered_kernels;
+  size_t scratch = /* without kernels nothing is clipped */
+      cddp__registered_kernels != NULL ? cddp__registered_kernels->scratch_bytes : 1;
   void *memory = NULL;
   cddp_result r = cddp__check_on_device(d);
+  if (r != CDDP_OK) return r;
   /* Buckets can be sums if NCCL reduces them and the step's kernel is next to read them. Hooks,
      clipping and sums of shards work on means. */
   d->step.divides = d->group->backend->enqueues && cddp__device_of(d->group)->kernels != NULL &&
@@ -3759,11 +3767,8 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
       &d->group->host->allocator, 1, sizeof *d->gpu + (size_t)d->count * sizeof *d->gpu->segments);
   if (d->gpu == NULL) return CDDP_OUT_OF_MEMORY;
   d->gpu->segments = (cddp_segment *)(void *)(d->gpu + 1);
-  if (r == CDDP_OK)
-    r = cddp__cuda_result(
-        (int)cudaMalloc(&memory,
-                        d->layout.arena_bytes + (kernels != NULL ? kernels->scratch_bytes : 1)),
-        "cudaMalloc of gradients"); /* without kernels nothing is clipped */
+  r = cddp__cuda_result((int)cudaMalloc(&memory, d->layout.arena_bytes + scratch),
+                        "cudaMalloc of gradients");
   if (r != CDDP_OK) return r;
   d->arena = (char *)memory;
   d->gpu->clip = (double *)(void *)(d->arena + d->layout.arena_bytes);
@@ -3865,7 +3870,7 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
                                        cddp__device_report *out) {
   const char *nccl_host = getenv("NCCL_HOSTID");
   const char *multi_rank = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  bool may_share; /* NCCL lets several ranks use one GPU */
+  bool may_share;
   int device, count = 0, version = 0, i;
   struct cudaDeviceProp properties;
   cddp_result r;
@@ -3873,7 +3878,7 @@ static cddp_result cddp__choose_device(const cddp_group *g, const cddp_group_des
   memset(out, 0, sizeof *out);
   memset(&properties, 0, sizeof properties);
   if (e != cudaSuccess || count == 0) {
-    (void)cudaGetLastError(); /* clears it */
+    (void)cudaGetLastError();
     (void)cudaRuntimeGetVersion(&version); /* for the text: 12040 is 12.4 */
     return cddp__fail(CDDP_CUDA,
                       "CUDA finds no GPU here (%s): the NVIDIA driver is missing or too old for "
@@ -3923,7 +3928,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   const char *backend = cddp__backend_name(desc);
   bool nccl = backend == NULL /* the default */ || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *reports;
-  bool kernels = true; /* all ranks have kernels */
+  bool kernels = true;
   bool joins = g->host->joined && g->id == 0; /* a joining process's first group: no exchange */
   int report_count = joins ? 1 : g->size, i;
   cddp_result r;
@@ -4030,7 +4035,7 @@ static void cddp__follow_stream(cddp_group *g, void *stream) {
 }
 
 CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
-  /* Kernels of another version could have other structs: the table is ignored. */
+  /* Kernels of another version could have other structs. */
   cddp__registered_kernels =
       kernels != NULL && kernels->version == CDDP_VERSION ? kernels : NULL;
 }
