@@ -25652,7 +25652,7 @@ static cddp_result cddp__commit_states(cddp__ckpt *ckpt) {
   for (i = 0; r == CDDP_OK && i < ckpt->item_count; i++) {
     cddp__st_item *item = &ckpt->items[i];
     bool found = item->file_tensor != NULL;
-    if (item->param < 0) continue;
+    if (item->param < 0) continue; /* a parameter, or the learning rate */
     if (item->state_pointer == NULL) { /* a step count, read into optim->steps */
       if (!found) *(float *)item->data = 0; /* the file lacks it */
       continue;

@@ -3025,7 +3025,7 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *call, cdd
 static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
   cddp__device *device = cddp__device_of(g);
   bool message = cddp__is_message(call), enqueues = g->backend->enqueues;
-  bool here; /* the buffers are on the device */
+  bool here, runs_here; /* the buffers are on the device; the call runs there */
   size_t sent, received;
   cddp_result r;
   if (work != NULL) *work = NULL;
@@ -3036,17 +3036,17 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *call, cdd
   cddp__call_bytes(g, call, &sent, &received);
   /* A call without data shows not where it runs. Messages, and all calls with backend "cpu", then
      run on the host, which compares them; NCCL's collectives are logged. */
-  here = here && (sent + received > 0 || (enqueues && !message));
+  runs_here = here && (sent + received > 0 || (enqueues && !message));
   /* Posted messages are issued first: in the order of calls. */
   if (!message && (r = cddp__issue_messages(device, NULL)) != CDDP_OK) return r;
   if (call->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g, call, work);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (here && enqueues && call->op > CDDP_MAX /* bitwise */)
+  if (runs_here && enqueues && call->op > CDDP_MAX /* bitwise */)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
                                         "memory, or in a group with backend \"cpu\"");
   /* A call with counts is logged like one on the device: a rank without data cannot tell. */
-  if (!message) cddp__log_call(device, call, here || call->shares != NULL);
-  if (!here) return cddp__cpu_start(g, call, work);
+  if (!message) cddp__log_call(device, call, runs_here || call->shares != NULL);
+  if (!runs_here) return cddp__cpu_start(g, call, work);
   if (!enqueues) return cddp__stage_call(device, call, cddp__main_stream(g), work);
   return message ? cddp__nccl_message(g, call, work) : cddp__nccl_call(g, call, work);
 }
