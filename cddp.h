@@ -2527,7 +2527,7 @@ typedef struct cddp__shards {
   cddp__shard_node *own_nodes; /* this rank's sums of ended shards, ascending */
   int own_node_count;
   cddp__shard_node *nodes; /* [count] nodes of all ranks, ascending; node_count are in use */
-  int *widths; /* [count] nodes[].width as an array, for sums */
+  int *widths; /* [count] cddp__reduce_width of each node: -1 for one shard in a slot */
   int node_count;
 } cddp__shards;
 
@@ -9055,23 +9055,20 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
   while (at < count && nodes[at].first < begin) at++; /* the shard belongs before nodes[at] */
   merge.low = merge.high = at;
   for (size = 1; size < shards; size *= 2) { /* [begin, end): the node, of up to `size` shards */
-    bool right = begin / size % 2 == 1; /* the node is the right half of its parent */
-    /* [from, to) is its sibling; in `nodes` only nodes[k], the neighbour, can be it */
-    int from = right ? begin - size : end;
-    int to = right ? begin : begin + 2 * size < shards ? begin + 2 * size : shards;
-    int k = right ? merge.low - 1 : merge.high;
-    bool parent_is_root = right ? from == 0 && end == shards : begin == 0 && to == shards;
-    if (from >= shards) continue; /* no sibling: the node itself is the next level's, cut short */
-    if (parent_is_root || k < 0 || k == count || nodes[k].first != from ||
-        from + nodes[k].width != to || nodes[k].rank != shard.rank)
-      break; /* the sibling is not complete, or another rank's, or the parent is the root */
-    if (right) {
-      begin = from;
-      merge.low--;
-    } else {
-      end = to;
-      merge.high++;
-    }
+    int parent = begin - begin % (2 * size);
+    int parent_end = parent + 2 * size < shards ? parent + 2 * size : shards;
+    bool right = begin > parent; /* the node is the right half of its parent, else the left one */
+    int from = right ? parent : end, to = right ? begin : parent_end; /* its sibling */
+    int k = right ? merge.low - 1 : merge.high; /* only this neighbour can be the sibling */
+    if (from == to) continue; /* no sibling: the node is its parent, cut short */
+    if (parent == 0 && parent_end == shards) break; /* the root */
+    if (k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to ||
+        nodes[k].rank != shard.rank)
+      break; /* the sibling is not complete, or another rank's */
+    begin = parent;
+    end = parent_end;
+    if (right) merge.low--;
+    else merge.high++;
   }
   merge.node = shard; /* its rank; the caller chooses the slot */
   merge.node.first = begin;
@@ -17613,15 +17610,14 @@ typedef struct cddp__row_list {
   const int64_t *number; /* [n] of the rows in the parameter, ascending */
   const char *values; /* [n] rows */
   size_t n, next; /* number of rows; index of the first row not yet merged */
-  char *packet; /* the list's cddp__row_head; cddp__row_list_open moves this behind the list, to the
-                   head of the next sparse parameter's */
+  char *packet; /* the cddp__row_head of the list, or of the next sparse parameter's: see _open */
 } cddp__row_list;
 
 /* The start of a list in a packet. Numbers and values follow, each from a cache line on. */
 typedef struct cddp__row_head {
-  uint64_t n, bound; /* number of rows; number for which the list has memory: n, and the added rows
-                        that were summed into others */
-  unsigned char pad[CDDP__CACHE_LINE - 16 /* n, bound */]; /* numbers begin at a cache line */
+  uint64_t n, bound; /* number of rows; of added rows, before equal ones were summed: the list has
+                        memory for these */
+  unsigned char pad[CDDP__CACHE_LINE - 16 /* n, bound */];
 } cddp__row_head;
 
 static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
@@ -17630,31 +17626,29 @@ static void cddp__rows_free(const cddp_allocator *allocator, cddp__rows *rows) {
   memset(rows, 0, sizeof *rows);
 }
 
-/* Allocates memory for n rows in all, and keeps the present ones. After a failure rows->capacity is
-   unchanged: it counts the rows for which both arrays have memory. */
+/* Allocates memory for n rows in all, and keeps the present ones. */
 static cddp_result cddp__rows_reserve(const cddp_allocator *allocator, cddp__rows *rows, size_t n,
                                       size_t row_bytes) {
-  size_t capacity[2] = {rows->capacity, rows->capacity}; /* of each array */
+  size_t capacity = rows->capacity; /* of `number` */
   void *grown; /* an array, maybe moved */
-  if (n <= rows->capacity) return CDDP_OK;
-  grown = cddp__grow_array(allocator, rows->number, &capacity[0], n, sizeof *rows->number);
+  if (n <= capacity) return CDDP_OK;
+  grown = cddp__grow_array(allocator, rows->number, &capacity, n, sizeof *rows->number);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY;
   rows->number = (int64_t *)grown;
-  grown = cddp__grow_array(allocator, rows->values, &capacity[1], n, row_bytes);
+  grown = cddp__grow_array(allocator, rows->values, &rows->capacity, n, row_bytes);
   if (grown == NULL) return CDDP_OUT_OF_MEMORY; /* `number` stays longer than capacity says */
   rows->values = (char *)grown;
-  rows->capacity = capacity[0]; /* both grew by the same rule */
+  CDDP_ASSERT(rows->capacity == capacity); /* both grew by the same rule */
   return CDDP_OK;
 }
 
-/* Appends n rows in the order of the caller. After a failure nothing is added. Also enlarges
-   sparse->order, so that cddp__rows_pack needs no memory. */
+/* Appends n rows. After a failure nothing is added. */
 static cddp_result cddp__rows_add(const cddp_allocator *allocator, cddp__sparse *sparse,
                                   const int64_t *numbers, const void *values, size_t n) {
   cddp__rows *rows = &sparse->added;
   size_t row_bytes = sparse->row_bytes;
   cddp_result r;
-  void *order; /* sparse->order, maybe moved */
+  void *order;
   if (n == 0) return CDDP_OK; /* numbers and values can be NULL then, which memcpy forbids */
   if ((r = cddp__rows_reserve(allocator, rows, rows->n + n, row_bytes)) != CDDP_OK) return r;
   order = cddp__grow_array(
@@ -17676,8 +17670,7 @@ static void cddp__sparse_free(const cddp_allocator *allocator, cddp__sparse *spa
   cddp__free(allocator, sparse);
 }
 
-/* rows: number of p's rows; divides p->count, as cddp__check_sparse has checked. NULL: out of
-   memory, text set. */
+/* rows: of p; divides p->count (cddp__check_sparse). NULL: out of memory, text set. */
 static cddp__sparse *cddp__sparse_new(const cddp_allocator *allocator, const cddp_param *p,
                                       size_t rows) {
   cddp__sparse *sparse = (cddp__sparse *)cddp__calloc(allocator, 1, sizeof *sparse);
@@ -17698,20 +17691,14 @@ static int cddp__by_number(const void *x, const void *y) {
   return a->arrival < b->arrival ? -1 : a->arrival > b->arrival;
 }
 
-/* Bytes of a packed list with memory for n rows: the layout of cddp__row_list_open. */
-static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t n) {
-  return sizeof(cddp__row_head) + cddp__round_up(n * sizeof(int64_t), CDDP__CACHE_LINE) +
-         cddp__round_up(n * sparse->row_bytes, CDDP__CACHE_LINE);
+/* Where the rows of a packed list with memory for `bound` rows begin. */
+static size_t cddp__row_values_at(size_t bound) {
+  return sizeof(cddp__row_head) + cddp__round_up(bound * sizeof(int64_t), CDDP__CACHE_LINE);
 }
 
-/* Sets the addresses in the list that begins at list->packet and has memory for `bound` rows. Moves
-   list->packet behind the list. */
-static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list, size_t bound) {
-  char *at = list->packet + sizeof(cddp__row_head);
-  list->number = (const int64_t *)(const void *)at;
-  list->values = at + cddp__round_up(bound * sizeof(int64_t), CDDP__CACHE_LINE);
-  list->packet += cddp__row_list_bytes(sparse, bound);
-  list->next = 0;
+/* Bytes of such a list. */
+static size_t cddp__row_list_bytes(const cddp__sparse *sparse, size_t bound) {
+  return cddp__row_values_at(bound) + cddp__round_up(bound * sparse->row_bytes, CDDP__CACHE_LINE);
 }
 
 /* Writes the first n added rows (all, or none if the parameter is unused) to `packet`, a
@@ -17719,13 +17706,10 @@ static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list
 static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = sparse->order;
-  cddp__row_list list; /* only for the place of the values: cddp__rows_merge finds them there */
-  const void *addends[2]; /* a packed row, and an added one with the same number */
-  int64_t *number; /* of the packed rows */
+  int64_t *number = (int64_t *)(void *)(head + 1);
+  char *values = packet + cddp__row_values_at(n);
+  char *last = values; /* the row last written */
   size_t i;
-  list.packet = packet;
-  cddp__row_list_open(sparse, &list, n);
-  number = (int64_t *)(void *)(packet + sizeof *head); /* list.number, but not const */
   head->bound = n;
   head->n = 0; /* counts the rows written so far */
   for (i = 0; i < n; i++) {
@@ -17734,19 +17718,31 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
   }
   if (n > 1) qsort(order, n, sizeof *order, cddp__by_number); /* n == 0: order can be NULL */
   for (i = 0; i < n; i++) {
-    const char *from = sparse->added.values + order[i].arrival * sparse->row_bytes;
-    bool repeats = i > 0 && order[i].number == order[i - 1].number;
-    char *values = packet + (list.values - packet); /* list.values, which is const, to write to */
-    char *to = values + (head->n - repeats) * sparse->row_bytes; /* repeats: the row last written */
-    if (repeats) {
-      addends[0] = to;
-      addends[1] = from;
-      cddp__reduce(to, addends, 2, sparse->width, dtype, CDDP_SUM);
+    const char *row = sparse->added.values + order[i].arrival * sparse->row_bytes;
+    if (i > 0 && order[i].number == order[i - 1].number) { /* adds it to the row last written */
+      const void *addends[2] = {last, row};
+      cddp__reduce(last, addends, 2, sparse->width, dtype, CDDP_SUM);
     } else {
-      memcpy(to, from, sparse->row_bytes);
+      last = values + head->n * sparse->row_bytes;
+      memcpy(last, row, sparse->row_bytes);
       number[head->n++] = order[i].number;
     }
   }
+}
+
+/* Opens the list that begins at list->packet, and moves list->packet behind it. */
+static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list) {
+  const cddp__row_head *head = (const cddp__row_head *)(const void *)list->packet;
+  list->n = (size_t)head->n;
+  list->next = 0;
+  list->number = (const int64_t *)(const void *)(head + 1);
+  list->values = list->packet + cddp__row_values_at((size_t)head->bound);
+  list->packet += cddp__row_list_bytes(sparse, (size_t)head->bound);
+}
+
+/* The number of the list's next row. INT64_MAX: all its rows are merged. */
+static int64_t cddp__next_row(const cddp__row_list *list) {
+  return list->next < list->n ? list->number[list->next] : INT64_MAX;
 }
 
 /* Computes sparse->mean over n shards. On entry lists[k].packet is the head of shard k's list of
@@ -17754,35 +17750,32 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
 static cddp_result cddp__rows_merge(const cddp_allocator *allocator, cddp__sparse *sparse,
                                     cddp__row_list *lists, int n, const void **sources,
                                     cddp_dtype dtype) {
-  cddp__row_list *list;
-  size_t total = 0; /* number of rows in all lists */
+  size_t total = 0; /* number of rows in all lists; a row in several counts several times */
   cddp_result r;
   int k;
-  for (list = lists; list < lists + n; list++) {
-    const cddp__row_head *head = (const cddp__row_head *)(const void *)list->packet;
-    list->n = (size_t)head->n;
-    cddp__row_list_open(sparse, list, (size_t)head->bound);
-    total += list->n; /* a row in several lists counts several times */
+  for (k = 0; k < n; k++) {
+    cddp__row_list_open(sparse, &lists[k]);
+    total += lists[k].n;
   }
   sparse->mean.n = 0;
   r = cddp__rows_reserve( /* for the most rows that the mean can have */
       allocator, &sparse->mean, cddp__min(total, sparse->rows), sparse->row_bytes);
-  while (r == CDDP_OK) { /* one row of the mean at a time */
-    int64_t number = INT64_MAX; /* the lowest row not yet merged; INT64_MAX: none is left */
-    for (list = lists; list < lists + n; list++)
-      if (list->next < list->n && list->number[list->next] < number)
-        number = list->number[list->next];
-    if (number == INT64_MAX) break;
-    for (k = 0, list = lists; k < n; k++, list++) {
-      bool has_row = list->next < list->n && list->number[list->next] == number;
-      sources[k] = has_row ? list->values + list->next * sparse->row_bytes : sparse->zeros;
-      list->next += has_row; /* merged: by 1, or 0 */
+  if (r != CDDP_OK) return r;
+  for (;;) { /* one row of the mean at a time */
+    int64_t number = INT64_MAX; /* the lowest row not yet merged */
+    for (k = 0; k < n; k++)
+      if (cddp__next_row(&lists[k]) < number) number = cddp__next_row(&lists[k]);
+    if (number == INT64_MAX) return CDDP_OK; /* all are merged */
+    for (k = 0; k < n; k++) {
+      if (cddp__next_row(&lists[k]) == number)
+        sources[k] = lists[k].values + lists[k].next++ * sparse->row_bytes;
+      else
+        sources[k] = sparse->zeros;
     }
     cddp__reduce(sparse->mean.values + sparse->mean.n * sparse->row_bytes, sources, n,
                  sparse->width, dtype, CDDP_AVG);
     sparse->mean.number[sparse->mean.n++] = number;
   }
-  return r;
 }
 
 /* >>optim --------------------------------------------------------------------------------------
@@ -18369,7 +18362,8 @@ static cddp_result cddp__cpu_zero(const cddp_optim *optim, void *p, size_t bytes
   return CDDP_OK;
 }
 
-static void cddp__cpu_leave(cddp_optim *optim) { /* states that were shared: NULL */
+/* Frees the states of cddp__ensure_states. NULL: not made, or the ranks share them. */
+static void cddp__cpu_leave(cddp_optim *optim) {
   int i;
   for (i = 0; i < optim->count * optim->state_count; i++)
     cddp__free(NULL /* allocator */, optim->state[i]);
@@ -18634,19 +18628,14 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    it determines an element's part (cddp__part_count), norm block (_count_norm_blocks), place in a
    slot, and states. A gradient is in its rank's arena, or in the caller's memory if all ranks can
    map that. carrier->shares_memory: all ranks can read each other's memory. backend->enqueues:
-   NCCL.
-   The life of a model:
-     1. cddp_ddp_create (>>ddp-create): ranks compare models and map each other's memory.
-     2. cddp_ddp_ready (>>ddp-step) marks a gradient, copies it if its storage is COPIED, and can
-        start buckets (>>ddp-buckets). cddp_ddp_next_shard ends a shard (>>ddp-shards).
-     3. cddp_ddp_step (>>ddp-step): the ranks meet in a round, finish the reduction, and update the
-        weights: in one pass on a host (>>ddp-host), or a kernel. */
+   NCCL. Ranks map each other's memory at creation (>>ddp-create), gradients become ready, and a
+   step reduces them and updates the weights (>>ddp-step). */
 
 /* Functions for one kind of memory, host or device. stream: NULL on a host. */
 struct cddp__ddp_memory {
   cddp_result (*select_device)(const cddp_ddp *d); /* makes the model's device this thread's */
-  /* Called first by a public call of a step: select_device, and a check. CDDP_UNSUPPORTED: a graph
-     is being captured that cannot contain this model's calls. */
+  /* First in a public call of a step: select_device, and a check. CDDP_UNSUPPORTED: a graph that
+     cannot contain this model's calls is being captured. */
   cddp_result (*enter)(const cddp_ddp *d);
   /* On a device copy, zero, sum and scale are only enqueued on the stream. */
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
@@ -18685,8 +18674,8 @@ struct cddp__ddp_memory {
    sends its part of the arrays. */
 enum { CDDP__ROOT_OWNERS = -1, CDDP__ROOT_ALL_OWNERS = -2 };
 
-/* Makes r, with this thread's error text, the model's failure, if it has none yet. Returns the
-   model's failure and sets its text: all later calls return that too. */
+/* Makes r, with this thread's error text, the model's failure, if it has none yet. Returns that
+   failure and sets its text, as all later calls do. */
 static cddp_result cddp__ddp_set_cause(cddp_ddp *d, cddp_result r) {
   pthread_mutex_lock(&d->lock);
   cddp__set_cause(&d->failure, r, cddp__error_text);
@@ -18695,15 +18684,13 @@ static cddp_result cddp__ddp_set_cause(cddp_ddp *d, cddp_result r) {
   return r;
 }
 
-/* Waits for the buckets in d->comm's engine. With NCCL (comm is the caller's group) it has none. A
-   joining process has no comm yet. */
+/* Waits for the buckets in d->comm's engine. With NCCL (comm is the caller's group) it has none. */
 static void cddp__drain_buckets(const cddp_ddp *d) {
   if (d->comm != NULL && d->comm != d->group) cddp__engine_drain(d->comm);
 }
 
-/* Fails the model and breaks its groups, which ends the waits of peers and of their engines: no
-   rank (elastic: not this rank) can use the model any more. With NCCL that includes the caller's
-   group. */
+/* Fails the model and breaks its groups, with NCCL also the caller's: no rank (elastic: not this
+   rank) can use the model any more. */
 static cddp_result cddp__break_model(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[] = {d->control, d->comm, d->hook_group};
   int i;
@@ -18713,12 +18700,10 @@ static cddp_result cddp__break_model(cddp_ddp *d, cddp_result r) {
   r = cddp__ddp_set_cause(d, r);
   if (d->elastic != NULL) /* for any r the others get PEER_LOST, so that they regroup */
     r = cddp__fail(CDDP_PEER_LOST, "rank %d has failed: %s", d->group->rank, d->failure.text);
-  for (i = 0; i < 3; i++) { /* with NCCL comm is the caller's group, perhaps destroyed by now */
-    bool in_use = groups[i] != NULL && cddp__load32(&groups[i]->left) == 0;
-    if (in_use) cddp__break(groups[i], r);
-  }
-  cddp__drain_buckets(d); /* returns soon: in broken groups the queued ones fail */
-  return cddp__check_cause(&d->failure); /* again: cddp__break has replaced the error text */
+  for (i = 0; i < 3; i++) /* with NCCL comm is the caller's group, perhaps destroyed by now */
+    if (groups[i] != NULL && cddp__load32(&groups[i]->left) == 0) cddp__break(groups[i], r);
+  cddp__drain_buckets(d); /* in broken groups the queued ones fail */
+  return cddp__check_cause(&d->failure); /* again: for its text */
 }
 
 /* --- offsets, parts and addresses --- */
@@ -18740,14 +18725,13 @@ static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *en
 }
 
 /* Number of norm blocks in a range of the model, cut at multiples of CDDP__BLOCK_BYTES. Squares are
-   summed by block, so that a norm depends on the model alone and not on the parts. */
+   summed by block, so a norm does not depend on the parts. */
 static size_t cddp__count_norm_blocks(size_t begin, size_t end) {
   if (begin >= end) return 0; /* else end - 1 is its last byte */
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
-/* The bytes of the model that parameter i has in part `part` of `parts`; false: none. Cuts as
-   cddp__part_of does, which has parts = cddp__part_count. */
+/* The bytes of the model that parameter i has in part `part` of `parts`; false: none. */
 static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size_t *begin,
                              size_t *end) {
   const cddp__tensor *tensor = &d->tensors[i];
@@ -18757,32 +18741,61 @@ static bool cddp__part_slice(const cddp_ddp *d, int i, int parts, int part, size
   return *begin < *end;
 }
 
+/* The same in elements of the parameter. *n 0: none. */
+static void cddp__part_elements(const cddp_ddp *d, int i, int parts, int part, size_t *first,
+                                size_t *n) {
+  size_t esize = cddp__dtype_size(d->params[i].dtype), begin, end;
+  bool any = cddp__part_slice(d, i, parts, part, &begin, &end);
+  *first = any ? (begin - d->tensors[i].offset) / esize : 0;
+  *n = any ? (end - begin) / esize : 0;
+}
+
 /* Whether cddp__gather_nodes takes the mean over shards, since ranks cannot read each other's
-   memory. Otherwise cddp__reduce_shards reads the nodes where they are. */
+   memory; else cddp__reduce_shards does. */
 static bool cddp__gathers_nodes(const cddp_ddp *d) {
   return d->shards.uses_slots &&
          (!d->group->carrier->shares_memory || d->group->backend->on_device);
 }
 
 /* Bytes that cddp__gather_nodes can write behind a dtype's gradients, since it rounds each rank's
-   elements up to a cache line (elastic: at most one rank a shard). In slots, where elements can be
-   twice as wide, it reads twice as many. */
+   elements up to a cache line. It reads twice as many in slots, where elements can be as wide. */
 static size_t cddp__gather_nodes_slack(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards.count : d->group->size);
 }
 
-/* Bytes that the range [begin, end) of the model takes in the compute type. Elements of f16 and
-   bf16, the last dtypes of the model, take twice as many as in the model. */
+/* Bytes that the range [begin, end) of the model takes in the compute type: twice as many for f16
+   and bf16, the last dtypes of the model. */
 static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
   size_t halves_begin = cddp__max(begin, d->layout.starts[CDDP_F16]);
   return end - begin + (end > halves_begin ? end - halves_begin : 0);
+}
+
+/* Sets the layout of a sparse gradient, behind all dense ones. */
+static void cddp__place_sparse(cddp_ddp *d, int i) {
+  cddp__layout *layout = &d->layout;
+  cddp__tensor *tensor = &d->tensors[i];
+  size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype); /* as a dense one */
+  tensor->dense_offset = layout->bytes;
+  if (d->group->backend->on_device) /* kernels read the mean as a dense gradient */
+    layout->bytes += cddp__round_up(bytes, CDDP__CACHE_LINE);
+  if (!d->desc.elastic) return; /* else joining ranks receive its states too */
+  tensor->offset = layout->model_bytes; /* for its states */
+  tensor->bytes = bytes;
+  layout->model_bytes += cddp__round_up(bytes, CDDP__CACHE_LINE);
+}
+
+/* The pages in which shared memory of this size is allocated. */
+static size_t cddp__page_unit(size_t bytes) {
+  return bytes < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
 }
 
 /* Sets d->layout and the fields of the tensors, after cddp__map_params has found the gradients that
    are IN_PLACE. Offsets depend on the model alone, since norms do. */
 static void cddp__set_layout(cddp_ddp *d) {
   cddp__layout *layout = &d->layout;
-  size_t slack = cddp__gathers_nodes(d) ? cddp__gather_nodes_slack(d) : 0, norm_blocks = 0;
+  int rank = d->group->backend->on_device ? d->group->rank : d->group->local_rank;
+  size_t slack = cddp__gathers_nodes(d) ? cddp__gather_nodes_slack(d) : 0;
+  size_t norm_blocks = 0, state_bytes;
   int dtype, i, ordered = 0; /* ordered: parameters already in param_order */
   for (dtype = 0; dtype < CDDP__DTYPE_COUNT; dtype++) {
     layout->starts[dtype] = layout->dense_bytes;
@@ -18807,40 +18820,29 @@ static void cddp__set_layout(cddp_ddp *d) {
   layout->starts[CDDP__DTYPE_COUNT] = layout->dense_bytes;
   layout->bytes += slack; /* for writes past the last dtype's end; other dtypes have the next one */
   layout->slot_stride = cddp__wide_bytes(d, 0, layout->dense_bytes); /* f32 for f16 and bf16 */
-  layout->model_bytes = layout->dense_bytes; /* elastic: sparse ones are added below */
   for (i = 0; i < d->count; i++) {
     cddp__tensor *tensor = &d->tensors[i];
-    const cddp__sparse *sparse = cddp__sparse_of(d, i);
-    cddp__part_slice(d, i, cddp__part_count(d), /* this rank's part */
-                     d->group->backend->on_device ? d->group->rank : d->group->local_rank,
-                     &tensor->begin, &tensor->end);
+    cddp__part_slice(d, i, cddp__part_count(d), rank, &tensor->begin, &tensor->end);
     tensor->first_norm_block = norm_blocks;
     norm_blocks += cddp__count_norm_blocks(tensor->offset, tensor->offset + tensor->bytes);
     tensor->used = true; /* until cddp__settle_unused finds that no rank used it */
     d->step.used[i] = 1; /* until the first wait or step */
-    if (sparse == NULL) continue; /* dense: complete */
-    layout->param_order[ordered++] = i; /* behind all dense ones */
-    tensor->dense_offset = layout->bytes; /* behind the dense gradients; for place_rows */
-    if (d->group->backend->on_device) /* kernels read the mean as a dense gradient */
-      layout->bytes += cddp__round_up(sparse->rows * sparse->row_bytes, CDDP__CACHE_LINE);
-    if (!d->desc.elastic) continue; /* else joining ranks receive its states too */
-    tensor->offset = layout->model_bytes; /* for its states: behind all dense gradients */
-    tensor->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-    layout->model_bytes += cddp__round_up(tensor->bytes, CDDP__CACHE_LINE);
+  }
+  layout->model_bytes = layout->dense_bytes; /* elastic: cddp__place_sparse adds */
+  for (i = 0; i < d->count; i++) {
+    if (cddp__sparse_of(d, i) == NULL) continue;
+    layout->param_order[ordered++] = i;
+    cddp__place_sparse(d, i);
   }
   layout->arena_bytes = layout->bytes + (size_t)layout->slots * layout->slot_stride +
                     norm_blocks * sizeof(double) /* squares */ +
                     2 * slack /* of reads past the last slot's end; 2: f16 is f32 there */;
-  layout->state_stride = /* if there are masters, all states of f16 and bf16 are f32 */
-      cddp__wide_bytes(d, 0, layout->model_bytes);
-  layout->state_stride = cddp__round_up( /* to whole pages */
-      layout->state_stride,
-      layout->state_stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE);
+  state_bytes = cddp__wide_bytes(d, 0, layout->model_bytes); /* masters make states of f16 f32 */
+  layout->state_stride = cddp__round_up(state_bytes, cddp__page_unit(state_bytes));
 }
 
-/* Collective: a round of this kind in which every rank sends the reference of its p, shared memory.
-   Ranks compare `bytes`. out[i] receives the address here of the p of this host's i-th rank. A
-   failure breaks the group. */
+/* Collective: a round of this kind in which every rank sends a reference to p, its shared memory.
+   Ranks compare `bytes`. out[i] receives the address here of the p of this host's i-th rank. */
 static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, size_t bytes,
                                        char **out) {
   void *at = NULL;
@@ -18848,12 +18850,11 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   cddp_result r;
   int k;
   memset(&ref, 0, sizeof ref); /* kind NONE */
-  if (p != NULL) /* kind NONE: a failure has made this process's shared memory private */
-    ref = cddp__ref_of(g->host, p, bytes);
+  if (p != NULL) ref = cddp__ref_of(g->host, p, bytes); /* NONE: a failure has made it private */
   r = cddp__round(g, kind, CDDP__PHASE_REFS, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; r == CDDP_OK && k < g->size; k++) /* ranks of all hosts: all fail together */
-    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) /* its p is private now */
+    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE)
       r = cddp__fail(
           CDDP_ABORTED, "rank %d has revoked its shared memory after a failure: create the group "
           "and the model again", k);
@@ -18877,7 +18878,7 @@ static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->addresses.weights[(size_t)rank * (size_t)d->count + (size_t)i];
 }
 
-/* Sets the addresses of a rank's gradients that are in its arena. arena: its address here. */
+/* Sets the addresses of a rank's gradients in its arena, which is mapped here at `arena`. */
 static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
@@ -18886,8 +18887,7 @@ static void cddp__set_gradient_addresses(cddp_ddp *d, int rank, char *arena) {
           arena + d->tensors[i].arena_offset;
 }
 
-/* Sets the addresses of all that is in a rank's arena: gradients, then slots, then squares, as
-   arena_bytes in cddp__set_layout counts them. */
+/* Sets the addresses of all that is in a rank's arena: gradients, then slots, then squares. */
 static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
   cddp__set_gradient_addresses(d, rank, arena);
   d->addresses.slots[rank] = arena + d->layout.bytes;
@@ -18898,8 +18898,8 @@ static void cddp__set_rank_addresses(cddp_ddp *d, int rank, char *arena) {
 #define CDDP__IN_PLACE_BYTES ((size_t)1 << 20) /* between hosts smaller gradients are COPIED */
 
 /* The reference by which other ranks map parameter i's weights or gradient. Kind NONE if they
-   cannot, or if the gradient is copied: a hook needs a contiguous bucket, an elastic rank's memory
-   must outlive it, cddp__gather_nodes writes to the arena, and a small gradient is not worth a
+   cannot, or if the gradient is copied: an elastic rank's memory must outlive it, a hook needs a
+   contiguous bucket, cddp__gather_nodes writes to the arena, and a small gradient is not worth a
    separate exchange between hosts. */
 static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
@@ -18907,13 +18907,11 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
   /* Ranks cannot all read each other's gradients: buckets go to other hosts, or through MPI. */
   bool exchanged = !g->carrier->shares_memory;
+  bool copied = bytes == 0 || d->desc.elastic || d->desc.comm_hook != NULL ||
+                (exchanged && (d->shards.uses_slots || bytes < CDDP__IN_PLACE_BYTES));
   cddp__ref ref;
   memset(&ref, 0, sizeof ref); /* kind NONE */
-  if (p == NULL) return ref; /* a gradient that will be PLACED in the arena */
-  if (gradient && bytes == 0) return ref; /* an empty one counts as COPIED */
-  if (gradient &&
-      (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->shards.uses_slots) ||
-       (exchanged && bytes < CDDP__IN_PLACE_BYTES)))
+  if (p == NULL /* a gradient that will be PLACED in the arena */ || (gradient && copied))
     return ref;
   if (g->size > 1) return cddp__ref_of(g->host, p, bytes); /* NONE if it is private memory */
   ref.kind = CDDP__REF_POINTER; /* one rank: any memory */
@@ -18921,69 +18919,87 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   return ref;
 }
 
+/* Whether no rank's reference has kind NONE. refs[k * stride]: rank k's. */
+static bool cddp__all_share(const cddp__ref *refs, size_t stride, int ranks) {
+  int k;
+  for (k = 0; k < ranks; k++)
+    if (refs[(size_t)k * stride].kind == CDDP__REF_NONE) return false;
+  return true;
+}
+
+/* Maps these references of this host's ranks. table[local * count] receives the address of the
+   rank with index `local` on this host. */
+static cddp_result cddp__map_refs(cddp_group *g, const cddp__ref *refs, size_t stride, char **table,
+                                  size_t count) {
+  cddp_result r = CDDP_OK;
+  int k;
+  for (k = 0; r == CDDP_OK && k < g->size; k++) {
+    void *at = NULL;
+    if (g->host_index[k] < 0) continue; /* on another host */
+    r = cddp__map_ref(g->host, &refs[(size_t)k * stride], &at);
+    *table = (char *)at;
+    table += count;
+  }
+  return r == CDDP_OK ? r : cddp__break(g, r); /* on the others the mapping can succeed */
+}
+
 /* Collective: finds the weights and the caller's gradients that all ranks have in shared memory,
    and the addresses of those on this host. */
 static cddp_result cddp__map_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  size_t n = 2 * (size_t)d->count, j; /* j: 2 * i for parameter i's weights, + 1: its gradient */
+  size_t count = (size_t)d->count, n = 2 * count, i;
+  size_t j; /* 2 * i for parameter i's weights, + 1: its gradient */
   cddp__ref *mine = (cddp__ref *)cddp__malloc( /* [n], then `all` */
       &g->host->allocator, ((size_t)g->size + 1) * n * sizeof *mine);
   cddp__ref *all; /* [ranks][n] */
   cddp_result r;
-  int k, local; /* a rank in the group; its index on this host */
   if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY); /* ends the others' waits */
   all = mine + n;
   for (j = 0; j < n; j++) mine[j] = cddp__param_ref(d, (int)(j / 2), j % 2 != 0);
   r = cddp__all_gather(g, mine, all, n * sizeof *mine);
-  for (j = 0; r == CDDP_OK && j < n; j++) {
-    for (k = 0; k < g->size && all[(size_t)k * n + j].kind != CDDP__REF_NONE;) k++;
-    if (k < g->size) continue; /* rank k cannot share it, so no rank does */
-    /* All ranks have the same `all`, so they agree. */
-    if (j % 2 == 0) d->tensors[j / 2].shared = true;
-    else d->tensors[j / 2].storage = CDDP__STORAGE_IN_PLACE;
-    local = 0;
-    for (k = 0; r == CDDP_OK && k < g->size; k++) {
-      char **table = j % 2 == 0 ? d->addresses.weights : d->addresses.gradients;
-      void *at = NULL;
-      if (g->host_index[k] < 0) continue; /* on another host */
-      r = cddp__map_ref(g->host, &all[(size_t)k * n + j], &at);
-      table[(size_t)local++ * (size_t)d->count + j / 2] = (char *)at;
+  for (i = 0; r == CDDP_OK && i < count; i++) { /* all ranks have the same `all`, so they agree */
+    d->tensors[i].shared = cddp__all_share(&all[2 * i], n, g->size);
+    if (d->tensors[i].shared)
+      r = cddp__map_refs(g, &all[2 * i], n, &d->addresses.weights[i], count);
+    if (r == CDDP_OK && cddp__all_share(&all[2 * i + 1], n, g->size)) {
+      d->tensors[i].storage = CDDP__STORAGE_IN_PLACE;
+      r = cddp__map_refs(g, &all[2 * i + 1], n, &d->addresses.gradients[i], count);
     }
-    if (r != CDDP_OK) r = cddp__break(g, r); /* on the others the mapping can succeed */
   }
   cddp__free(&g->host->allocator, mine);
   return r;
 }
 
-/* Gradients adjacent in memory, from offset `begin` of the model on. In a bucket end - begin is
-   their size, but `end` is no offset: the model can have others between them. */
+/* Gradients adjacent in memory, from offset `begin` of the model on. end - begin is their size, but
+   `end` is no offset: the model can have others between them. */
 typedef struct cddp__range {
   int first; /* the parameter at `begin` */
   size_t begin, end;
 } cddp__range;
 
-/* The next range of used parameters of a dtype, from sorted[*i] on, that are adjacent on all ranks
-   and (if shards are summed) in slots. Moves *i behind it. Returns false at the end. Parameters in
-   place are at unrelated addresses, so each is a range. */
+/* Whether the gradient of parameter b follows a's, of the same dtype, on all ranks and (if shards
+   are summed) in slots. */
+static bool cddp__adjacent(const cddp_ddp *d, int a, int b) {
+  const cddp__tensor *x = &d->tensors[a], *y = &d->tensors[b];
+  if (x->storage == CDDP__STORAGE_IN_PLACE || y->storage == CDDP__STORAGE_IN_PLACE)
+    return false; /* at unrelated addresses */
+  if (d->params[a].dtype != d->params[b].dtype) return false;
+  if (d->shards.uses_slots && y->offset != x->offset + x->padded_bytes) return false;
+  return y->arena_offset == x->arena_offset + x->padded_bytes;
+}
+
+/* The next range of used parameters, from sorted[*i] on. Moves *i behind it. Returns false at the
+   end. */
 static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, int *i,
                              cddp__range *range) {
-  const cddp__tensor *tensor, *next;
-  while (*i < count && !d->tensors[sorted[*i]].used) ++*i; /* skips unused ones */
+  const cddp__tensor *tensors = d->tensors;
+  while (*i < count && !tensors[sorted[*i]].used) ++*i;
   if (*i >= count) return false;
   range->first = sorted[(*i)++];
-  tensor = &d->tensors[range->first];
-  range->begin = tensor->offset;
-  range->end = tensor->offset + tensor->padded_bytes;
-  for (; *i < count; tensor = next, ++*i) {
-    bool in_arena, adjacent, same_dtype;
-    next = &d->tensors[sorted[*i]];
-    in_arena = tensor->storage != CDDP__STORAGE_IN_PLACE && next->storage != CDDP__STORAGE_IN_PLACE;
-    adjacent = next->arena_offset == tensor->arena_offset + tensor->padded_bytes &&
-               (!d->shards.uses_slots || next->offset == tensor->offset + tensor->padded_bytes);
-    same_dtype = d->params[sorted[*i]].dtype == d->params[range->first].dtype;
-    if (!next->used || !in_arena || !adjacent || !same_dtype) break;
-    range->end += next->padded_bytes;
-  }
+  range->begin = tensors[range->first].offset;
+  range->end = range->begin + tensors[range->first].padded_bytes;
+  while (*i < count && tensors[sorted[*i]].used && cddp__adjacent(d, sorted[*i - 1], sorted[*i]))
+    range->end += tensors[sorted[(*i)++]].padded_bytes;
   return true;
 }
 
@@ -19002,6 +19018,33 @@ static cddp_result cddp__local_barrier(cddp_ddp *d, int kind, enum cddp__phase p
   return cddp__local_round(d->control, kind, phase, 0 /* count */);
 }
 
+/* Sends arrays from rank `root` to all. parts > 0: only their elements in part `part` of `parts`.
+   On a device a broadcast of device memory is not started, but added to d->scratch.calls, of which
+   *calls are in use. */
+static cddp_result cddp__broadcast_from(cddp_ddp *d, const cddp_param *arrays, int count, int root,
+                                        int parts, int part, int *calls) {
+  cddp_result r = CDDP_OK;
+  cddp__packet packet; /* on a host: collects the arrays; on a device it stays empty */
+  int i;
+  cddp__packet_begin(&packet, d->control, root);
+  for (i = 0; r == CDDP_OK && i < count; i++) {
+    size_t first = 0, n = arrays[i].count;
+    char *at = (char *)arrays[i].data;
+    cddp__call c;
+    if (parts > 0) cddp__part_elements(d, i, parts, part, &first, &n);
+    if (at == NULL || n == 0) continue;
+    at += first * cddp__dtype_size(arrays[i].dtype);
+    c = cddp__broadcast_call(at, n, arrays[i].dtype, root);
+    if (!d->group->backend->on_device)
+      r = cddp__packet_add(&packet, at, n, arrays[i].dtype); /* sends a full packet */
+    else if (cddp__on_device(d->group, at))
+      d->scratch.calls[(*calls)++] = c;
+    else /* an array in host memory, of a model on a device */
+      r = (d->comm->backend->start)(d->comm, &c, NULL /* no handle */);
+  }
+  return r == CDDP_OK ? cddp__packet_broadcast(&packet) : r;
+}
+
 /* Collective: sends arrays from root to all ranks.
      root >= 0           that rank sends them whole
      CDDP__ROOT_OWNERS   arrays have the shape of the parameters. Each rank of a host has one part;
@@ -19009,47 +19052,22 @@ static cddp_result cddp__local_barrier(cddp_ddp *d, int kind, enum cddp__phase p
      ALL_OWNERS, and OWNERS on devices: each rank of the group sends one part. */
 static cddp_result cddp__broadcast_arrays(cddp_ddp *d, const cddp_param *arrays, int count,
                                           int root) {
-  bool by_host = root == CDDP__ROOT_OWNERS && !d->group->backend->on_device;
-  bool owners = root < 0; /* each rank sends its part; false: root sends all */
-  const cddp__hosts *hosts = by_host ? d->control->hosts : NULL; /* NULL on a single host too */
-  int parts = hosts != NULL ? hosts->group_hosts[0].size : d->group->size;
-  int part = owners ? 0 : root, last = owners ? parts - 1 : root; /* without owners: just root */
-  int i, n = 0; /* n: d->scratch.calls in use */
+  const cddp__hosts *hosts = NULL; /* not NULL: the first host's ranks send */
+  int calls = 0, parts = d->group->size, part;
   cddp_result r = CDDP_OK;
-  cddp__packet packet; /* on a host: collects arrays of one root, and sends them together */
-  cddp__call c; /* on a device: the broadcast of one array */
   if (d->group->backend->on_device) cddp__drain_buckets(d); /* buckets use d->scratch.calls too */
-  for (; r == CDDP_OK && part <= last; part++) {
-    cddp__packet_begin( /* the root: the rank that has this part */
-        &packet, d->control, owners && hosts != NULL ? cddp__rank_on(hosts, 0, part) : part);
-    for (i = 0; r == CDDP_OK && i < count; i++) {
-      size_t begin = 0, end = arrays[i].count, esize;
-      char *at = (char *)arrays[i].data;
-      if (owners) {
-        /* part_slice counts in bytes of the gradient; arrays[i] can have another dtype. */
-        esize = cddp__dtype_size(d->params[i].dtype);
-        if (!cddp__part_slice(d, i, parts, part, &begin, &end)) continue; /* nothing of i */
-        begin = (begin - d->tensors[i].offset) / esize;
-        end = (end - d->tensors[i].offset) / esize;
-      }
-      if (at == NULL || begin >= end) continue; /* an empty array */
-      at += begin * cddp__dtype_size(arrays[i].dtype);
-      c = cddp__broadcast_call( /* runs on a device only: there `part` is the root's rank */
-          at, end - begin, arrays[i].dtype, part);
-      if (!d->group->backend->on_device)
-        r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype); /* sends a full packet */
-      else if (cddp__on_device(d->group, at)) d->scratch.calls[n++] = c; /* started at the end */
-      else /* an array in host memory, of a model on a device */
-        r = (d->comm->backend->start)(d->comm, &c, NULL /* no handle */);
-    }
-    if (r == CDDP_OK) r = cddp__packet_broadcast(&packet); /* on a device: empty */
+  else if (root == CDDP__ROOT_OWNERS) hosts = d->control->hosts; /* NULL on a single host */
+  if (hosts != NULL) parts = hosts->group_hosts[0].size;
+  if (root >= 0) r = cddp__broadcast_from(d, arrays, count, root, 0 /* whole */, 0, &calls);
+  for (part = 0; r == CDDP_OK && root < 0 && part < parts; part++) {
+    int owner = hosts != NULL ? cddp__rank_on(hosts, 0 /* host */, part) : part;
+    r = cddp__broadcast_from(d, arrays, count, owner, parts, part, &calls);
   }
-  return r == CDDP_OK && n > 0 /* only on a device */ ? d->memory->broadcast(d, n) : r;
+  return r == CDDP_OK && calls > 0 ? d->memory->broadcast(d, calls) : r;
 }
 
-/* Returns the factor that makes the contents of the arena the mean over the active ranks, those
-   with data. The reduction has left a sum (step.sums), a sum divided by the number of all ranks
-   (by_all), or that mean. */
+/* The factor that makes the contents of the arena the mean over the active ranks. The reduction has
+   left a sum (step.sums), a sum divided by the number of all ranks (by_all), or that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all = /* hooks, MPI and NCCL do not know which ranks are absent */
       d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend->on_device;
@@ -19069,12 +19087,11 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
      1. A slot is as large as the model, with f32 for f16 and bf16. A completed shard moves from the
         gradients into a slot. It is added to the earlier sums with which it forms a node of the
         canonical tree over all shards (cddp__merge_shard, >>plan). The last shard can stay in the
-        gradients. Each rank's nodes are known since creation.
+        gradients.
      2. The step takes the mean over the nodes of all ranks (cddp__reduce_shards).
      3. Ranks that cannot read each other's memory have all nodes in slots. Each rank receives all
         nodes of one part of the model and takes their mean; then the ranks gather the parts
-        (cddp__gather_nodes). NCCL does the same even with one shard a rank: its own summation order
-        is not the canonical one.
+        (cddp__gather_nodes). So does NCCL: its own order of sums is not the canonical one.
      4. Sparse rows are packed shard by shard, and merged as if each shard were a rank. */
 
 #define CDDP__BLOCK ((size_t)2048) /* elements that a loop on a host takes at a time */
@@ -19095,13 +19112,12 @@ static char *cddp__node_at(const cddp_ddp *d, int rank, int slot, int i, size_t 
   return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__slot_at(d, rank, slot, at);
 }
 
-/* Writes the mean over all shards of n elements of parameter i, from offset `at` of the model.
-   sources: scratch [shards]. */
+/* Writes the mean over all shards of n elements of parameter i, from offset `at` of the model. */
 static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, int i,
                                 size_t at, size_t n) {
   const cddp__shards *shards = &d->shards;
   cddp_dtype dtype = d->params[i].dtype;
-  bool all_leaves = true; /* each node is a single shard, in gradients */
+  bool all_leaves = true; /* each node is in gradients, a single shard */
   int k;
   for (k = 0; k < shards->node_count; k++) {
     const cddp__shard_node *node = &shards->nodes[k];
@@ -19115,13 +19131,13 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
                        CDDP_AVG);
 }
 
-/* Sums `count` nodes of this rank, which together form one node, into slot to_slot. slots: of the
-   nodes; one can be -1, the gradients. clear: zeroes the gradients. */
+/* Sums `count` nodes of this rank into slot to_slot. slots: of the nodes; -1: the gradients. clear:
+   zeroes the gradients. */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int to_slot, const int *slots, const int *widths,
                                      int count, bool clear) {
   /* On a device one call takes a whole range. */
   size_t block = d->group->backend->on_device ? SIZE_MAX : CDDP__BLOCK, at, n;
-  const void *nodes[CDDP__FOLD_DEPTH + 1]; /* addresses; as many as merge.slots can name */
+  const void *nodes[CDDP__FOLD_DEPTH + 1]; /* as in cddp__node_merge */
   void *stream = d->group->stream;
   cddp__range range;
   cddp_result r = CDDP_OK;
@@ -19141,7 +19157,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int to_slot, const int *slots,
   return r;
 }
 
-/* Zeroes the caller's gradients of which the arena has copies: the next backward pass adds. */
+/* Zeroes the caller's gradients of which the arena has copies. */
 static cddp_result cddp__zero_copied(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
@@ -19153,10 +19169,8 @@ static cddp_result cddp__zero_copied(cddp_ddp *d) {
 
 enum { CDDP__LAST_SHARD, CDDP__MORE_SHARDS }; /* of `bool more` */
 
-/* Adds the shard in this rank's gradients to own_nodes. Sums it with the nodes that form a greater
-   node with it, into the slot of the first of these, else into a free slot. more: zeroes the
-   gradients for the next shard. Otherwise the shard can stay in the gradients, where peers read
-   it. */
+/* Adds the shard in this rank's gradients to own_nodes. Sums it with those that form a greater node
+   with it. more: zeroes the gradients for the next shard. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   cddp__shard_node *own = d->shards.own_nodes;
   cddp__shard_node of_shard = { /* rank: all own_nodes are this rank's, so any number does */
@@ -19164,23 +19178,23 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int *count = &d->shards.own_node_count;
   int free_slot = cddp__free_slot(own, *count);
   cddp__node_merge merge = cddp__merge_shard(own, *count, of_shard, d->shards.count);
-  int *slot = &merge.node.slot; /* where the new node will be; -1: in the gradients */
   int at = 0; /* the shard's index in merge.slots */
-  bool cleared = false; /* the gradients are zeroed */
-  bool needs_slot = more || merge.count > 1 || cddp__gathers_nodes(d) /* reads slots only */;
+  bool clear = more;
   cddp_result r = CDDP_OK;
-  if (needs_slot) *slot = merge.low < merge.high ? own[merge.low].slot : free_slot;
+  if (merge.count > 1) merge.node.slot = own[merge.low].slot;
+  else if (more || cddp__gathers_nodes(d)) merge.node.slot = free_slot;
+  else merge.node.slot = -1; /* stays in the gradients, where peers read it */
   while (merge.slots[at] >= 0) at++; /* only the shard is not in a slot */
-  if (at < merge.count - 1 && *slot != free_slot) {
+  if (at < merge.count - 1) {
     /* cddp__gpu_sum takes gradients only as the last source. This shard has sources behind it, so
        it moves to a slot first. */
-    r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1 /* node */, more);
+    r = cddp__merge_nodes(d, free_slot, &merge.slots[at], &merge.widths[at], 1 /* node */, clear);
     merge.slots[at] = free_slot;
     merge.widths[at] = -1; /* one shard, in the compute type */
-    cleared = more; /* that call has zeroed them */
+    clear = false; /* done by that call */
   }
-  if (r == CDDP_OK && *slot >= 0) /* -1: the shard stays in the gradients, alone */
-    r = cddp__merge_nodes(d, *slot, merge.slots, merge.widths, merge.count, more && !cleared);
+  if (r == CDDP_OK && merge.node.slot >= 0)
+    r = cddp__merge_nodes(d, merge.node.slot, merge.slots, merge.widths, merge.count, clear);
   if (r == CDDP_OK && more) r = cddp__zero_copied(d);
   /* merge.node replaces own[low .. high). */
   memmove(own + merge.low + 1, own + merge.high, (size_t)(*count - merge.high) * sizeof *own);
@@ -19189,56 +19203,53 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   return r;
 }
 
-/* Takes the mean of a chunk, n elements for each rank, from offset `at` of the model, into `out`.
-     1. Each rank receives its n elements of all nodes, in most_nodes exchanges: as many as a rank
-        has nodes at most. In the i-th, each rank sends its i-th node, own_nodes[i]. In
-        d->shards.nodes `slot` is that i, not a place in the rank's memory.
-     2. It takes their mean, in its place in `out`.
-     3. All ranks gather the means. */
-static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
-                                      int most_nodes) {
-  cddp_dtype wide = cddp__compute_type(dtype);
-  size_t ranks = (size_t)d->control->size;
-  size_t bytes = n * cddp__dtype_size(wide); /* of n elements of a node */
-  char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype); /* this rank's means */
-  char *to; /* where an exchange receives */
-  cddp__call means =
-      cddp__make_call( /* step 3 */
-          CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM /* unused */, -1 /* no root */);
-  cddp__call nodes; /* one exchange of step 1 */
-  /* [most_nodes][ranks] the received elements. NULL: one rank, which reads its own slots. */
-  void *scratch = NULL;
-  cddp_result r = CDDP_OK;
-  int exchanges = ranks > 1 ? most_nodes : 0; /* one rank has all nodes */
+/* Sends each rank its n elements of this rank's nodes, from offset `at` of the model. Sets
+   d->scratch.sources to those of all nodes, which this rank receives. In the i-th exchange each
+   rank sends its i-th node. most_nodes: the most nodes of a rank. */
+static cddp_result cddp__exchange_nodes(cddp_ddp *d, cddp_dtype wide, size_t at, size_t n,
+                                        int most_nodes) {
+  size_t ranks = (size_t)d->control->size, bytes = n * cddp__dtype_size(wide);
+  void *received; /* [most_nodes][ranks] n elements */
+  cddp_result r = d->memory->scratch(d, (size_t)most_nodes * ranks * bytes, &received);
   int i;
-  if (ranks > 1) r = d->memory->scratch(d, (size_t)most_nodes * ranks * bytes, &scratch);
-  if (r != CDDP_OK) return r;
-  to = (char *)scratch;
-  for (i = 0; r == CDDP_OK && i < exchanges; i++, to += ranks * bytes) {
+  for (i = 0; r == CDDP_OK && i < most_nodes; i++) {
     /* A rank without an i-th node sends slot 0: the others do not read that. */
     int slot = i < d->shards.own_node_count ? d->shards.own_nodes[i].slot : 0;
-    nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at), to, n, wide,
-                            CDDP_SUM /* unused */, -1 /* no root */);
+    cddp__call nodes = cddp__make_call(
+        CDDP__KIND_ALL_TO_ALL, cddp__slot_at(d, d->me, slot, at),
+        (char *)received + (size_t)i * ranks * bytes, n, wide, CDDP_SUM /* unused */, -1);
     r = cddp__run_model_collective(d, &nodes);
   }
-  CDDP__POINT("elastic exchanged");
-  for (i = 0; i < d->shards.node_count; i++) { /* all nodes, in the order of the tree */
-    const cddp__shard_node *node = &d->shards.nodes[i];
-    size_t place = ((size_t)node->slot * ranks + (size_t)node->rank) * bytes; /* in scratch */
-    d->scratch.sources[i] = ranks > 1 /* one rank: all nodes are its own */
-                                ? (char *)scratch + place
-                                : cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at);
+  for (i = 0; r == CDDP_OK && i < d->shards.node_count; i++) {
+    const cddp__shard_node *node = &d->shards.nodes[i]; /* slot: the i of its exchange */
+    d->scratch.sources[i] =
+        (char *)received + ((size_t)node->slot * ranks + (size_t)node->rank) * bytes;
   }
+  return r;
+}
+
+/* Takes the mean of a chunk, n elements for each rank, from offset `at` of the model, into `out`:
+   each rank takes that of its n elements, then all gather the means. */
+static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
+                                      int most_nodes) {
+  bool alone = d->control->size == 1; /* this rank has all nodes */
+  char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype);
+  cddp__call means = cddp__make_call(
+      CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM /* unused */, -1 /* no root */);
+  cddp_result r = CDDP_OK;
+  int i;
+  if (!alone) r = cddp__exchange_nodes(d, cddp__compute_type(dtype), at, n, most_nodes);
+  for (i = 0; alone && i < d->shards.node_count; i++)
+    d->scratch.sources[i] = cddp__slot_at(d, d->me, d->shards.own_nodes[i].slot, at);
+  CDDP__POINT("elastic exchanged");
   if (r == CDDP_OK)
     r = (d->memory->sum)(mine, dtype, d->scratch.sources, d->shards.widths, d->shards.node_count,
                          d->shards.count, n, d->group->stream);
-  if (r != CDDP_OK || ranks == 1) return r; /* one rank: `mine` is all of `out` */
-  return cddp__run_model_collective(d, &means);
+  return r == CDDP_OK && !alone ? cddp__run_model_collective(d, &means) : r;
 }
 
-/* Takes the mean of all nodes, d->shards.nodes, into `out`, a buffer laid out as the arena. If the
-   number of ranks does not divide the number of elements of a dtype, `out` is written, and slots
-   are read, past the dtype's end: cddp__gather_nodes_slack. The next dtype overwrites that. */
+/* Takes the mean of all nodes into `out`, laid out as the arena. Writes past a dtype's end
+   (cddp__gather_nodes_slack); the next dtype overwrites that. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize; /* n: elements of a chunk per rank */
   size_t chunk = (d->group->backend->on_device ? CDDP__SHARD_CHUNK : CDDP__NODES_CHUNK) / ranks;
@@ -19263,34 +19274,47 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
 typedef struct cddp__shard_head {
   uint64_t shard; /* shards.count: none, from a rank in cddp_ddp_join */
   uint64_t bytes; /* including this head */
-  unsigned char pad[CDDP__CACHE_LINE - 16]; /* so that the rows begin at a cache line */
+  unsigned char pad[CDDP__CACHE_LINE - 16]; /* the rows begin at a cache line */
 } cddp__shard_head;
 
-/* Writes the added rows of `shard` to packet, and empties their lists. packet NULL: only counts.
-   Returns the number of bytes. */
-static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
-  cddp__shard_head *head = (cddp__shard_head *)(void *)packet;
-  size_t bytes = sizeof *head, n;
+/* Number of rows of a sparse parameter to be packed. Those of an unused one stay. */
+static size_t cddp__rows_to_pack(const cddp_ddp *d, int i) {
+  return d->tensors[i].used ? d->rows.sparse[i]->added.n : 0;
+}
+
+/* Bytes that cddp__pack_rows writes. */
+static size_t cddp__packed_bytes(const cddp_ddp *d) {
+  size_t bytes = sizeof(cddp__shard_head);
   int i;
-  for (i = 0; i < d->count; i++) {
-    cddp__sparse *sparse = cddp__sparse_of(d, i);
-    if (sparse == NULL) continue;
-    n = d->tensors[i].used ? sparse->added.n : 0; /* rows of an unused parameter stay for later */
-    if (packet != NULL) cddp__rows_pack(sparse, n, d->params[i].dtype, packet + bytes);
-    if (packet != NULL && n > 0) sparse->added.n = 0; /* they are in the packet */
-    bytes += cddp__row_list_bytes(sparse, n);
-  }
-  if (packet == NULL) return bytes;
+  for (i = 0; i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL)
+      bytes += cddp__row_list_bytes(d->rows.sparse[i], cddp__rows_to_pack(d, i));
+  return bytes;
+}
+
+/* Writes the added rows of `shard` to packet, and empties their lists. */
+static void cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
+  cddp__shard_head *head = (cddp__shard_head *)(void *)packet;
+  int i;
   /* shards.count: the mean must not count this rank's list, empty as it is. */
   head->shard = (uint64_t)(d->uneven.absent != 0 ? d->shards.count : shard);
-  head->bytes = bytes;
-  return bytes;
+  head->bytes = cddp__packed_bytes(d);
+  packet += sizeof *head;
+  for (i = 0; i < d->count; i++) {
+    cddp__sparse *sparse = cddp__sparse_of(d, i);
+    size_t n;
+    if (sparse == NULL) continue;
+    n = cddp__rows_to_pack(d, i);
+    cddp__rows_pack(sparse, n, d->params[i].dtype, packet);
+    packet += cddp__row_list_bytes(sparse, n);
+    sparse->added.n -= n;
+  }
 }
 
 /* Appends the added rows of `shard` to this rank's packet of the step. */
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__host *host = d->group->host;
-  size_t needed = d->rows.bytes + cddp__pack_rows(d, shard, NULL /* count */);
+  size_t needed = d->rows.bytes + cddp__packed_bytes(d);
   if (needed > d->rows.capacity) {
     size_t capacity = cddp__max(needed, 2 * d->rows.capacity);
     char *grown = (char *)cddp__arena_alloc( /* peers only read packets */
@@ -19301,13 +19325,14 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
     d->rows.packet = grown;
     d->rows.capacity = capacity;
   }
-  d->rows.bytes += cddp__pack_rows(d, shard, d->rows.packet + d->rows.bytes);
+  cddp__pack_rows(d, shard, d->rows.packet + d->rows.bytes);
+  d->rows.bytes = needed;
   CDDP__POINT("elastic rows");
   return CDDP_OK;
 }
 
-/* Takes the mean of the rows of all shards. packets: [ranks] each rank's packet; moved behind the
-   shards that were read. A shard of an absent rank does not count: it is not in rows.lists. */
+/* Takes the mean of the rows of all shards, except those of absent ranks. packets: [ranks] each
+   rank's packet; moved behind the shards that were read. */
 static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp__shard_head *head;
   cddp_result r = CDDP_OK;
@@ -19331,12 +19356,12 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   return (d->memory->place_rows)(d); /* on a device kernels read the mean */
 }
 
-/* Merges the packets of ranks that cannot read each other's memory, which first gather them, each
-   in `longest` bytes: those of the longest packet. */
+/* Gathers the packets of ranks that cannot read each other's memory, in `longest` bytes each, and
+   merges them. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  char **packets = (char **)g->buffers; /* scratch; filled after the all_gather, which uses it */
+  char **packets = (char **)g->buffers; /* scratch, also of the all_gather */
   /* All ranks' packets, then this rank's, `own`. + 1: never 0 bytes, as NULL means no memory. */
   char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
   cddp_result r;
@@ -19351,35 +19376,43 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   return r;
 }
 
+/* Several hosts: merges the packets, after a round with their sizes. */
+static cddp_result cddp__send_rows(cddp_ddp *d, int kind) {
+  cddp_group *g = d->control;
+  size_t longest = 0;
+  unsigned char size[8]; /* bytes of this rank's packet */
+  cddp_result r;
+  int i;
+  cddp__put64(size, d->rows.bytes);
+  r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0 /* count */, size, sizeof size);
+  if (r != CDDP_OK) return r;
+  for (i = 0; i < g->size; i++)
+    longest = cddp__max(
+        longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
+  return cddp__gather_rows(d, longest);
+}
+
+/* One host: merges the packets, which all its ranks read in shared memory. */
+static cddp_result cddp__share_rows(cddp_ddp *d, int kind) {
+  cddp_group *g = d->control;
+  char **packets = (char **)g->buffers; /* free here: only collectives on arrays use it */
+  cddp_result r = cddp__exchange_refs( /* bytes 0: ranks compare that, and packets differ in size */
+      g, kind, d->rows.packet, 0, packets);
+  if (r == CDDP_OK) r = cddp__begin_access(g);
+  if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
+  if (r == CDDP_OK) /* until no peer reads this rank's packet any more */
+    r = cddp__local_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
+  return r == CDDP_OK ? cddp__end_access(g, r) : r;
+}
+
 /* Collective: all ranks get the mean of all added rows. After a failure its caller,
    cddp__finish_step, ends the access to peers' memory. */
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
-  cddp_group *g = d->control;
-  size_t longest = 0; /* bytes of the longest packet */
-  char **packets = (char **)g->buffers; /* free here: only collectives on arrays use it */
-  unsigned char size[8]; /* bytes of this rank's packet */
   cddp_result r = CDDP_OK;
-  int i;
   if (!d->shards.uses_slots) /* else cddp__end_shard has done it. One shard per rank, so numbered */
-    r = cddp__keep_rows(d, g->rank);
-  if (r == CDDP_OK && g->hosts != NULL) { /* several hosts: packets are sent, in equal sizes */
-    cddp__put64(size, d->rows.bytes);
-    r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0 /* count */, size, sizeof size);
-    if (r == CDDP_OK) { /* its headers have all sizes */
-      for (i = 0; i < g->size; i++)
-        longest = cddp__max(
-            longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
-      r = cddp__gather_rows(d, longest);
-    }
-  } else if (r == CDDP_OK) { /* ranks read each other's packets in shared memory */
-    r = cddp__exchange_refs( /* bytes 0: ranks compare that, and packets differ in size */
-        g, kind, d->rows.packet, 0, packets);
-    if (r == CDDP_OK) r = cddp__begin_access(g);
-    if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
-    if (r == CDDP_OK) /* until no peer reads this rank's packet any more */
-      r = cddp__local_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
-    if (r == CDDP_OK) r = cddp__end_access(g, r);
-  }
+    r = cddp__keep_rows(d, d->control->rank);
+  if (r == CDDP_OK)
+    r = d->control->hosts != NULL ? cddp__send_rows(d, kind) : cddp__share_rows(d, kind);
   d->rows.bytes = 0; /* the next step begins a new packet */
   return r;
 }
@@ -19403,11 +19436,11 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
      3. A communication hook gets a contiguous bucket, if needed a copy, instead. */
 
 struct cddp__bucket_state {
-  int remaining; /* number of its parameters that are not ready in this step; 0: full; d->lock */
+  int remaining; /* number of its parameters that are not ready; 0: full; d->lock */
   int *sorted; /* [count] its parameters, in plan.sorted: by offset, those in place last */
   int count;
   cddp_work work; /* its reduction in the engine */
-  cddp_ddp *ddp; /* for cddp__run_bucket, which gets the bucket alone */
+  cddp_ddp *ddp; /* for cddp__run_bucket */
 };
 
 /* For qsort: compares parameters of one dtype by offset: the last one has the lowest. */
@@ -19450,49 +19483,67 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
   return bytes;
 }
 
-/* Writes the mean of this rank's slice of the bucket, over all ranks that have data, to the
-   gradients of all ranks. The headers of the bucket's first round say which ranks are absent. */
+/* Writes the mean of adjacent gradients, `bytes` from offset `at` of parameter i on, over the ranks
+   that have data, to all ranks. Headers of the bucket's first round say which ranks are absent. */
+static void cddp__reduce_range(cddp_ddp *d, int i, size_t at, size_t bytes) {
+  const cddp_group *g = d->comm;
+  cddp_dtype dtype = d->params[i].dtype;
+  size_t n = bytes / cddp__dtype_size(dtype);
+  char *mean = cddp__gradient_at(d, d->me, i, at);
+  int k, active = 0; /* ranks with data */
+  if (d->shards.uses_slots) {
+    cddp__reduce_shards(d, mean, (const void **)(void *)d->scratch.buffers, i, at, n);
+  } else {
+    for (k = 0; k < g->size; k++)
+      if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0) /* `absent`: k has data */
+        d->scratch.buffers[active++] = cddp__gradient_at(d, k, i, at);
+    if (active == g->size) { /* writes the mean to all ranks, in one pass through the memory */
+      cddp__reduce_all(d->scratch.buffers, active, n, dtype, CDDP_AVG);
+      return;
+    }
+    cddp__reduce(mean, (const void *const *)d->scratch.buffers, active, n, dtype, CDDP_AVG);
+  }
+  for (k = 0; k < g->size; k++) /* absent ranks too: they step their parts by the mean */
+    if (k != g->rank) memcpy(cddp__gradient_at(d, k, i, at), mean, bytes);
+}
+
+/* Reduces this rank's slice of the bucket for all ranks. */
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
-  cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   const cddp_group *g = d->comm;
   size_t begin, end, at = 0; /* bytes in the bucket: this rank's slice; the current range */
   cddp__range range;
-  int i = 0, k;
+  int i = 0;
   cddp__slice(cddp__bucket_bytes(d, b), CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
-  for (; cddp__next_range(d, b->sorted, b->count, &i, &range); at += range.end - range.begin) {
-    /* [low, high): the slice's part of this range */
-    size_t low = cddp__max(begin, at), high = cddp__min(end, at + range.end - range.begin);
-    size_t from = range.begin + (low - at), n; /* from: offset of `low` in the model */
-    char *mean; /* in this rank's gradients */
-    int active = 0; /* ranks with data */
-    if (low >= high) continue; /* the range is not in this rank's slice */
-    mean = cddp__gradient_at(d, d->me, range.first, from);
-    n = (high - low) / cddp__dtype_size(dtype);
-    if (d->shards.uses_slots) {
-      cddp__reduce_shards(d, mean, (const void **)(void *)d->scratch.buffers, range.first, from, n);
-    } else {
-      for (k = 0; k < g->size; k++)
-        if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0) /* `absent`: k has data */
-          d->scratch.buffers[active++] = cddp__gradient_at(d, k, range.first, from);
-      if (active == g->size) { /* writes the mean to all ranks, in one pass through the memory */
-        cddp__reduce_all(d->scratch.buffers, active, n, dtype, CDDP_AVG);
-        continue;
-      }
-      cddp__reduce(mean, (const void *const *)d->scratch.buffers, active, n, dtype, CDDP_AVG);
-    }
-    for (k = 0; k < g->size; k++) /* absent ranks too: they step their parts by the mean */
-      if (k != g->rank) memcpy(cddp__gradient_at(d, k, range.first, from), mean, high - low);
+  while (cddp__next_range(d, b->sorted, b->count, &i, &range)) {
+    size_t next = at + (range.end - range.begin);
+    size_t low = cddp__max(begin, at), high = cddp__min(end, next); /* the slice's part of it */
+    if (low < high) cddp__reduce_range(d, range.first, range.begin + (low - at), high - low);
+    at = next;
   }
 }
 
-/* Collective: all ranks get the mean of the bucket. Runs in the engine of d->comm. */
-static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
+/* Several hosts, or MPI: reduces the bucket, range by range. */
+static cddp_result cddp__average_ranges(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp_group *g = d->comm;
   cddp__call c = cddp__make_call( /* buffers and count are set for each range */
       CDDP__KIND_ALL_REDUCE, NULL, NULL, 0, d->params[b->sorted[0]].dtype, CDDP_AVG,
       -1 /* no root */);
   cddp__range range;
+  cddp_result r = CDDP_OK;
   int i = 0, k;
+  while (r == CDDP_OK && cddp__next_range(d, b->sorted, b->count, &i, &range)) {
+    for (k = 0; k < g->local_size; k++)
+      d->scratch.buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
+    c.send = c.recv = d->scratch.buffers[d->me]; /* in place */
+    c.count = (range.end - range.begin) / c.esize;
+    r = g->carrier->average(g, &c, d->scratch.buffers);
+  }
+  return r;
+}
+
+/* Collective: all ranks get the mean of the bucket. Runs in the engine of d->comm. */
+static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
+  cddp_group *g = d->comm;
   uint64_t index = (uint64_t)(b - d->plan.buckets), record; /* index: ranks compare it */
   unsigned char absent = (unsigned char)d->uneven.absent; /* for cddp__reduce_slice of all ranks */
   cddp_result r;
@@ -19502,21 +19553,10 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
     cddp__record_at(g, record)->engine = 1; /* run by the engine */
   r = cddp__round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &absent, sizeof absent);
   if (r == CDDP_OK) r = cddp__begin_access(g);
-  if (r == CDDP_OK) {
-    if (g->carrier->shares_memory) {
-      cddp__reduce_slice(d, b);
-    } else { /* several hosts, or MPI */
-      while (r == CDDP_OK && cddp__next_range(d, b->sorted, b->count, &i, &range)) {
-        for (k = 0; k < g->local_size; k++)
-          d->scratch.buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
-        c.send = c.recv = d->scratch.buffers[d->me]; /* in place */
-        c.count = (range.end - range.begin) / c.esize;
-        r = g->carrier->average(g, &c, d->scratch.buffers);
-      }
-    }
-    if (r == CDDP_OK) /* until all ranks of this host have reduced their slices */
-      r = cddp__local_round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index);
-  }
+  if (r == CDDP_OK && g->carrier->shares_memory) cddp__reduce_slice(d, b);
+  else if (r == CDDP_OK) r = cddp__average_ranges(d, b);
+  if (r == CDDP_OK) /* until all ranks of this host have reduced their slices */
+    r = cddp__local_round(g, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index);
   r = cddp__end_access(g, r);
   cddp__record_finish(g, record, r);
   return r;
@@ -19549,7 +19589,7 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
 }
 
 /* The hooks that compress: average a bucket in `small`, a type of 2 bytes. A bucket of f16 or bf16
-   is averaged as it is. The copy is the backend's scratch, or shared memory. */
+   is averaged as it is. */
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
   const cddp__backend *backend = b->group->backend;
@@ -19570,10 +19610,20 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   return r;
 }
 
-/* Calls the hook: on the gradients themselves if they are adjacent, else on a copy. If the hook
-   fails without an error text, the text is about its result. */
-static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
+/* Calls the hook. If it fails without an error text, the text is about its result. */
+static cddp_result cddp__call_hook(cddp_ddp *d, cddp_bucket *bucket) {
   char text_begin = cddp__error_text[0]; /* the text is empty during the call: a hook can set one */
+  cddp_result r;
+  cddp__error_text[0] = 0;
+  r = d->desc.comm_hook(bucket, d->desc.comm_hook_data);
+  if (cddp__error_text[0] != 0) return r;
+  if (r != CDDP_OK) return cddp__fail(r, "it returned %d, %s", (int)r, cddp_result_name(r));
+  cddp__error_text[0] = text_begin; /* restores the old text */
+  return CDDP_OK;
+}
+
+/* Calls the hook on the gradients themselves if they are adjacent, else on a copy. */
+static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   size_t bytes = cddp__bucket_bytes(d, b);
   cddp_bucket bucket;
   cddp__range range;
@@ -19598,14 +19648,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   packed = range.end - range.begin != bytes; /* several ranges: the hook gets a contiguous copy */
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
   if (r == CDDP_OK && packed) r = cddp__copy_bucket(d, b, bucket.data, CDDP__BUCKET_PACK);
-  if (r == CDDP_OK) {
-    cddp__error_text[0] = 0;
-    r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
-    if (r != CDDP_OK && cddp__error_text[0] == 0)
-      r = cddp__fail(r, "it returned %d, %s", (int)r, cddp_result_name(r));
-    if (cddp__error_text[0] == 0) /* CDDP_OK without a text: restores the old one */
-      cddp__error_text[0] = text_begin;
-  }
+  if (r == CDDP_OK) r = cddp__call_hook(d, &bucket);
   if (r == CDDP_OK && packed) r = cddp__copy_bucket(d, b, bucket.data, CDDP__BUCKET_UNPACK);
   cddp__free(&d->group->host->allocator, used);
   if (r == CDDP_OK) return r;
@@ -19615,15 +19658,14 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 
 /* --- buckets in the engine --- */
 
-/* Reduces a bucket, or calls the hook for it, on the engine's thread of d->comm. The engine keeps
-   result and text in the work, for cddp__await_buckets. */
+/* Reduces a bucket, or calls the hook for it, on the engine's thread of d->comm. */
 static cddp_result cddp__run_bucket(cddp_work *w) {
   cddp__bucket_state *b = (cddp__bucket_state *)w->context;
   cddp_ddp *d = b->ddp;
   bool hooked = d->desc.comm_hook != NULL;
   cddp_group *g = hooked ? d->hook_group : d->comm; /* the group that the bucket's calls use */
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK) r = d->memory->select_device(d); /* each thread selects its device */
+  if (r == CDDP_OK) r = d->memory->select_device(d);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   /* Ends the peers' hooks for this bucket: their calls could match this rank's later ones. */
@@ -19633,9 +19675,9 @@ static cddp_result cddp__run_bucket(cddp_work *w) {
       cddp__param_name(d->params, b->sorted[0]).s, b->count > 1 ? " and others" : "");
 }
 
-/* Starts a bucket: the engine runs it when all earlier ones are done. d->lock held. */
+/* Starts a bucket, behind all earlier ones. d->lock held. */
 static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  memset(&b->work, 0, sizeof b->work); /* anywhere: false, so only the engine's thread runs it */
+  memset(&b->work, 0, sizeof b->work); /* not `anywhere`: only the engine runs it */
   b->work.group = d->comm;
   b->work.run = cddp__run_bucket;
   b->work.context = b;
@@ -19644,7 +19686,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   return cddp__engine_push(&b->work);
 }
 
-/* Waits for all launched buckets. Returns the failure of the first that failed, with its text. */
+/* Waits for all launched buckets. Returns the failure of the first that failed. */
 static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
   int b;
   (void)part; /* on a host each rank gets the whole mean */
@@ -19666,8 +19708,8 @@ static cddp_result cddp__await_buckets(cddp_ddp *d, bool part) {
    PARTITIONED (sharded_states, with several hosts or GPUs): each rank has the states of its part
    alone, in private memory. */
 
-/* The address of state k of element n of parameter i in `states`, memory with the layout of shared
-   states. Each state has layout.state_stride bytes, in the order of the model. */
+/* The address of state k of element n of parameter i in `states`. These have the layout of shared
+   ones: layout.state_stride bytes for each state, in the order of the model. */
 static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *states, int k, int i,
                             size_t n) {
   size_t at = d->tensors[i].offset;
@@ -19678,35 +19720,32 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *optim, char *st
 
 enum { CDDP__FROM_SHARED, CDDP__TO_SHARED }; /* of `bool share` */
 
-/* Copies the part of state k of parameter i that is in [begin, end) of the model: see
-   cddp__copy_states. */
+/* cddp__copy_states for state k of parameter i. */
 static cddp_result cddp__copy_state(const cddp_ddp *d, const cddp_optim *optim, int k, int i,
                                     char *states, size_t begin, size_t end, bool share) {
   const cddp_param *param = &optim->params[i];
   const cddp__tensor *tensor = &d->tensors[i];
   size_t esize = cddp__dtype_size(param->dtype);
   size_t state_esize = cddp__dtype_size(cddp__state_type(optim, i)), first, n; /* n: elements */
-  char *own = (char *)*cddp__state_of(optim, k, i), *shared; /* own NULL: no step has made it */
-  bool unmade = /* a master that the next step would copy from the weights */
-      share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0;
+  char *own = (char *)*cddp__state_of(optim, k, i), *shared;
   begin = cddp__max(begin, tensor->offset);
   end = cddp__min(end, tensor->offset + tensor->bytes);
-  if ((own == NULL && !unmade) /* zeros: so is `states` */ || begin >= end /* not in the part */ ||
-      !cddp__has_state(optim, k, i))
-    return CDDP_OK;
+  if (begin >= end /* not in the part */ || !cddp__has_state(optim, k, i)) return CDDP_OK;
   first = (begin - tensor->offset) / esize;
   n = (end - begin) / esize;
   shared = cddp__state_at(d, optim, states, k, i, first);
-  if (unmade) /* joining ranks need the master now */
+  /* A master that the next step would copy from the weights: joining ranks need it now. */
+  if (share && cddp__is_master(optim, k) && optim->init_master[i] && optim->steps[i] > 0)
     return (d->group->backend->convert)(
         d->group, shared, CDDP_F32, (char *)param->data + first * esize, param->dtype, n);
+  if (own == NULL) return CDDP_OK; /* no step has made it: zeros, as in `states` */
   own += first * state_esize;
-  return (d->memory->copy)(
-      share ? shared : own, share ? own : shared, n * state_esize, d->group->stream);
+  if (share) return (d->memory->copy)(shared, own, n * state_esize, d->group->stream);
+  return (d->memory->copy)(own, shared, n * state_esize, d->group->stream);
 }
 
-/* Copies the states of [begin, end) of the model from optim's own memory to `states`, which has the
-   layout of shared states (share), or back. */
+/* Copies the states of [begin, end) of the model from optim's own memory to `states` (share), or
+   back. */
 static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim, char *states,
                                      size_t begin, size_t end, bool share) {
   cddp_result r = CDDP_OK;
@@ -19717,8 +19756,7 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *optim,
   return r;
 }
 
-/* Local: takes optim from the model's list. Frees the shared states on the rank that has allocated
-   them. */
+/* Local: takes optim from the model's list, and frees the shared states if this rank owns them. */
 static void cddp__end_sharing(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
   cddp_optim **link = &d->sharing; /* becomes the pointer to optim in the list */
@@ -19726,7 +19764,7 @@ static void cddp__end_sharing(cddp_optim *optim) {
   *link = optim->next;
   optim->shared_by = NULL;
   optim->unshare = NULL;
-  cddp__arena_free(d->group->host, optim->own_shared); /* NULL: another rank's */
+  cddp__arena_free(d->group->host, optim->own_shared);
 }
 
 /* Local: copies the shared states to this rank's own memory, for cddp_optim_step. */
@@ -19741,23 +19779,62 @@ static cddp_result cddp__copy_shared(cddp_optim *optim) {
       d, optim, optim->shared_states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
 }
 
-/* Commits this rank's part of the shared states, in whole pages, of a large model in huge ones. A
-   page at the border of two parts is committed twice, which does no harm. */
+/* Commits the pages of this rank's part of the shared states. A page at the border of two parts is
+   committed twice, which does no harm. */
 static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, char *states) {
-  size_t stride = d->layout.state_stride, from, to,
-         unit = stride < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
+  size_t stride = d->layout.state_stride, unit = cddp__page_unit(stride), from, to;
   cddp_result r = CDDP_OK;
+  bool last; /* of the parts: with the padding of the stride */
   int k;
   cddp__part_of(d, d->group->local_rank, &from, &to);
-  if (to == d->layout.dense_bytes) to = stride; /* the last part: with the padding of the stride */
-  else if (optim->desc.master_weights != 0) to = cddp__wide_bytes(d, 0, to); /* f32 states */
-  if (optim->desc.master_weights != 0) from = cddp__wide_bytes(d, 0, from);
+  last = to == d->layout.dense_bytes;
+  if (optim->desc.master_weights != 0) { /* f32 states */
+    from = cddp__wide_bytes(d, 0, from);
+    to = cddp__wide_bytes(d, 0, to);
+  }
   from = from / unit * unit;
-  to = cddp__min(stride, cddp__round_up(to, unit));
+  to = last ? stride : cddp__min(stride, cddp__round_up(to, unit));
   if (from >= to) return CDDP_OK; /* more ranks than blocks of the model: this rank has no part */
   for (k = 0; r == CDDP_OK && k < optim->state_count; k++)
     r = cddp__commit_lazy(d->group->host, states + (size_t)k * stride + from, to - from);
   return r;
+}
+
+/* Payload of the round in which a host's ranks share states. */
+typedef struct cddp__sharing_header {
+  cddp__ref states; /* kind NONE: not the host's first rank, or it has no memory */
+  uint64_t steps_hash; /* of optim->steps */
+} cddp__sharing_header;
+CDDP__STATIC_ASSERT(sizeof(cddp__sharing_header) <= CDDP__PAYLOAD, "a round carries it");
+
+static cddp__sharing_header cddp__sharing_header_of(const cddp_group *g, int rank) {
+  cddp__sharing_header header;
+  memcpy(&header, cddp__op_header_of(g, rank, g->round)->u.bytes, sizeof header);
+  return header;
+}
+
+/* Collective, after that round: maps the states of the host's first rank, and commits this rank's
+   part. here: the call, for a text. */
+static cddp_result cddp__map_states(cddp_ddp *d, const cddp_optim *optim, const char *here,
+                                    void **states) {
+  cddp_group *g = d->control;
+  cddp__sharing_header header = cddp__sharing_header_of(g, 0);
+  cddp_result r = CDDP_OK;
+  int i, owner = 0; /* the host's first rank */
+  for (i = 1; i < g->size; i++)
+    if (cddp__sharing_header_of(g, i).steps_hash != header.steps_hash)
+      return cddp__fail(
+          CDDP_MISMATCH, "the states of the cddp_optim have made other steps on rank %d than on "
+          "rank 0, in %s: call cddp_load on all ranks, and create the cddp_optim anew after a "
+          "failure", i, here);
+  while (g->host_index[owner] < 0) owner++; /* < 0: a rank on another host */
+  header = cddp__sharing_header_of(g, owner);
+  /* NONE: the owner has no memory. It alone fails here; cddp__agree tells the others. */
+  if (header.states.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &header.states, states);
+  else if (owner == g->rank) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK && header.states.kind == CDDP__REF_EXTENT) /* not POINTER: between threads */
+    r = cddp__commit_shared(d, optim, (char *)*states);
+  return cddp__agree(g, r);
 }
 
 /* Collective, at optim's first step by this model: moves the states of this host's ranks to one
@@ -19767,37 +19844,18 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   cddp_group *g = d->control;
   size_t bytes = (size_t)optim->state_count * d->layout.state_stride, begin, end;
   void *mine = NULL, *states;
-  cddp__ref ref;
-  unsigned char payload[sizeof ref + 8]; /* the reference; a hash of optim->steps, to compare */
+  cddp__sharing_header header;
   cddp__text here = cddp__describe_current_call(g); /* before the round below replaces the call */
   cddp_result r;
-  int owner = 0, k, i; /* owner: the first rank on this host, which allocates */
-  memset(&ref, 0, sizeof ref); /* kind NONE */
+  int k, i;
+  memset(&header, 0, sizeof header); /* kind NONE */
   if (g->local_rank == 0) mine = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_LAZY);
-  if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
+  if (mine != NULL) header.states = cddp__ref_of(g->host, mine, bytes);
   states = mine;
-  memcpy(payload, &ref, sizeof ref);
-  cddp__put64(payload + sizeof ref,
-              cddp__hash64(0, optim->steps, (size_t)d->count * sizeof *optim->steps));
+  header.steps_hash = cddp__hash64(0, optim->steps, (size_t)d->count * sizeof *optim->steps);
   r = cddp__round( /* no other round has this kind and phase */
-      g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0 /* count */, payload, sizeof payload);
-  for (i = 1; r == CDDP_OK && i < g->size; i++)
-    if (memcmp(cddp__op_header_of(g, i, g->round)->u.bytes + sizeof ref,
-               cddp__op_header_of(g, 0, g->round)->u.bytes + sizeof ref, 8) != 0)
-      r = cddp__fail(CDDP_MISMATCH, "the states of the cddp_optim have made other steps on rank %d "
-                     "than on rank 0, in %s: call cddp_load on all ranks, and create the "
-                     "cddp_optim anew after a failure", i, here.s);
-  if (r == CDDP_OK) {
-    while (g->host_index[owner] < 0) owner++; /* < 0: a rank on another host */
-    ref = cddp__op_header_of(g, owner, g->round)->u.ref;
-    /* NONE: the owner's allocation failed. The owner alone fails here, with the text of
-       cddp__arena_alloc; cddp__agree tells the others. */
-    if (ref.kind != CDDP__REF_NONE) r = cddp__map_ref(g->host, &ref, &states);
-    else if (owner == g->rank) r = CDDP_OUT_OF_MEMORY;
-    if (r == CDDP_OK && ref.kind == CDDP__REF_EXTENT) /* not POINTER: ranks that are threads */
-      r = cddp__commit_shared(d, optim, (char *)states);
-    r = cddp__agree(g, r);
-  }
+      g, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0 /* count */, &header, sizeof header);
+  if (r == CDDP_OK) r = cddp__map_states(d, optim, here.s, &states);
   /* If the group is broken, another rank can have succeeded, and write to this memory: keep it. */
   if (r != CDDP_OK && !cddp__is_broken(g)) cddp__arena_free(g->host, mine);
   if (r != CDDP_OK) return r;
@@ -19805,7 +19863,7 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   (void)cddp__copy_states( /* in host memory: cannot fail */
       d, optim, (char *)states, begin, end, CDDP__TO_SHARED);
   optim->shared_states = (char *)states;
-  optim->own_shared = g->local_rank == 0 ? optim->shared_states : NULL; /* it allocated them */
+  optim->own_shared = (char *)mine;
   optim->next = d->sharing; /* into the model's list */
   d->sharing = optim;
   optim->shared_by = d;
@@ -19819,8 +19877,8 @@ static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   return CDDP_OK;
 }
 
-/* Collective: all ranks copy the shared states to their own memory, before the rank that has
-   allocated them frees them. After a failure the caller, cddp__finish_step, ends the access. */
+/* Collective: all ranks copy the shared states to their own memory, before the owner frees them.
+   After a failure the caller, cddp__finish_step, ends the access. */
 static cddp_result cddp__gather_shared(cddp_optim *optim) {
   cddp_ddp *d = optim->shared_by;
   cddp_result r = cddp__begin_access(d->control);
@@ -19832,41 +19890,36 @@ static cddp_result cddp__gather_shared(cddp_optim *optim) {
 }
 
 /* Sets optim->parts, the elements with states on this rank, if it has sharded_states. d: its
-   desc.ddp. The ranks of a job on a single host share one copy of all states instead. */
+   desc.ddp. On a single host the ranks share all states instead. */
 static void cddp__partition_states(const cddp_ddp *d, cddp_optim *optim) {
   const cddp_group *g = d->group;
-  size_t begin, end, esize;
   int i;
   optim->partitioned = optim->desc.sharded_states != 0 && optim->state_count > 0 &&
                        g->size > (g->backend->on_device ? 1 : g->local_size /* one host */);
-  if (!optim->partitioned) return; /* each rank, or host, has all states */
+  if (!optim->partitioned) return;
   for (i = 0; i < d->count; i++) {
-    bool owns = cddp__part_slice(d, i, g->size, g->rank, &begin, &end);
-    esize = cddp__dtype_size(d->params[i].dtype);
-    optim->parts[i].first = owns ? (begin - d->tensors[i].offset) / esize : 0;
-    optim->parts[i].count = owns ? (end - begin) / esize : 0;
+    cddp_partition *part = &optim->parts[i];
+    cddp__part_elements(d, i, g->size, g->rank, &part->first, &part->count);
   }
 }
 
-/* Collective, for partitioned states: each rank receives all of state k of parameter i in `whole`,
-   for a checkpoint. A failure breaks the group. */
+/* Collective, for a checkpoint of partitioned states: each rank receives all of state k of
+   parameter i in `whole`. A failure breaks the group. */
 static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, char *whole) {
   cddp_ddp *d = optim->desc.ddp;
-  size_t state_esize = cddp__dtype_size(cddp__state_type(optim, i)), begin, end, first;
-  size_t esize = cddp__dtype_size(d->params[i].dtype); /* begin and end are bytes of gradients */
+  cddp_dtype dtype = cddp__state_type(optim, i);
+  size_t esize = cddp__dtype_size(dtype), first, n;
   bool device = d->group->backend->on_device;
   cddp_result r = CDDP_OK;
   int p; /* a rank: its part is sent */
   if (optim->parts[i].count > 0) /* this rank's part */
-    r = (d->memory->copy)(whole + optim->parts[i].first * state_esize,
-                          *cddp__state_of(optim, k, i), optim->parts[i].count * state_esize,
-                          d->group->stream);
+    r = (d->memory->copy)(whole + optim->parts[i].first * esize, *cddp__state_of(optim, k, i),
+                          optim->parts[i].count * esize, d->group->stream);
   for (p = 0; r == CDDP_OK && p < d->group->size; p++) {
     cddp__call c;
-    if (!cddp__part_slice(d, i, d->group->size, p, &begin, &end)) continue; /* nothing of i */
-    first = (begin - d->tensors[i].offset) / esize; /* element of the parameter */
-    c = cddp__broadcast_call(
-        whole + first * state_esize, (end - begin) / esize, cddp__state_type(optim, i), p);
+    cddp__part_elements(d, i, d->group->size, p, &first, &n);
+    if (n == 0) continue;
+    c = cddp__broadcast_call(whole + first * esize, n, dtype, p);
     r = cddp__run_model_collective(d, &c);
   }
   if (r == CDDP_OK && device) /* the calls above were only enqueued */
