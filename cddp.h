@@ -19939,8 +19939,7 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
      1. Gradients that are not reduced yet need one pass (cddp__run_pass). Each rank takes its part
         of the model in blocks that the first-level cache holds: it sums a block over all ranks,
         updates it with the shared states, writes the new weights to every rank, and zeroes the
-        gradients. For f32, 1, 2 or 4 ranks and common settings one loop does all of this
-        (cddp__fuse_loop).
+        gradients. For f32, 1, 2 or 4 ranks and common settings one loop does it: cddp__fuse_loop.
      2. Weights in private memory reach the other ranks through the gradients' memory.
      3. max_grad_norm adds a pass before this one: the mean of the rank's part into its gradients,
         and the sums of squares of the part's norm blocks behind its arena. After a round every rank
@@ -19949,8 +19948,7 @@ static cddp_result cddp__gather_state(const cddp_optim *optim, int k, int i, cha
         follows the update of a block.
      5. Partitioned states: the rank steps its part by the means, and sends the weights to all. */
 
-/* Bytes per block: one fits into the first-level cache, those of all ranks and states into the
-   second. */
+/* Bytes: a block fits into the first-level cache, those of all ranks and states into the second. */
 #define CDDP__STEP_BLOCK 8192
 
 /* A pass through a part of the model. A block is n elements of parameter i from offset `at`. */
@@ -19960,10 +19958,9 @@ typedef struct cddp__pass {
   bool steps;        /* this pass steps; false: it takes means, and for a clip their squares */
   char *means;       /* elastic: memory for means, by offset in the model; NULL: means are in this
                         rank's gradients */
-  bool averaged;     /* the means exist already, except where `fuses` */
+  bool averaged;     /* the means exist already, except where cddp__fuses */
   double clip;       /* factor of the means; 1: none */
   bool can_fuse;     /* cddp__update.loop supports the number of ranks, and all have gradients */
-  bool fuses;        /* cddp__fuse_loop steps the current parameter, and takes its means itself */
   bool alone;        /* partitioned states: new weights are not written to other ranks here */
 } cddp__pass;
 
@@ -19972,12 +19969,12 @@ static size_t cddp__norm_block_of(const cddp__tensor *tensor, size_t at) {
   return tensor->first_norm_block + at / CDDP__BLOCK_BYTES - tensor->offset / CDDP__BLOCK_BYTES;
 }
 
-/* Sets this rank's sums of squares of the norm blocks in [begin, end) of the model, all of
-   parameter i. grad: its mean gradient from `begin` on. */
+/* Sets this rank's sums of squares of the norm blocks in [begin, end) of the model, in parameter i.
+   grad: its mean gradient from `begin` on. */
 static void cddp__set_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   double *sums = d->addresses.squares[d->me];
   size_t at, n;
-  for (at = begin; at < end; at += n) { /* to the end of a norm block, or of the range */
+  for (at = begin; at < end; at += n) {
     size_t block = cddp__norm_block_of(&d->tensors[i], at);
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
     sums[block] = cddp__sum_squares(
@@ -20007,8 +20004,9 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
   }
   d->step.norm = (sqrt)(sum);
   d->step.has_norm = true;
+  if (max_norm > DBL_MAX) return 1; /* infinite: only the norm is wanted */
   factor = max_norm / (d->step.norm + 1e-6); /* 1e-6 as in PyTorch; a norm of NaN makes all NaN */
-  return factor >= 1 || max_norm > DBL_MAX /* infinite: only the norm is wanted */ ? 1 : factor;
+  return factor >= 1 ? 1 : factor;
 }
 
 /* Scales the mean rows of sparse gradients, as every rank does. */
@@ -20044,7 +20042,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
 }
 
 /* Updates this rank's part of parameter i (f32) on all ranks, from the gradients of all ranks, and
-   zeroes these. By blocks, so that cddp__optim_copy reads each from the cache. */
+   zeroes these. By blocks: cddp__optim_copy reads each from the cache. */
 static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u) {
   const cddp_ddp *d = pass->d;
   const cddp__tensor *tensor = &d->tensors[i];
@@ -20067,16 +20065,15 @@ static void cddp__fuse_loop(const cddp__pass *pass, int i, const cddp__update *u
     n = cddp__min(CDDP__BLOCK, end - at);
     cddp__fuse(u->loop, &args, size, n);
     cddp__optim_copy(pass->optim, i, at, n);
-    for (k = 0; k < CDDP__STATES; k++) /* all pointers: to the next block */
+    for (k = 0; k < CDDP__STATES; k++) /* to the next block */
       if (args.states[k] != NULL) args.states[k] += n;
     for (k = 0; k < size; k++) args.gradients[k] += n;
     for (k = 0; k < size; k++) args.weights[k] += n;
   }
 }
 
-/* out = the mean over shards, or over the ranks with data, of a block: n elements of parameter i
-   from offset `at` of the model. */
-static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
+/* out = the mean of a block: n elements of parameter i from offset `at` of the model. */
+static void cddp__take_mean(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   int k;
   if (d->shards.uses_slots || d->desc.elastic) {
     cddp__reduce_shards(d, out, d->scratch.sources, i, at, n);
@@ -20092,21 +20089,20 @@ static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
   return pass->means != NULL ? pass->means + at : cddp__gradient_at(pass->d, pass->d->me, i, at);
 }
 
-/* A block of a pass that takes means: stores the mean, and for a clip its squares. Elastic models
-   can repeat it after a loss, since their sums of shards stay. */
-static void cddp__keep_mean(const cddp__pass *pass, int i, size_t at, size_t n) {
-  /* If `fuses`, only the squares are kept: cddp__fuse_loop computes the mean again. */
-  double unkept[CDDP__BLOCK_BYTES / sizeof(double)]; /* a block of cddp__run_pass for means */
-  char *mean = pass->fuses ? (char *)unkept : cddp__mean_at(pass, i, at);
+/* Stores the mean of a block, and for a clip its squares. fuses: only these, as cddp__fuse_loop
+   computes the mean again. Elastic models can repeat it after a loss: their sums of shards stay. */
+static void cddp__mean_block(const cddp__pass *pass, int i, size_t at, size_t n, bool fuses) {
+  double unkept[CDDP__BLOCK_BYTES / sizeof(double)];
+  char *mean = fuses ? (char *)unkept : cddp__mean_at(pass, i, at);
   if (!pass->averaged) /* else the reduction has left the mean there */
-    cddp__mean_block(pass->d, i, mean, at, n);
+    cddp__take_mean(pass->d, i, mean, at, n);
   if (pass->d->desc.max_grad_norm > 0) /* a clip follows */
     cddp__set_squares(pass->d, i, mean, at, at + n * cddp__dtype_size(pass->d->params[i].dtype));
   CDDP__POINT("elastic mean");
 }
 
-/* The gradient of a block for its step: its mean in place, or computed or clipped in `buffer`. The
-   gradient of an unused parameter is returned as it is: no mean of it was taken. */
+/* The gradient of a block for its step: its mean in place, or computed or clipped in `buffer`. An
+   unused parameter has no mean: its gradient is returned as it is. */
 static const void *cddp__block_gradient(const cddp__pass *pass, int i, size_t at, size_t n,
                                         void *buffer) {
   cddp_dtype dtype = pass->d->params[i].dtype;
@@ -20114,7 +20110,7 @@ static const void *cddp__block_gradient(const cddp__pass *pass, int i, size_t at
   bool as_is = !pass->d->step.used[i] || (pass->averaged && pass->clip == 1);
   if (as_is) return mean;
   if (pass->averaged) memcpy(buffer, mean, n * cddp__dtype_size(dtype));
-  else cddp__mean_block(pass->d, i, buffer, at, n);
+  else cddp__take_mean(pass->d, i, buffer, at, n);
   if (pass->clip != 1) cddp__scale(buffer, n, dtype, pass->clip);
   return buffer;
 }
@@ -20131,25 +20127,25 @@ static void cddp__copy_near(char *to, const char *from, size_t bytes) {
 }
 
 /* Writes `bytes` of new weights of parameter i, from offset `at`, to all ranks of the host, and
-   zeroes its gradients on all of them. If the weights are private memory, the other ranks copy them
-   from `apart`, this rank's gradients (cddp__fetch_weights). apart NULL: the weights are shared. */
+   zeroes the gradients. But private weights are written to this rank's gradients, from where the
+   other ranks copy them: cddp__fetch_weights. */
 static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, size_t at,
-                                size_t bytes, char *apart) {
+                                size_t bytes) {
   const cddp__tensor *tensor = &d->tensors[i];
   int k;
   for (k = 0; k < d->group->local_size; k++) {
-    char *to = tensor->shared ? cddp__weights_of(d, k, i) + (at - tensor->offset) : NULL;
     char *gradient = cddp__gradient_at(d, k, i, at);
-    if (to != NULL && to != weights /* this rank's */) cddp__copy_near(to, weights, bytes);
-    if (gradient != apart) cddp__copy_near(gradient, NULL /* zeroes */, bytes);
+    bool apart = k == d->me && !tensor->shared;
+    if (k != d->me && tensor->shared)
+      cddp__copy_near(cddp__weights_of(d, k, i) + (at - tensor->offset), weights, bytes);
+    cddp__copy_near(gradient, apart ? weights : NULL /* zeroes */, bytes);
   }
-  if (!tensor->shared) cddp__copy_near(apart, weights, bytes);
 }
 
 /* Steps a block, and writes the new weights to the other ranks of the host unless pass->alone. */
-static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *u, size_t at,
+static void cddp__step_block(const cddp__pass *pass, int i, const cddp__update *u, size_t at,
                              size_t n) {
-  double mean[CDDP__STEP_BLOCK / sizeof(double)]; /* a block of cddp__run_pass that steps */
+  double mean[CDDP__STEP_BLOCK / sizeof(double)];
   const cddp_ddp *d = pass->d;
   const cddp__tensor *tensor = &d->tensors[i];
   size_t esize = cddp__dtype_size(u->stored);
@@ -20158,52 +20154,75 @@ static void cddp__fuse_block(const cddp__pass *pass, int i, const cddp__update *
   /* Partitioned states begin at the part's first element; without them parts[i].first is 0. */
   cddp__update_run(u, first - pass->optim->parts[i].first, weights,
                    cddp__block_gradient(pass, i, at, n, mean), n);
-  if (!pass->alone)
-    cddp__publish_block(
-        d, i, weights, at, n * esize, tensor->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
+  if (!pass->alone) cddp__publish_block(d, i, weights, at, n * esize);
   cddp__optim_copy(pass->optim, i, first, n);
 }
 
-/* One pass through the model's bytes [begin, end), parameter by parameter, block by block: steps
-   them (pass->steps), or stores their means and for a clip their squares. */
-static void cddp__run_pass(cddp__pass *pass, size_t begin, size_t end) {
-  cddp_ddp *d = pass->d;
-  bool steps = pass->steps;
-  void *states[CDDP__STATES + 1]; /* addresses of i's states, the masters last */
-  cddp__update u;
-  int j, k;
-  memset(&u, 0, sizeof u); /* a pass for means alone does not set it */
+/* The update of parameter i by the pass's optimizer. */
+static cddp__update cddp__pass_update(const cddp__pass *pass, int i) {
+  const cddp_optim *optim = pass->optim;
+  void *states[CDDP__STATES + 1]; /* the masters last */
+  int k;
+  for (k = 0; k < optim->state_count; k++)
+    states[k] = pass->alone /* private states */
+                    ? *cddp__state_of(optim, k, i)
+                    : cddp__state_at(pass->d, optim, optim->shared_states, k, i, 0);
+  return cddp__update_of(optim, i, states, 1 /* stride */);
+}
+
+/* Whether cddp__fuse_loop steps parameter i. It takes the means itself. */
+static bool cddp__fuses(const cddp__pass *pass, int i, const cddp__update *u) {
+  const cddp__tensor *tensor = &pass->d->tensors[i];
+  return pass->can_fuse && u->loop != NULL && u->stored == CDDP_F32 &&
+         tensor->used /* else its gradient is not a mean */ &&
+         tensor->shared /* the loop writes weights to all ranks */;
+}
+
+/* Elements of a block from `at` on, to a multiple of block_bytes or to `end`. */
+static size_t cddp__block_count(size_t at, size_t end, size_t block_bytes, size_t esize) {
+  return cddp__min(block_bytes - at % block_bytes, end - at) / esize;
+}
+
+/* Steps the bytes [at, end) of the model, all of parameter i. */
+static void cddp__step_range(const cddp__pass *pass, int i, size_t at, size_t end) {
+  cddp__update u = cddp__pass_update(pass, i);
+  size_t esize = cddp__dtype_size(pass->d->params[i].dtype), n;
+  if (cddp__fuses(pass, i, &u)) {
+    cddp__fuse_loop(pass, i, &u);
+    return;
+  }
+  for (; at < end; at += n * esize) {
+    n = cddp__block_count(at, end, CDDP__STEP_BLOCK, esize);
+    cddp__step_block(pass, i, &u, at, n);
+  }
+}
+
+/* Stores the means of such bytes, and for a clip their squares: of whole norm blocks. */
+static void cddp__mean_range(const cddp__pass *pass, int i, size_t at, size_t end) {
+  size_t esize = cddp__dtype_size(pass->d->params[i].dtype), n;
+  bool fuses = false;
+  if (pass->can_fuse) {
+    cddp__update u = cddp__pass_update(pass, i);
+    fuses = cddp__fuses(pass, i, &u);
+  }
+  for (; at < end; at += n * esize) {
+    n = cddp__block_count(at, end, CDDP__BLOCK_BYTES, esize);
+    cddp__mean_block(pass, i, at, n, fuses);
+  }
+}
+
+/* One pass through the model's bytes [begin, end), parameter by parameter. */
+static void cddp__run_pass(const cddp__pass *pass, size_t begin, size_t end) {
+  const cddp_ddp *d = pass->d;
+  int j;
   for (j = 0; j < d->count; j++) {
     int i = d->layout.param_order[j];
-    const cddp__tensor *tensor = &d->tensors[i];
-    size_t at = cddp__max(begin, tensor->offset), n;
-    size_t high = cddp__min(end, tensor->offset + tensor->bytes); /* end of i's bytes in the pass */
-    size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
-    if (at >= high) continue; /* i is not in the range */
+    size_t low = cddp__max(begin, d->tensors[i].offset);
+    size_t high = cddp__min(end, d->tensors[i].offset + d->tensors[i].bytes);
+    if (low >= high) continue; /* i is not in the range */
     if (pass->optim != NULL && cddp__optim_skips(pass->optim, i)) continue; /* empty or unused */
-    if (!steps && !d->step.used[i]) continue; /* no rank has a gradient: no mean */
-    if (pass->optim != NULL && (steps || pass->can_fuse)) { /* for means: only to set `fuses` */
-      for (k = 0; k < pass->optim->state_count; k++)
-        states[k] = pass->alone /* private states */
-                        ? *cddp__state_of(pass->optim, k, i)
-                        : cddp__state_at(d, pass->optim, pass->optim->shared_states, k, i, 0);
-      u = cddp__update_of(pass->optim, i, states, 1 /* stride */);
-      /* Means: whole norm blocks. Both sizes: as the buffers of cddp__fuse_block, _keep_mean. */
-      block = steps ? CDDP__STEP_BLOCK : block;
-      pass->fuses = pass->can_fuse && u.loop != NULL && u.stored == CDDP_F32 &&
-                    tensor->used /* else its gradient is not a mean */ &&
-                    tensor->shared /* the loop writes weights to all ranks */;
-    }
-    if (steps && pass->fuses) {
-      cddp__fuse_loop(pass, i, &u);
-      continue;
-    }
-    for (; at < high; at += n * esize) {
-      /* A block ends at a multiple of `block`, since cddp__set_squares sums whole norm blocks. */
-      n = cddp__min(block - at % block, high - at) / esize; /* elements */
-      if (steps) cddp__fuse_block(pass, i, &u, at, n);
-      else cddp__keep_mean(pass, i, at, n);
-    }
+    if (pass->steps) cddp__step_range(pass, i, low, high);
+    else if (d->step.used[i]) cddp__mean_range(pass, i, low, high); /* some rank has a gradient */
   }
 }
 
@@ -20218,16 +20237,15 @@ static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *optim, bool averaged) {
   return pass;
 }
 
-/* For reduce_scatter, and for a clip before a step: takes the mean of this rank's part into its
-   gradients, except where they have it or cddp__fuse_loop follows. With max_grad_norm also sets
-   pass->clip, from the squares of all parts. */
+/* For reduce_scatter, and for a clip before a step: takes the mean of this rank's part. With
+   max_grad_norm also sets pass->clip, from the squares of all parts. */
 static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
   cddp_ddp *d = pass->d;
   size_t begin, end;
   cddp_result r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   cddp__run_pass(pass, begin, end);
-  pass->averaged = true; /* for the pass that steps: except where `fuses` */
+  pass->averaged = true; /* for the pass that steps */
   if (!(d->desc.max_grad_norm > 0)) return CDDP_OK; /* no clip */
   r = cddp__local_barrier(d, kind, CDDP__PHASE_NORM); /* all squares are complete */
   if (r == CDDP_OK)
@@ -20238,47 +20256,63 @@ static cddp_result cddp__mean_part(cddp__pass *pass, int kind) {
 }
 
 /* After this rank has published its part: waits until all ranks of the host have. Private weights
-   are then copied from the other ranks' gradients, which those ranks zero after one more round.
-   Shared weights are complete; only optim's copies of other ranks' parts are written. optim NULL:
-   cddp_ddp_all_gather. Ends the access to peers' memory. */
+   are then copied from the other ranks' gradients, which those ranks zero after one more round. Of
+   shared ones only optim's copies (desc.copies) are written. optim NULL: cddp_ddp_all_gather. Ends
+   the access to peers' memory. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *optim) {
   int i, p, kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
+  bool has_copies = optim != NULL && optim->desc.copies != NULL, any_private = false;
   cddp_result r = cddp__local_barrier(d, kind, CDDP__PHASE_DONE);
-  size_t begin, end, at;
-  bool any_fetched = false;
   if (r != CDDP_OK) return r; /* the caller ends the access */
   for (i = 0; i < d->count; i++) {
-    cddp__tensor *tensor = &d->tensors[i];
-    bool fetched = !tensor->shared; /* its weights are private, so copied here */
-    bool unchanged = optim != NULL && cddp__optim_skips(optim, i);
-    bool has_copies = optim != NULL && optim->desc.copies != NULL;
-    if (unchanged || (!fetched && !has_copies)) continue;
-    any_fetched = any_fetched || fetched;
-    for (p = 0; p < d->group->local_size; p++) {
-      size_t esize = cddp__dtype_size(d->params[i].dtype);
+    bool is_private = !d->tensors[i].shared;
+    if (optim != NULL && cddp__optim_skips(optim, i)) continue; /* unchanged */
+    any_private = any_private || is_private;
+    for (p = 0; p < d->group->local_size && (is_private || has_copies); p++) {
+      size_t esize = cddp__dtype_size(d->params[i].dtype), first, n;
       if (p == d->me) continue; /* this rank has written its own part */
-      if (!cddp__part_slice(d, i, d->group->local_size, p, &begin, &end)) continue;
-      at = begin - tensor->offset;
-      if (fetched)
-        memcpy((char *)d->params[i].data + at, cddp__gradient_at(d, p, i, begin), end - begin);
-      if (optim != NULL) cddp__optim_copy(optim, i, at / esize, (end - begin) / esize);
+      cddp__part_elements(d, i, d->group->local_size, p, &first, &n);
+      if (is_private && n > 0)
+        memcpy((char *)d->params[i].data + first * esize,
+               cddp__gradient_at(d, p, i, d->tensors[i].offset + first * esize), n * esize);
+      if (has_copies) cddp__optim_copy(optim, i, first, n);
     }
   }
-  if (!any_fetched) return cddp__end_access(d->control, r);
+  if (!any_private) return cddp__end_access(d->control, r);
   r = cddp__local_barrier(d, kind, CDDP__PHASE_WEIGHTS); /* until all have copied this rank's */
   if (r != CDDP_OK) return r; /* the caller ends the access */
-  for (i = 0; i < d->count; i++) {
+  for (i = 0; i < d->count; i++) { /* where this rank's gradients hold private weights */
     const cddp__tensor *tensor = &d->tensors[i];
-    bool unchanged = optim != NULL && cddp__optim_skips(optim, i);
-    bool has_part = tensor->begin < tensor->end; /* this rank's gradient there holds weights */
-    if (!tensor->shared && !unchanged && has_part)
+    if (optim != NULL && cddp__optim_skips(optim, i)) continue;
+    if (!tensor->shared && tensor->begin < tensor->end)
       memset(cddp__gradient_at(d, d->me, i, tensor->begin), 0, tensor->end - tensor->begin);
   }
   return cddp__end_access(d->control, r);
 }
 
-/* Partitioned states: updates this rank's part of the weights from the means, and broadcasts all
-   parts of the weights. */
+/* Steps the sparse parameters: each rank its own copy of the weights, by private states. */
+static cddp_result cddp__step_rows(const cddp_ddp *d, cddp_optim *optim) {
+  int i;
+  for (i = 0; i < d->count; i++) {
+    if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
+    if (cddp__ensure_states(optim, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+    cddp__step_sparse(optim, i, d->rows.sparse[i]);
+  }
+  return CDDP_OK;
+}
+
+/* Ends a reduce_scatter: the caller steps by the means, so this clips them. */
+static cddp_result cddp__clip_partitions(const cddp_ddp *d, double factor) {
+  int i;
+  for (i = 0; i < d->partition_count && factor != 1; i++) {
+    const cddp_partition *p = &d->partitions[i];
+    if (d->step.used[p->param])
+      cddp__scale(p->grad, p->count, d->params[p->param].dtype, factor);
+  }
+  return cddp__end_access(d->control, CDDP_OK);
+}
+
+/* Partitioned states: steps this rank's part by the means, and broadcasts all parts. */
 static cddp_result cddp__partitioned_step(cddp__pass *pass) {
   cddp_optim *optim = pass->optim;
   cddp_ddp *d = pass->d;
@@ -20290,8 +20324,7 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
     if (!cddp__optim_skips(optim, i)) r = cddp__ensure_states(optim, i);
   if (r != CDDP_OK) return r;
   pass->alone = true;
-  /* A part for each rank of all hosts, unlike cddp__part_of: the same cut as of the states in
-     cddp__partition_states, and of the broadcast below. */
+  /* A part for each rank of all hosts, as in cddp__partition_states and the broadcast below. */
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->group->size, d->group->rank, &begin,
               &end);
   cddp__run_pass(pass, begin, end);
@@ -20301,18 +20334,16 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
 }
 
 /* memory->step. optim NULL, reduce_scatter: takes the means of this rank's part, in its gradients.
-   Else updates that part of the weights on all ranks, and fetches the other parts. averaged:
-   gradients are means already. wrote: ranks have written to their gradients since the last round,
-   so reading them needs another. After a failure the caller ends the access to peers' memory. */
+   Else updates that part of the weights on all ranks, and fetches the other parts. After a failure
+   the caller ends the access to peers' memory. */
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged, bool wrote) {
-  int i, size = d->group->local_size, kind = optim ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
-  bool shares_states;
-  bool fusable_size = size == 1 || size == 2 || size == 4; /* cddp__fuse has loops for these */
+  int size = d->group->local_size, kind = optim ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
+  bool shares_states = optim != NULL && optim->state_count > 0 && !optim->partitioned;
+  bool fusable_size = size == 1 || size == 2 || size == 4; /* as cddp__fuse */
   size_t begin, end;
   cddp__pass pass = cddp__pass_of(d, optim, averaged);
   cddp_result r = wrote ? cddp__local_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
-  shares_states = optim != NULL && optim->state_count > 0 && !optim->partitioned;
   if (r == CDDP_OK && shares_states && optim->shared_by == NULL) /* optim's first step by d */
     r = cddp__share_states(d, optim);
   pass.can_fuse = optim != NULL && !averaged && !d->shards.uses_slots &&
@@ -20320,31 +20351,19 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   if (r == CDDP_OK && (optim == NULL || d->desc.max_grad_norm > 0))
     r = cddp__mean_part(&pass, kind); /* else the pass below takes the means as it steps */
   if (r != CDDP_OK) return r;
-  if (optim == NULL) { /* reduce_scatter: the caller steps by these gradients: clips them */
-    for (i = 0; i < d->partition_count && pass.clip != 1; i++) {
-      const cddp_partition *p = &d->partitions[i];
-      if (d->step.used[p->param])
-        cddp__scale(p->grad, p->count, d->params[p->param].dtype, pass.clip);
-    }
-    return cddp__end_access(d->control, r);
-  }
+  if (optim == NULL) return cddp__clip_partitions(d, pass.clip);
   CDDP__POINT("fuse");
   pass.steps = true;
   if (optim->partitioned) return cddp__partitioned_step(&pass);
   cddp__part_of(d, d->me, &begin, &end); /* me: local_rank, as in cddp__mean_part */
   cddp__run_pass(&pass, begin, end);
-  for (i = 0; i < d->count; i++) { /* sparse rows: each rank updates its own copy of the weights */
-    if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(optim, i)) continue;
-    if (cddp__ensure_states(optim, i) != CDDP_OK) /* states of sparse ones are private */
-      return CDDP_OUT_OF_MEMORY;
-    cddp__step_sparse(optim, i, d->rows.sparse[i]);
-  }
-  return cddp__fetch_weights(d, optim);
+  r = cddp__step_rows(d, optim);
+  return r == CDDP_OK ? cddp__fetch_weights(d, optim) : r;
 }
 
-/* cddp_ddp_all_gather in host memory: publishes this rank's partitions, fetches the others. */
+/* cddp_ddp_all_gather: publishes this rank's partitions, fetches the others. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
-  cddp_result r = cddp__round( /* all ranks have stepped, and no longer read their gradients */
+  cddp_result r = cddp__round( /* all ranks have stepped */
       d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0 /* count */, NULL,
       0 /* no payload */);
   int i;
@@ -20353,13 +20372,13 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
   for (i = 0; i < d->partition_count; i++) {
     const cddp_partition *p = &d->partitions[i];
     const cddp__tensor *tensor = &d->tensors[p->param];
-    cddp__publish_block(d, p->param, (char *)p->data, tensor->begin, tensor->end - tensor->begin,
-                        tensor->shared ? NULL : (char *)p->grad);
+    cddp__publish_block(
+        d, p->param, (char *)p->data, tensor->begin, tensor->end - tensor->begin);
   }
   return cddp__fetch_weights(d, NULL /* no optim: the caller has stepped */);
 }
 
-/* select_device and enter, which have nothing to do: host memory has no device. */
+/* select_device and enter: host memory has no device. */
 static cddp_result cddp__host_use(const cddp_ddp *d) { return (void)d, CDDP_OK; }
 
 static cddp_result cddp__host_copy(void *to, const void *from, size_t bytes, void *stream) {
@@ -20382,7 +20401,7 @@ static cddp_result cddp__host_alloc(cddp_ddp *d) {
   return cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", bytes);
 }
 
-/* *out: shared memory, since peers write to it in collectives. It grows, without its contents. */
+/* *out: shared memory, since peers write to it in collectives. */
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
   if (d->scratch.bytes < bytes) {
     cddp__arena_free(d->group->host, d->scratch.memory);
