@@ -20447,8 +20447,7 @@ static const cddp__ddp_memory cddp__host_memory = {
    How cddp__ddp_step works, after a rank's last shard has ended:
      1. cddp__ddp_meet compares the optimizers, and counts the gradients that are not ready.
      2. cddp__finish_step, also on ranks in cddp_ddp_join (absent ones):
-        a. If gradients are missing, the ranks exchange their flags (cddp__settle_unused). A wait
-           also gives each rank all states of its optimizers.
+        a. If gradients are missing, the ranks exchange their flags (cddp__settle_unused).
         b. cddp__reduce_gradients, unless the pass of d->memory->step reduces the gradients.
         c. Ranks that missed steps catch up. Sparse rows are merged.
         d. d->memory->step updates the weights, or a wait returns the means.
@@ -20468,7 +20467,7 @@ enum { /* the rank is in cddp_ddp_join */
   CDDP__ABSENT_SINCE_NOW   /* since this meeting; if all are absent now: a rank that joined last */
 };
 
-/* Before the first cddp_ddp_ready of a step or shard: no gradient is ready, no bucket launched. */
+/* Before a step or shard: no gradient is ready, no bucket launched. */
 static void cddp__reset_step(cddp_ddp *d) {
   int i;
   pthread_mutex_lock(&d->lock);
@@ -20486,7 +20485,7 @@ static void cddp__reset_step(cddp_ddp *d) {
    (the caller has checked). */
 static cddp_result cddp__next_shard(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
-  int first, count; /* of this rank's shards; count is not needed here */
+  int first, count; /* of this rank's shards */
   if (d->shards.current >= 0) {
     r = cddp__end_shard(d, CDDP__MORE_SHARDS);
     cddp__reset_step(d); /* the next shard's gradients become ready again */
@@ -20521,7 +20520,7 @@ static cddp_result cddp__copy_gradient(cddp_ddp *d, int i) {
 }
 
 /* A second mark in one step fails the model: the sums would be wrong if the caller ignored the
-   error. Under no_sync a mark is only noted: it does not start a reduction. */
+   error. Under no_sync a mark is only noted. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   const cddp_group *g;
   cddp__tensor *tensor;
@@ -20536,7 +20535,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   tensor = &d->tensors[param];
   host = d->group->host;
   CDDP__POINT("ready");
-  cddp__detect_second_thread(host); /* marks the rank if several threads use cddp */
+  cddp__detect_second_thread(host);
   /* Under no_sync nothing runs on a device, so none is selected. After an error of enter nothing
      has changed: the caller can repeat the call. */
   if (!d->no_sync && (r = d->memory->enter(d)) != CDDP_OK) return r;
@@ -20550,7 +20549,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   }
   pthread_mutex_unlock(&d->lock);
   if (twice) {
-    (void)CDDP__REFUSE( /* sets the text */
+    (void)CDDP__REFUSE(
         "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; call it "
         "once, when its gradient is complete", cddp__param_name(d->params, param).s,
         d->group->rank);
@@ -20560,7 +20559,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   g = d->comm != NULL ? d->comm : d->group;
   cddp__record_finish(
       g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1 /* dtype, op, root */), CDDP_OK);
-  if (noted) return CDDP_OK; /* not reduced in this step */
+  if (noted) return CDDP_OK;
   /* Without the lock, so that threads copy at the same time. */
   if ((r = cddp__copy_gradient(d, param)) != CDDP_OK) return cddp__break_model(d, r);
   pthread_mutex_lock(&d->lock);
@@ -20582,7 +20581,7 @@ static uint64_t cddp__optim_settings(const cddp_optim *optim) {
   return cddp__add_sharing(optim, optim != NULL ? optim->settings_hash : 0);
 }
 
-/* A rank's header of the last meeting. */
+
 static cddp__step_header cddp__step_header_of(const cddp_ddp *d, int rank) {
   cddp__step_header header;
   memcpy(&header, cddp__op_header_of(d->control, rank, d->control->round)->u.bytes, sizeof header);
@@ -20604,18 +20603,33 @@ typedef struct cddp__difference {
   double value; /* this rank's */
 } cddp__difference;
 
-/* Collective, once headers show that an optimizer differs from that of rank `first`: breaks the
-   group. Rank `first` sends all of its numbers. Each rank sends its first difference to the others.
-   The error names the lowest of these. optim: this rank's, or NULL. */
+/* Sets the error text: the lowest difference of all ranks (all: [ranks]) from the numbers of rank
+   `first`. here: the call. */
+static void cddp__name_difference(const cddp_ddp *d, const cddp__difference *all,
+                                  const double *theirs, int first, const char *here) {
+  size_t at = SIZE_MAX; /* index of that number */
+  int p, differing = 0; /* ranks where it differs */
+  for (p = 0; p < d->control->size; p++) at = cddp__min(at, (size_t)all[p].index);
+  cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d", cddp__setting_name(d, at).s,
+             cddp__describe_number(theirs[at]).s, first);
+  for (p = 0; p < d->control->size; p++)
+    if ((size_t)all[p].index == at && ++differing <= 2) /* the text has two of them */
+      cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s on rank %d",
+                   cddp__describe_number(all[p].value).s, p);
+  if (differing > 2)
+    cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more differ", differing - 2);
+  cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", in %s", here);
+}
+
+/* Collective, once headers show that optimizers differ: breaks the group. Rank `first` sends all of
+   its numbers, each rank its first difference from them. optim: this rank's, or NULL. */
 static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, int first) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
   cddp__text here = cddp__describe_current_call(g); /* before the rounds below replace the call */
   size_t n = CDDP__SETTING_COUNT + 2 * (size_t)d->count, k; /* n: numbers of an optimizer */
-  size_t at = n; /* index of the first number that differs, on any rank */
   cddp__difference own = {(double)n /* none differs */, 0}, *all; /* all: [ranks] */
   double *mine, *theirs; /* this rank's numbers, those of `first` */
-  int p, differing = 0; /* ranks that have another number `at` than `first` */
   cddp_result r;
   mine = (double *)cddp__calloc( /* one block: mine, theirs, all */
       a, 1, 2 * n * sizeof *mine + (size_t)g->size * sizeof *all);
@@ -20639,37 +20653,45 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   }
   if (r == CDDP_OK) r = cddp__all_gather(g, &own, all, sizeof own);
   if (r == CDDP_OK) {
-    for (p = 0; p < g->size; p++) at = cddp__min(at, (size_t)all[p].index);
-    CDDP_ASSERT(at < n); /* cddp__ddp_meet found hashes or rates that differ */
-    cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d", cddp__setting_name(d, at).s,
-               cddp__describe_number(theirs[at]).s, first);
-    for (p = 0; p < g->size; p++)
-      if ((size_t)all[p].index == at && ++differing <= 2) /* the text has two of them */
-        cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s on rank %d",
-                     cddp__describe_number(all[p].value).s, p);
-    if (differing > 2)
-      cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more differ", differing - 2);
-    cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", in %s", here.s);
+    cddp__name_difference(d, all, theirs, first, here.s);
     r = cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW); /* all ranks are in this function */
   }
   cddp__free(a, mine);
   return r;
 }
 
+/* After a meeting: breaks the group unless all ranks with an optimizer have the same settings, and
+   all active ones the same learning rate. */
+static cddp_result cddp__compare_optims(cddp_ddp *d, const cddp_optim *optim) {
+  const int *active = d->step.active;
+  int p, first = -1; /* the rank with which all are compared */
+  bool differ = false;
+  for (p = d->control->size - 1; p >= 0; p--) /* the first with an optimizer */
+    if (cddp__step_header_of(d, p).settings_hash != 0) first = p;
+  /* If active[0] has one, it is that rank, as it has the lr of this step. */
+  if (d->step.active_count > 0 && cddp__step_header_of(d, active[0]).settings_hash != 0)
+    first = active[0];
+  for (p = 0; first >= 0 && p < d->control->size; p++) {
+    uint64_t hash = cddp__step_header_of(d, p).settings_hash;
+    differ = differ || (hash != 0 && hash != cddp__step_header_of(d, first).settings_hash);
+  }
+  for (p = 1; p < d->step.active_count; p++)
+    differ = differ ||
+             cddp__step_header_of(d, active[p]).lr != cddp__step_header_of(d, active[0]).lr;
+  return differ ? cddp__break_settings(d, optim, first) : CDDP_OK;
+}
+
 /* All ranks meet and compare their calls, unless d->memory->meet makes that unnecessary. *missing:
-   parameters that are not ready, summed over ranks. The settings of optim (or NULL) must be the
-   same on all ranks that have one, its learning rate on all that are not absent. */
+   parameters that are not ready, summed over ranks. optim: this rank's, or NULL. */
 static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim,
                                   uint64_t *missing) {
   cddp_group *g = d->control;
-  cddp__step_header own, header; /* header: each rank's in turn */
-  uint64_t settings = 0, active_settings = 0; /* hashes: of first_optim, of active[0] */
+  cddp__step_header own;
   uint64_t check = /* settings and lr, for memory->meet */
       cddp__add_sharing(optim, optim != NULL ? optim->hash_with_lr : 0);
-  double lr = 0; /* of the first rank that is not absent */
-  bool no_round = false, differ = false;
+  bool no_round = false;
   cddp_result r = d->memory->select_device(d);
-  int p, first_optim = -1; /* the first rank with a cddp_optim */
+  int p;
   *missing = 0;
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &no_round);
   /* no_round: then no rank can be absent. step.active stays all ranks, and *missing 0. */
@@ -20689,23 +20711,11 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, const cddp_optim *optim
   if (r != CDDP_OK) return r;
   d->step.active_count = 0;
   for (p = 0; p < g->size; p++) {
-    header = cddp__step_header_of(d, p);
+    cddp__step_header header = cddp__step_header_of(d, p);
     *missing += header.missing;
-    if (header.settings_hash != 0 && settings == 0) {
-      first_optim = p;
-      settings = header.settings_hash;
-    }
-    differ = differ || (header.settings_hash != 0 && header.settings_hash != settings);
-    if (header.absent != 0) continue; /* its lr can be old */
-    if (d->step.active_count == 0) { /* the first active rank */
-      lr = header.lr;
-      active_settings = header.settings_hash;
-    }
-    differ = differ || header.lr != lr;
-    d->step.active[d->step.active_count++] = p;
+    if (header.absent == 0) d->step.active[d->step.active_count++] = p;
   }
-  if (differ) /* compares with active[0], which has the lr of this step, if it has an optimizer */
-    return cddp__break_settings(d, optim, active_settings != 0 ? d->step.active[0] : first_optim);
+  if ((r = cddp__compare_optims(d, optim)) != CDDP_OK) return r;
   if (d->step.active_count > 0 /* else all are absent: no step */ &&
       d->step.active_count < g->size)
     d->uneven.had_absent = true;
@@ -20723,17 +20733,19 @@ static bool cddp__flag_missing(unsigned char flag) {
 /* Fails with a list of the first gradients that are missing, from scratch.flags. CDDP_MISMATCH: one
    is missing on some ranks only; else CDDP_INVALID_ARGUMENT. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
-  int i, missing, shown = 0; /* missing: on how many ranks parameter i is; shown: in the list */
-  bool noted, any_noted = false; /* marked under no_sync only: on a rank; for any parameter shown */
-  size_t n = (size_t)d->count, flag_count = n * (size_t)d->group->size, at; /* at: in flags */
+  int i, p, shown = 0; /* shown: in the list */
+  bool any_noted = false;
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4 /* a text, no full list */; i++) {
-    missing = 0;
-    noted = false;
-    for (at = (size_t)i; at < flag_count; at += n) { /* each rank's flag of i */
-      missing += cddp__flag_missing(d->scratch.flags[at]);
-      noted = noted || d->scratch.flags[at] == CDDP__FLAG_NOTED;
+    int missing = 0, first = 0; /* on how many ranks i is missing; the first of them */
+    bool noted = false; /* some rank has marked it under no_sync only */
+    for (p = d->group->size - 1; p >= 0; p--) {
+      unsigned char flag = d->scratch.flags[(size_t)p * (size_t)d->count + (size_t)i];
+      if (!cddp__flag_missing(flag)) continue;
+      missing++;
+      first = p;
+      noted = noted || flag == CDDP__FLAG_NOTED;
     }
     if (missing == 0) continue; /* ready on all ranks with data */
     any_noted = any_noted || noted;
@@ -20741,9 +20753,7 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
                  cddp__param_name(d->params, i).s, noted ? " (only while no_sync was on)" : "");
     if (missing == d->step.active_count) continue; /* missing on all ranks with data */
     r = CDDP_MISMATCH;
-    for (at = (size_t)i; !cddp__flag_missing(d->scratch.flags[at]);) at += n; /* first such rank */
-    cddp__append(list, sizeof list, " (on rank %d%s)", (int)(at / n),
-                 missing > 1 ? " and others" : "");
+    cddp__append(list, sizeof list, " (on rank %d%s)", first, missing > 1 ? " and others" : "");
   }
   return cddp__fail(
       r, "gradients were not marked ready: %s; %s", list,
@@ -20754,18 +20764,23 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
                 : "call cddp_ddp_ready for every parameter, or set find_unused_parameters");
 }
 
-/* Collective, if parameters are missing on any rank (the meeting has shown it). With
-   find_unused_parameters their gradients count as zero, and parameters that no rank used do not
-   change; without it every rank fails. Afterwards all parameters are ready. */
+/* This rank's flag for parameter i. */
+static unsigned char cddp__own_flag(const cddp_ddp *d, size_t i) {
+  if (d->uneven.absent != 0) return CDDP__FLAG_ABSENT;
+  if (d->tensors[i].ready) return CDDP__FLAG_READY;
+  if (!d->tensors[i].noted) return 0;
+  /* It has a gradient of no_sync, which counts with find_unused_parameters. */
+  return d->desc.find_unused_parameters ? CDDP__FLAG_READY : CDDP__FLAG_NOTED;
+}
+
+/* Collective, if parameters are missing on any rank (the meeting has shown it): fails without
+   find_unused_parameters. With it their gradients count as zero, and parameters that no rank used
+   do not change. Afterwards all parameters are ready. */
 static cddp_result cddp__settle_unused(cddp_ddp *d) {
   size_t n = (size_t)d->count, i, p;
   unsigned char *own = d->scratch.flags + n * (size_t)d->group->size; /* behind all ranks' flags */
   cddp_result r;
-  for (i = 0; i < n; i++) /* noted: has a gradient of no_sync, used with find_unused_parameters */
-    own[i] = d->uneven.absent != 0   ? CDDP__FLAG_ABSENT
-              : d->tensors[i].ready    ? CDDP__FLAG_READY
-              : !d->tensors[i].noted   ? 0
-              : d->desc.find_unused_parameters ? CDDP__FLAG_READY : CDDP__FLAG_NOTED;
+  for (i = 0; i < n; i++) own[i] = cddp__own_flag(d, i);
   r = cddp__all_gather(d->control, own, d->scratch.flags, n);
   if (r != CDDP_OK) return r;
   if (!d->desc.find_unused_parameters) return cddp__name_missing(d); /* fails on all ranks */
@@ -20796,7 +20811,7 @@ static bool cddp__needs_part_only(int kind, const cddp_optim *optim) {
 }
 
 /* Starts the remaining buckets, and waits for all of them (on a device, the stream waits). Makes
-   their results means (cddp__mean_factor), unless an optimizer's kernel on a device does it. */
+   their results means, unless an optimizer's kernel on a device does it. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim *optim) {
   bool in_kernel = /* the kernel divides the sums; a clip needs the means before it */
       optim != NULL && d->group->backend->on_device && !(d->desc.max_grad_norm > 0);
@@ -20815,7 +20830,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
   r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d, cddp__needs_part_only(kind, optim));
-  if (r != CDDP_OK || in_kernel) return r; /* in_kernel: the kernel makes them means */
+  if (r != CDDP_OK || in_kernel) return r;
   i = 0;
   while (r == CDDP_OK && cddp__next_range(d, d->layout.param_order, d->count, &i, &range)) {
     cddp_dtype dtype = d->params[range.first].dtype;
@@ -20829,13 +20844,13 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, int kind, const cddp_optim 
 }
 
 /* Whether the buckets of the next step are reduced as they fill. After a cddp_ddp_step (stepped) on
-   a single host they are not: the next step reduces the gradients in its one pass. */
+   a single host they are not: the next one is assumed to reduce the gradients in its one pass. */
 static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
   const cddp_group *g = d->group;
   bool one_pass = /* cddp__run_pass can read all gradients */
       d->desc.comm_hook == NULL && g->carrier->shares_memory && !g->backend->on_device;
   if (d->shards.uses_slots || d->desc.elastic) return false; /* the last shard must end first */
-  return !one_pass || (g->size > 1 && !stepped); /* not stepped: another wait is assumed */
+  return !one_pass || (g->size > 1 && !stepped);
 }
 
 /* Counts the step and prepares the next. After the first one buckets follow the order in which
@@ -20859,8 +20874,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   return r;
 }
 
-/* Copies the means from the arena back to the gradients that are COPIED. The others are reduced
-   where they are. */
+/* Copies the means from the arena back to the gradients that are COPIED. */
 static cddp_result cddp__return_gradients(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
@@ -20871,11 +20885,11 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   return r;
 }
 
-/* Collective, if absent ranks missed steps: sends root's weights and states to all ranks. Absent
-   ranks miss no step of partitioned states: cddp_ddp_step, which they join, makes all of these. */
+/* Collective, if absent ranks missed steps: sends root's weights and states to all ranks, except
+   partitioned states: cddp_ddp_step, which absent ranks join, makes all steps of these. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
   cddp_result r;
-  int k, i, state_count; /* of states that absent ranks lack */
+  int k, i, state_count;
   if (!d->uneven.out_of_date) return CDDP_OK;
   /* The cddp_ddp_wait that the absent ranks missed has ended all sharing. */
   CDDP_ASSERT(optim == NULL || optim->shared_by == NULL);
@@ -20902,8 +20916,8 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *optim, int root) {
 enum { CDDP__NOT_CLEARED, CDDP__CLEARED }; /* values of `bool cleared` */
 
 /* Ends an update by optim (NULL: the caller's own, or none): counts the step and zeroes the
-   gradients. cleared: the update has zeroed the reduced ones, except those that optim skipped.
-   Otherwise this function zeroes the whole arena, on an absent rank too: a hook reads it. */
+   gradients. cleared: the update has zeroed the reduced ones, except those that optim skipped. An
+   absent rank's arena is zeroed too: a hook reads it. */
 static cddp_result cddp__end_update(cddp_ddp *d, cddp_optim *optim, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->layout.bytes, stream);
@@ -20955,8 +20969,8 @@ static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *o
          !(d->desc.max_grad_norm > 0);
 }
 
-/* Completes the step after its meeting. optim NULL: a wait or reduce_scatter. missing: gradients
-   that are not ready, on all ranks together. A failure breaks the model. */
+/* Completes the step after its meeting. optim NULL: a wait or reduce_scatter. missing: from the
+   meeting. A failure breaks the model. */
 static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, uint64_t missing) {
   bool waits = kind == CDDP__KIND_DDP_WAIT;
   bool averaged = false;
@@ -20988,8 +21002,7 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
   return r == CDDP_OK ? r : cddp__ddp_set_cause(d, r); /* d->control is broken already */
 }
 
-/* Whether another optimizer has stepped a parameter since optim, which is paired with d, set its
-   master. */
+/* Whether another optimizer has stepped a parameter since optim set its master. */
 static bool cddp__masters_are_old(const cddp_ddp *d, const cddp_optim *optim) {
   int i;
   for (i = 0; i < d->count; i++) {
@@ -20999,25 +21012,21 @@ static bool cddp__masters_are_old(const cddp_ddp *d, const cddp_optim *optim) {
   return false;
 }
 
-/* Refuses an optimizer that cannot step d. The first time also checks its sizes and rows, and pairs
-   it with d: sets its number, counts its masters as current, and sets optim->paired to d's id. */
+/* Refuses an optimizer that cannot step d. The first time also pairs it with d. */
 static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
   cddp_result r;
   int i;
-  const char *wrong =
-      optim->params != d->params || optim->count != d->count
-          ? "the cddp_optim was made for other parameters than the cddp_ddp"
-      : optim->shared_by != NULL && optim->shared_by != d
-          ? "the cddp_optim already steps another cddp_ddp"
-      : optim->desc.ddp != NULL && optim->desc.ddp != d
-          ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
-      : d->no_sync /* gradients of the last micro-batch would not be ready */
-          ? "no_sync is on; switch it off for the backward pass that is stepped"
-      : optim->paired == d->id && d->last_optim != optim->number && cddp__masters_are_old(d, optim)
-          ? "another cddp_optim has made steps since this one's last, which its masters would "
-            "undo: call cddp_optim_write_copies first"
-          : NULL;
-  if (wrong != NULL) return CDDP__REFUSE("%s", wrong);
+  if (optim->params != d->params || optim->count != d->count)
+    return CDDP__REFUSE("the cddp_optim was made for other parameters than the cddp_ddp");
+  if (optim->shared_by != NULL && optim->shared_by != d)
+    return CDDP__REFUSE("the cddp_optim already steps another cddp_ddp");
+  if (optim->desc.ddp != NULL && optim->desc.ddp != d)
+    return CDDP__REFUSE("the cddp_optim was made with another cddp_ddp in its desc.ddp");
+  if (d->no_sync) /* gradients of the last micro-batch would not be ready */
+    return CDDP__REFUSE("no_sync is on; switch it off for the backward pass that is stepped");
+  if (optim->paired == d->id && d->last_optim != optim->number && cddp__masters_are_old(d, optim))
+    return CDDP__REFUSE("another cddp_optim has made steps since this one's last, which its "
+                        "masters would undo: call cddp_optim_write_copies first");
   if (optim->paired == d->id) return CDDP_OK; /* checked at an earlier call */
   if ((r = cddp__check_sizes(optim)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++)
@@ -21027,6 +21036,18 @@ static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
     if (cddp__keeps_master(optim, i)) d->tensors[i].last_optim = optim->number;
   optim->paired = d->id;
   return CDDP_OK;
+}
+
+/* Refuses the end of a step before the rank's last shard. */
+static cddp_result cddp__check_shards_taken(const cddp_ddp *d) {
+  cddp_result r;
+  if (d->desc.shards == 0 || d->shards.taken == d->shards.own_count) return CDDP_OK;
+  /* With NCCL a loss can have ended the caller's loop of shards: then that is the failure. */
+  if ((r = cddp__check_group(d->group)) != CDDP_OK) return r;
+  return CDDP__REFUSE(
+      "rank %d still has %d of its %d shards of this step to do; call cddp_ddp_next_shard until "
+      "it returns false", d->group->rank, d->shards.own_count - d->shards.taken,
+      d->shards.own_count);
 }
 
 /* cddp_ddp_step, or (optim NULL) cddp_ddp_wait or cddp_ddp_reduce_scatter. */
@@ -21040,28 +21061,18 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *optim) {
   if (optim == NULL && d->no_sync) return CDDP_OK; /* a wait under no_sync does nothing */
   record = cddp__record_begin( /* + 1: cddp__ddp_meet counts the call, if the ranks meet */
       d->control, kind, d->control->calls + 1, 0 /* elements */);
-  if (d->desc.shards > 0 && d->shards.taken < d->shards.own_count) {
-    /* With NCCL a loss can have ended the caller's loop of shards: then that is the failure. */
-    r = cddp__check_group(d->group);
-    if (r == CDDP_OK)
-      r = CDDP__REFUSE(
-          "rank %d still has %d of its %d shards of this step to do; call cddp_ddp_next_shard "
-          "until it returns false", d->group->rank, d->shards.own_count - d->shards.taken,
-          d->shards.own_count);
-  } else {
-    r = d->memory->select_device(d); /* again after enter: an error fails the model here */
-    /* With gradients missing the shard cannot end; the meeting then fails on all ranks. */
-    if (r == CDDP_OK && d->shards.uses_slots && d->plan.arrived == d->count)
-      r = cddp__end_shard(d, CDDP__LAST_SHARD);
-    if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, optim, &missing);
-  }
+  r = cddp__check_shards_taken(d);
+  if (r == CDDP_OK) r = d->memory->select_device(d); /* again: an error fails the model here */
+  /* With gradients missing the shard cannot end; the meeting then fails on all ranks. */
+  if (r == CDDP_OK && d->shards.uses_slots && d->plan.arrived == d->count)
+    r = cddp__end_shard(d, CDDP__LAST_SHARD);
+  if (r == CDDP_OK) r = cddp__ddp_meet(d, kind, optim, &missing);
   r = r == CDDP_OK ? cddp__finish_step(d, kind, optim, missing) : cddp__break_model(d, r);
   cddp__record_finish(d->control, record, r);
   return r;
 }
 
-/* Completes the step of cddp_ddp_reduce_scatter: sends each rank's part of the weights to all. On a
-   host it is then like a cddp_ddp_step: gradients are zeroed by it. */
+/* Completes the step of cddp_ddp_reduce_scatter: sends each rank's part of the weights to all. */
 static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t record;
@@ -21088,10 +21099,10 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
 /* >>ddp-uneven ------------------------------------------------------------------------------------
    Job: cddp_ddp_join, uneven inputs. Owns: d->uneven.
    How it works:
-     1. A rank in cddp_ddp_join is ABSENT: it announces ddp_join in each meeting. That matches any
-        call that begins with a meeting. The rank reads which call the others made. Its gradients do
-        not count: all ranks divide by the number of the others. The first round of a bucket
-        announces the rank too, since it can precede the meeting.
+     1. A rank in cddp_ddp_join is ABSENT: it announces ddp_join in each meeting, which matches any
+        call that begins with one, and reads which call the others made. Its gradients do not count:
+        all ranks divide by the number of the others. The first round of a bucket announces the rank
+        too, since it can precede the meeting.
      2. After a cddp_ddp_wait the others step without this rank, so its weights become out of date.
         Before the next cddp_ddp_step weights and states come from a rank that has data. If all
         ranks are absent they come from the last one that called cddp_ddp_join. */
@@ -21123,7 +21134,7 @@ static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t mis
   return cddp__finish_step(d, (int)kind, optim, missing);
 }
 
-/* Collective, once all ranks are absent: all receive weights, states and buffers of the last rank
+/* Collective, once all ranks are absent: all receive weights, states and buffers of the last one
    that called cddp_ddp_join, which missed no step. */
 static cddp_result cddp__end_uneven(cddp_ddp *d, cddp_optim *optim) {
   int p, last = 0; /* last: the lowest of the ranks that joined at this meeting */
@@ -21189,7 +21200,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
 }
 
 /* >>ddp-create ------------------------------------------------------------------------------------
-   Job: creates and destroys a cddp_ddp.
+   Job: creates and destroys a cddp_ddp. Owns: its one block of memory, with all arrays.
    Entry points: cddp__ddp_new, then the collective cddp__ddp_setup; cddp__ddp_free; for joining
    processes cddp__model_of, cddp__join_compare.
    How cddp__ddp_setup works:
@@ -21200,8 +21211,8 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *optim) {
    A process that joins an elastic model takes no part in collectives: see cddp__elastic_join. */
 
 /* Hash and text of the settings that must be equal on all ranks. The hash covers the text, and what
-   the text does not show in full. max_grad_norm is hashed as a number, and added to the text last:
-   the decimal point of its text depends on the locale. */
+   it does not show in full. max_grad_norm is hashed as a number: the decimal point of its text
+   depends on the locale. */
 static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
   const cddp_ddp_desc *desc = &d->desc;
   const char *hook =
@@ -21264,7 +21275,7 @@ static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
   return info;
 }
 
-/* The description of the whole model: its settings, with a hash of all parameters. */
+
 static cddp__model_info cddp__model_of(const cddp_ddp *d) {
   cddp__model_info model = cddp__describe(d, CDDP__SETTINGS);
   int i;
@@ -21288,8 +21299,16 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info 
       "elements than on the ranks of the job", d->group->rank);
 }
 
-/* Collective: refuses ranks with different models. Each rank compares its own description with that
-   of rank 0; every rank's error is about the first rank that differs. */
+/* Where the first setting that differs begins in two texts of settings, separated by ", ". */
+static size_t cddp__first_difference(const char *mine, const char *theirs) {
+  size_t begin = 0, i;
+  for (i = 0; mine[i] != 0 && mine[i] == theirs[i]; i++)
+    if (mine[i] == ' ' && mine[i - 1] == ',') begin = i + 1;
+  return begin;
+}
+
+/* Collective: refuses ranks with another model than rank 0. Every rank's error is about the first
+   of them. */
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t count = (uint64_t)d->count; /* after the round: rank 0's */
@@ -21307,21 +21326,38 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   /* The settings have the number of parameters: if that differs, the loop ends there. */
   for (i = CDDP__SETTINGS; r == CDDP_OK && i < d->count; i++) {
     char what[32] = "the model has";
-    const char *at = mine.text, *differs = at; /* differs: start of the first setting that does */
+    size_t begin = 0;
     mine = cddp__describe(d, i);
     if (mine.hash == theirs[i + 1].hash) continue;
     if (i >= 0) snprintf(what, sizeof what, "parameter %d is", i);
-    else /* settings, separated by ", ": at moves to the first character that differs */
-      for (; *at != 0 && *at == theirs[0].text[at - mine.text]; at++)
-        if (at[0] == ' ' && at[-1] == ',') differs = at + 1; /* a setting begins */
+    else begin = cddp__first_difference(mine.text, theirs[0].text);
     r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s %s on rank %d, %s on rank 0",
-                   what, differs, g->rank, theirs[i + 1].text + (differs - mine.text));
+                   what, mine.text + begin, g->rank, theirs[i + 1].text + begin);
   }
   cddp__free(&g->host->allocator, theirs);
   return cddp__agree(g, r);
 }
 
 static cddp__atomic_u32 cddp__models_made; /* in this process: for cddp_ddp.id */
+
+/* Gives an optimizer private states again, since the model that shares them is destroyed. */
+static void cddp__unshare_states(cddp_ddp *d, cddp_optim *optim) {
+  /* A failed model can have states that are stepped in part: the optimizer starts without any. */
+  if (cddp__has_cause(&d->failure) || cddp__is_broken(d->control) ||
+      cddp__copy_shared(optim) != CDDP_OK) {
+    memset(optim->steps, 0, (size_t)optim->count * sizeof *optim->steps);
+    cddp__renew_masters(optim); /* the next step copies them from the weights */
+  }
+  if (optim->own_shared != NULL) /* freed with the group's block: others can copy until then */
+    cddp__arena_free_with(d->group->host, optim->own_shared, d->control->block);
+  optim->own_shared = NULL; /* cddp__end_sharing would free it now */
+  cddp__end_sharing(optim);
+}
+
+/* With NCCL hook_group and comm are d->group, which the caller destroys. */
+static void cddp__leave_private(const cddp_ddp *d, cddp_group *g) {
+  if (g != NULL && g != d->group) cddp__group_leave(g);
+}
 
 /* Local: leaves the model's groups and frees its memory. d can be half made, after a failure of
    cddp__ddp_new or _setup. Keeps this thread's error text. */
@@ -21330,22 +21366,10 @@ static void cddp__ddp_free(cddp_ddp *d) {
   const cddp_allocator *a = &host->allocator;
   char text[CDDP__ERROR_MAX];
   cddp_group *g;
-  cddp_optim *optim;
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   if (d->optim != NULL) d->optim->model_link = NULL; /* elastic: it can outlive the model */
-  while ((optim = d->sharing) != NULL) { /* each can be used again: its states become private */
-    /* A failed model can have states that are stepped in part: the optimizer starts without any. */
-    if (cddp__has_cause(&d->failure) || cddp__is_broken(d->control) ||
-        cddp__copy_shared(optim) != CDDP_OK) {
-      memset(optim->steps, 0, (size_t)optim->count * sizeof *optim->steps);
-      cddp__renew_masters(optim); /* the next step copies them from the weights */
-    }
-    if (optim->own_shared != NULL) /* freed with the group's block: others can copy until then */
-      cddp__arena_free_with(host, optim->own_shared, d->control->block);
-    optim->own_shared = NULL; /* cddp__end_sharing would free it now */
-    cddp__end_sharing(optim);
-  }
+  while (d->sharing != NULL) cddp__unshare_states(d, d->sharing); /* each leaves the list */
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__STORAGE_PLACED) /* the arena is freed below */
       d->params[i].grad = NULL;
@@ -21358,10 +21382,9 @@ static void cddp__ddp_free(cddp_ddp *d) {
     cddp__engine_drain(d->comm);
   }
   if (d->memory->free != NULL) (d->memory->free)(d);
-  /* With NCCL hook_group and comm are d->group, which the caller destroys. */
-  if (d->hook_group != NULL && d->hook_group != d->group) cddp__group_leave(d->hook_group);
-  if (d->comm != NULL && d->comm != d->group) cddp__group_leave(d->comm);
-  if (d->control != NULL) cddp__group_leave(d->control);
+  cddp__leave_private(d, d->hook_group);
+  cddp__leave_private(d, d->comm);
+  cddp__leave_private(d, d->control);
   cddp__arena_free(host, d->arena);
   cddp__arena_free(host, d->scratch.memory);
   cddp__arena_free(host, d->rows.packet);
@@ -21374,8 +21397,8 @@ static void cddp__ddp_free(cddp_ddp *d) {
   memcpy(cddp__error_text, text, sizeof text);
 }
 
-/* Takes n elements of `size` bytes from the memory at `base`, of which *at bytes are taken. Returns
-   their address; base NULL: only counts, returns NULL. */
+/* Takes n elements of `size` bytes from the memory at `base`, of which *at bytes are taken. base
+   NULL: only counts, returns NULL. */
 static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
   size_t begin = *at;
   *at += cddp__round_up(n * size, sizeof(double)); /* the alignment of all arrays */
@@ -21384,8 +21407,8 @@ static void *cddp__take_array(char *base, size_t *at, size_t n, size_t size) {
 #define CDDP__TAKE(array, n) \
   (array) = (__typeof__(array))cddp__take_array(base, &at, n, sizeof *(array))
 
-/* Sets the pointers of d's arrays, which are side by side from `base` on; base NULL: to NULL.
-   Returns the arrays' size in bytes. */
+/* Sets the pointers of d's arrays, which are side by side from `base` on; NULL: to NULL. Returns
+   their size in bytes. */
 static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int count,
                                const cddp_ddp_desc *desc) {
   size_t n = (size_t)count, size = (size_t)g->size;
@@ -21421,13 +21444,16 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
 }
 #undef CDDP__TAKE
 
+/* MiB to bytes; a product beyond size_t means no limit. */
+static size_t cddp__bucket_limit(double mb) {
+  return mb * 1048576 < (double)SIZE_MAX ? (size_t)(mb * 1048576) : SIZE_MAX;
+}
+
 /* The first half of creation, local: fields that depend on the arguments alone. NULL: no memory,
    text set. */
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
-  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25; /* MiB; 25 as in PyTorch */
-  double first = desc->first_bucket_mb > 0   ? desc->first_bucket_mb
-                 : desc->bucket_cap_mb > 0 ? cap : 1; /* MiB; 1 as in PyTorch */
+  double cap = desc->bucket_cap_mb, first = desc->first_bucket_mb; /* 0: the default */
   cddp_ddp none, *d; /* none: only for counting the bytes of the arrays */
   bool any_sparse = false;
   bool joins = g->host->joined && desc->elastic; /* a running job's model */
@@ -21459,9 +21485,9 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                          d->shards.widths, &d->layout.slots);
   d->shards.current = -1;
   d->step.reduces_early = cddp__reduces_early(d, false /* no step yet */);
-  /* MiB to bytes; a product beyond size_t means no limit. */
-  d->plan.limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
-  d->plan.limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
+  if (!(first > 0)) first = cap > 0 ? cap : 1; /* 1 and 25 as in PyTorch */
+  d->plan.limits[0] = cddp__bucket_limit(first);
+  d->plan.limits[1] = cddp__bucket_limit(cap > 0 ? cap : 25);
   pthread_mutex_init(&d->lock, NULL);
   for (i = 0; i < g->size; i++) d->step.active[d->step.active_count++] = i; /* until a meeting */
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
@@ -21482,8 +21508,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   return d;
 }
 
-/* Whether another rank is a thread of this process: the locks on the memfd belong to the process.
-   So an elastic model would free memory that the other thread still reads. */
+/* Whether another rank is a thread of this process. As the locks on the memfd are the process's, an
+   elastic model would free memory that the other thread still reads. */
 static bool cddp__shares_process(const cddp_group *g) {
   int k;
   if (g->host->joined) return false; /* its group has no other rank */
@@ -21494,26 +21520,31 @@ static bool cddp__shares_process(const cddp_group *g) {
   return false;
 }
 
+/* What `elastic` excludes, for a text; NULL: nothing does. other: a setting that `shards` excludes
+   too. */
+static const char *cddp__elastic_clash(const cddp_ddp *d, const char *other) {
+  const cddp_group *g = d->group;
+  if (g->id != 0) return "a group of cddp_group_split";
+  if (g->host->elastic) return "another elastic model";
+  if (d->shards.count > CDDP__ELASTIC_SHARDS) return "more than 1,024 shards";
+  if (other != NULL) return other;
+  if (g->backend->on_device && g->size > 1 && g->host->one_process)
+    return "ranks that are threads and have GPUs"; /* no connection shows a thread's end */
+  if (cddp__shares_process(g))
+    return "cddp_init on two threads of a process (use cddp_run_threads)";
+  return g->carrier->foreign ? "MPI" : NULL;
+}
+
 /* Refuses groups and other settings that `elastic` or `shards` exclude. */
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
-  bool gpus = g->backend->on_device;
   const char *other = /* a setting that both exclude */
       d->desc.comm_hook != NULL        ? "comm_hook"
       : d->desc.find_unused_parameters ? "find_unused_parameters"
       : d->desc.uneven_inputs          ? "uneven_inputs"
                                        : NULL;
-  const char *clash = /* excluded by elastic */
-      g->id != 0                               ? "a group of cddp_group_split"
-      : g->host->elastic                       ? "another elastic model"
-      : d->shards.count > CDDP__ELASTIC_SHARDS ? "more than 1,024 shards"
-      : other != NULL                          ? other
-      : gpus && g->size > 1 && g->host->one_process
-          ? "ranks that are threads and have GPUs" /* no connection shows a thread's end */
-      : cddp__shares_process(g) ? "cddp_init on two threads of a process (use cddp_run_threads)"
-      : g->carrier->foreign ? "MPI"
-                            : NULL;
-  if (d->desc.elastic && clash != NULL)
+  const char *clash = d->desc.elastic ? cddp__elastic_clash(d, other) : NULL;
+  if (clash != NULL)
     return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
                       clash);
   if (d->desc.shards == 0) return CDDP_OK; /* one shard a rank: nothing to check */
@@ -21528,8 +21559,8 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* After the layout: sets params[].grad of the gradients that are PLACED in the arena. Lists this
-   rank's partitions: its part of each parameter's weights and gradient. */
+/* Sets params[].grad of the gradients that are PLACED in the arena. Lists this rank's partitions:
+   its part of each parameter's weights and gradient. */
 static void cddp__place_partitions(cddp_ddp *d) {
   int i;
   for (i = 0; i < d->count; i++) {
@@ -21550,8 +21581,8 @@ static void cddp__place_partitions(cddp_ddp *d) {
 
 /* Collective. *out: a group that reduces buckets or that a hook uses. With NCCL, which enqueues
    their calls, the caller's group: one order of calls, one set of connections. Else, or if the
-   model is elastic, a private one. check: ranks compare it. It is a number that no split by the
-   program passes, so a rank that calls another split of d->group is found. */
+   model is elastic, a private one. check: ranks compare it. No split by the program passes such a
+   number, so a rank that calls another split of d->group is found. */
 static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
   cddp_result r;
@@ -21564,44 +21595,51 @@ static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_g
   return CDDP_OK;
 }
 
-/* The second half of creation: collective; in a joining process (joins) local. There d->control is
-   NULL, and cddp__agree returns its argument. After a failure the caller frees d. Each cddp__agree
-   makes a failure of one rank the result of all. */
-static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
+/* Collective: creates the model's groups, compares the models, maps weights and gradients. Each
+   cddp__agree makes a failure of one rank the result of all. */
+static cddp_result cddp__connect_model(cddp_ddp *d) {
   cddp_group *g = d->group;
-  char **arenas = (char **)d->scratch.buffers; /* [local_size] scratch: addresses in this process */
-  cddp_result r = d->memory->select_device(d);
-  int k;
-  if (r == CDDP_OK && !joins) /* not cddp__split_group: control needs no device context */
-    r = cddp__split(g, 0 /* color: all ranks */, g->rank /* key */,
-                    CDDP__KIND_DDP_CREATE /* check: see cddp__private_group */, &d->control);
+  cddp_result r = cddp__split( /* not cddp__split_group: control needs no device context */
+      g, 0 /* color: all ranks */, g->rank /* key */,
+      CDDP__KIND_DDP_CREATE /* check: see cddp__private_group */, &d->control);
   if (d->control != NULL) d->control->of_model = true; /* only the model can leave it */
-  if (r != CDDP_OK) return r;
-  r = cddp__check_shards(d);
-  if (!joins) {
-    r = cddp__agree(d->control, r);
-    if (r == CDDP_OK) r = cddp__private_group(d, CDDP__KIND_DDP_CREATE, &d->comm);
-    if (r != CDDP_OK) return r;
-    r = cddp__agree_on_params(d);
-    if (r == CDDP_OK && d->desc.comm_hook != NULL) /* + 1: another `check` than comm's */
-      r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hook_group);
-    if (r == CDDP_OK && !g->backend->on_device) /* ranks map host memory only */
-      r = cddp__map_params(d);
+  if (r == CDDP_OK) r = cddp__agree(d->control, cddp__check_shards(d));
+  if (r == CDDP_OK) r = cddp__private_group(d, CDDP__KIND_DDP_CREATE, &d->comm);
+  if (r == CDDP_OK) r = cddp__agree_on_params(d);
+  if (r == CDDP_OK && d->desc.comm_hook != NULL) /* + 1: another `check` than comm's */
+    r = cddp__private_group(d, CDDP__KIND_DDP_CREATE + 1, &d->hook_group);
+  if (r == CDDP_OK && !g->backend->on_device) /* ranks map host memory only */
+    r = cddp__map_params(d);
+  return r;
+}
+
+/* Collective: maps the arenas of this host's ranks, and sends rank 0's weights and buffers. */
+static cddp_result cddp__share_model(cddp_ddp *d) {
+  char **arenas = (char **)d->scratch.buffers; /* [local_size] */
+  cddp_result r = CDDP_OK;
+  int k;
+  if (!d->group->backend->on_device) {
+    r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->layout.arena_bytes,
+                            arenas);
+    for (k = 0; r == CDDP_OK && k < d->group->local_size; k++)
+      cddp__set_rank_addresses(d, k, arenas[k]);
   }
+  if (r == CDDP_OK) r = cddp__broadcast_arrays(d, d->params, d->count, 0 /* root */);
+  if (r == CDDP_OK)
+    r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, 0 /* root */);
+  return r;
+}
+
+/* The second half of creation: collective; in a joining process (joins) local. There d->control is
+   NULL, and cddp__agree returns its argument. After a failure the caller frees d. */
+static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
+  cddp_result r = d->memory->select_device(d);
+  if (r == CDDP_OK) r = joins ? cddp__check_shards(d) : cddp__connect_model(d);
   if (r != CDDP_OK) return r;
   cddp__set_layout(d);
   if ((r = cddp__agree(d->control, (d->memory->alloc)(d) /* the arena */)) != CDDP_OK) return r;
   cddp__set_rank_addresses(d, d->me, d->arena); /* all that a device or a joining process maps */
-  if (!joins && !g->backend->on_device) { /* maps the arenas of this host's ranks */
-    r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->layout.arena_bytes,
-                            arenas);
-    if (r != CDDP_OK) return r;
-    for (k = 0; k < g->local_size; k++) cddp__set_rank_addresses(d, k, arenas[k]);
-  }
-  if (!joins) r = cddp__broadcast_arrays(d, d->params, d->count, 0 /* root */);
-  if (r == CDDP_OK && !joins)
-    r = cddp__broadcast_arrays(d, d->desc.buffers, d->desc.buffer_count, 0 /* root */);
-  if (r != CDDP_OK) return r;
+  if (!joins && (r = cddp__share_model(d)) != CDDP_OK) return r;
   cddp__set_plan(d, NULL /* order of declaration, reversed */);
   cddp__reset_step(d);
   cddp__place_partitions(d);
