@@ -22568,7 +22568,7 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
    Entry points: cddp__elastic_create, or cddp__elastic_join in a joining process;
    cddp__elastic_next, _step, _restore and _free; cddp_ddp_group. Thread: the one that trains.
    Words: a process's window is its index on its host (>>arena). A part is a rank's share of the
-   mean; its squares are sums of squares, for max_grad_norm.
+   mean; squares are sums of squares, for max_grad_norm.
    Every rank holds all weights and states, so any of them can continue:
      1. The members meet (>>meeting). The k-th rank of the groups is member member_of_rank[k].
         Each new pair of groups begins an epoch.
@@ -22582,10 +22582,10 @@ static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
         table of their reports determines all else: ranks, lost sums, missing means.
      6. Then members that lack the last mean receive it, unless they can read it. Joining processes
         receive the weights, states and buffers of a member with the most reductions. If only
-        ranks that joined are that far, no rank has the last mean: all make it again (`repeats`).
-        The ranks that joined do not need it (`repeat_counted`). It has the same bits on any rank.
-   A rank that destroys the model, or fails for a local reason, stops listening, so it is lost. A
-   living rank that the others count as lost gets CDDP_ABORTED when it connects. */
+        ranks that joined are that far, no rank has the last mean: all make it again, with the same
+        bits (cddp__repeat).
+   A rank that destroys the model, or fails for a local reason, is lost. A living rank that the
+   others count as lost gets CDDP_ABORTED when it connects. */
 
 /* A rank's call in the update of a step. Ranks compare it in the next reduction. */
 typedef struct cddp__elastic_call {
@@ -22596,12 +22596,12 @@ typedef struct cddp__elastic_call {
   uint64_t steps; /* cddp_ddp_steps before the call */
 } cddp__elastic_call;
 
-/* After this many meetings since the last reduction no process joins: processes that die while they
-   join cannot hold up the step. */
+/* After this many meetings in a step no process joins: processes that die while they join cannot
+   hold it up. */
 #define CDDP__JOIN_MEETINGS 8
 
-/* In shared memory: addresses of a rank's memory, for the other ranks on its host. The slot of each
-   of its nodes follows, an int32_t. Its rank writes all before it enters a reduction. */
+/* In shared memory: addresses of a rank's memory, for the other ranks on its host. Its rank writes
+   them before it enters a reduction. The slot of each of its nodes follows, an int32_t. */
 enum {
   CDDP__PUBLISHED_ARENA, /* gradients; the squares of its part of the mean follow */
   CDDP__PUBLISHED_MEAN,  /* the mean, of which the rank writes its part */
@@ -22620,11 +22620,17 @@ typedef struct cddp__lost_block {
   uint64_t step;       /* elastic.updates when this rank left the group */
 } cddp__lost_block;
 
+/* Whether the next reduction makes the last mean again. */
+enum cddp__repeat {
+  CDDP__REPEAT_NO,
+  CDDP__REPEAT_NEEDED, /* this rank lacks that mean */
+  CDDP__REPEAT_COUNTED /* this rank joined, with weights that have it: `reductions` counts it */
+};
+
 struct cddp__elastic {
   cddp__meeting meeting;
   int *member_of_rank; /* [shards: the most ranks] member number of each rank of the groups */
-  int meetings; /* begun since the last reduction; limits joins (CDDP__JOIN_MEETINGS), and a
-                   step's retries (cddp__elastic_regroup) */
+  int meetings; /* begun since the last reduction */
   cddp_group *broken_comm; /* the first comm that this rank left in this step: cddp_ddp_group
                               returns it until the step ends. NULL: it has left none */
   /* this rank's sums and the last mean: */
@@ -22638,8 +22644,7 @@ struct cddp__elastic {
   bool in_parts; /* each rank of its group has a part of the mean; false: this rank has all */
   bool has_mean; /* false: this rank has not made or received a mean yet */
   bool gave_states; /* an optimizer has received the job's states, and has not stepped yet */
-  bool repeats; /* the ranks with the last mean are lost: the group makes it again */
-  bool repeat_counted; /* repeats, but `reductions` of this rank, which joined, counts it already */
+  enum cddp__repeat repeat; /* set by the last meeting, cleared by the next reduction */
   int mean_parts; /* parts of the last mean, one for each rank that made it; 1 if not in_parts */
   char **means; /* [shards; mean_parts used] the mean memory of the rank that has the part */
   double **squares; /* [shards; mean_parts used] a sum of squares for each block of the part */
@@ -22666,8 +22671,8 @@ typedef struct cddp__rank_report {
   cddp__ref next_blocks[2]; /* as in cddp__elastic; only those of a host's lowest rank are used */
 } cddp__rank_report;
 
-/* Stops listening, so this rank is lost to the others. Marks its links as over: the last frame of
-   each, a BYE, then proves to the peer that this rank has left the model. */
+/* Stops listening, so this rank is lost to the others. The last frame of its links, a BYE, then
+   proves to the peers that it has left the model (over). */
 static void cddp__elastic_close(cddp_ddp *d) {
   cddp_group *groups[2] = {d->control, d->comm};
   cddp__connection *link;
@@ -22683,8 +22688,7 @@ static void cddp__elastic_close(cddp_ddp *d) {
 
 /* --- sums of shards --- */
 
-/* Zeroed memory: on a GPU the device's (`use` is ignored), else shared memory for `use`. NULL: out
-   of memory. */
+/* Zeroed memory: on a GPU the device's, else shared memory for `use`. NULL: out of memory. */
 static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent_use use) {
   char *p;
   if (!d->group->backend->on_device) return (char *)cddp__arena_alloc(d->group->host, bytes, use);
@@ -22694,12 +22698,10 @@ static char *cddp__elastic_allocate(cddp_ddp *d, size_t bytes, enum cddp__extent
   return NULL;
 }
 
-/* Gives this rank at least `slots` slots. The slack behind the last: cddp__gather_nodes reads past
-   a slot's end, and elements in slots can be twice as wide as in the model. */
+/* Gives this rank at least `slots` slots, with the slack that cddp__gather_nodes reads. */
 static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   cddp__elastic *elastic = d->elastic;
-  size_t old_bytes = /* all are copied: any slot can have a sum */
-      (size_t)d->layout.slots * d->layout.slot_stride;
+  size_t old_bytes = (size_t)d->layout.slots * d->layout.slot_stride;
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= d->layout.slots) return CDDP_OK;
@@ -22713,6 +22715,11 @@ static cddp_result cddp__grow_slots(cddp_ddp *d, int slots) {
   elastic->slot_area = d->addresses.slots[d->me] = p; /* even after a failure: the old is freed */
   d->layout.slots = slots;
   return r;
+}
+
+/* Whether the current step has its mean: then no shard of it is computed any more. */
+static bool cddp__has_step_mean(const cddp__elastic *elastic) {
+  return elastic->reductions > elastic->updates;
 }
 
 /* Forgets the sums of this rank's ended shards, and their sparse rows. */
@@ -22731,15 +22738,13 @@ static void cddp__elastic_begin_step(cddp_ddp *d) {
 static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   cddp__shard_node *nodes = d->shards.own_nodes;
   int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0;
-  int in_gradients = -1; /* `slot` of a node whose sum is in the gradients */
-  int width = 1; /* shards in that node: a sum of more is in a slot */
   cddp_result r = CDDP_OK;
   while (i < d->shards.own_node_count && nodes[i].slot >= 0) i++; /* finds the gradients' node */
   if (i < d->shards.own_node_count) { /* else that sum has merged into a slot, or was dropped */
+    int in_gradients = nodes[i].slot, width = nodes[i].width; /* -1; 1 */
     r = cddp__grow_slots(d, slot + 1);
-    if (r == CDDP_OK) /* copies the one node to the slot */
-      r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1 /* node */,
-                            false /* clear: done below */);
+    if (r == CDDP_OK)
+      r = cddp__merge_nodes(d, slot, &in_gradients, &width, 1 /* node */, false /* clear: below */);
     if (r == CDDP_OK) nodes[i].slot = slot;
   }
   if (r == CDDP_OK) r = (d->memory->zero)(d->arena, d->layout.bytes, d->group->stream);
@@ -22752,19 +22757,20 @@ static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
 static int cddp__next_own_shard(const cddp_ddp *d) {
   const int *owner = d->shards.owner;
   int i;
-  for (i = 0; i < d->shards.count; i++)
-    if (i != d->shards.current && owner[i] < d->step.active_count /* so member_of_rank has it */ &&
+  for (i = 0; i < d->shards.count; i++) {
+    CDDP_ASSERT(owner[i] < d->step.active_count);
+    if (i != d->shards.current &&
         d->elastic->member_of_rank[owner[i]] == d->elastic->meeting.me &&
         !cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i))
       return i;
+  }
   return -1;
 }
 
-/* Makes the current shard's sum a node. On one host the last node can stay in the gradients, where
-   others read it. */
+/* Makes the current shard's sum a node. */
 static cddp_result cddp__finish_shard(cddp_ddp *d) {
-  bool has_next = cddp__next_own_shard(d) >= 0; /* another shard will need the gradients' memory */
-  bool to_slot = has_next || !d->elastic->one_host /* false on GPUs, too: slots are sent */;
+  bool to_slot = /* else others read it in the gradients; on GPUs one_host is false */
+      cddp__next_own_shard(d) >= 0 || !d->elastic->one_host;
   cddp_result r = CDDP_OK;
   if (d->rows.sparse != NULL) r = cddp__keep_rows(d, d->shards.current); /* to d->rows.packet */
   CDDP__POINT("elastic shard end");
@@ -22784,8 +22790,8 @@ static cddp_result cddp__finish_shard(cddp_ddp *d) {
    The broadcasts of a meeting can write to other ranks' memory (>>collectives), but only bytes that
    the receiver already has, or does not use before they complete. */
 
-/* Leaves a broken group. A lost rank cannot, so the control block's owner frees the block in a
-   later step, once that rank's process has ended. */
+/* Leaves a broken group. A lost rank cannot, so the owner of the control block frees it in a later
+   step, once that rank's process has ended. */
 static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__elastic *elastic = d->elastic;
   cddp__lost_block lost = {g->block, g->block_generation, elastic->updates};
@@ -22801,36 +22807,43 @@ static void cddp__elastic_leave_group(cddp_ddp *d, cddp_group *g) {
   cddp__group_leave(g);
 }
 
-/* Breaks this process's groups, such as that of cddp_init, with the lost process of this window, so
-   that no call reads its memory and it can be freed. */
+/* The rank in g of the process with this window; -1: it is not in g. */
+static int cddp__rank_of_window(const cddp_group *g, int window) {
+  int k;
+  for (k = 0; k < g->size; k++)
+    if (g->host_index[k] == window) return k;
+  return -1;
+}
+
+/* Breaks this process's groups, such as that of cddp_init, with the lost process of this window: no
+   call may read its memory. */
 static void cddp__break_groups_of(cddp__host *host, int window) {
   char saved_text[CDDP__ERROR_MAX]; /* a caller can report its own failure after this */
   cddp_group *g;
-  int k; /* the lost rank in g */
   memcpy(saved_text, cddp__error_text, sizeof saved_text);
   pthread_mutex_lock(&host->lock);
   for (g = host->groups; g != NULL; g = g->next) {
-    for (k = 0; k < g->size && g->host_index[k] != window;) k++;
-    if (k == g->size /* not in g */ || cddp__is_broken(g)) continue;
+    int lost = cddp__rank_of_window(g, window);
+    if (lost < 0 || cddp__is_broken(g)) continue;
     cddp__fail( /* sets the text for cddp__publish_failure */
         CDDP_PEER_LOST, "rank %d of the group was lost, and the elastic model continues without "
-        "it: use cddp_ddp_group", k);
+        "it: use cddp_ddp_group", lost);
     if (cddp__publish_failure(g, CDDP_PEER_LOST)) cddp__wake_all(g); /* else it broke meanwhile */
   }
   pthread_mutex_unlock(&host->lock);
   memcpy(cddp__error_text, saved_text, sizeof saved_text);
 }
 
-/* Whether a call in a broken group still accesses memory of peers. */
+/* Whether a call in a broken group can still access peers' memory. */
 static bool cddp__group_in_use(cddp_group *g) {
-  if (cddp__load32(&cddp__slot_of(g, g->rank)->inside) != 0) return true; /* in a call */
+  if (cddp__load32(&cddp__slot_of(g, g->rank)->inside) != 0) return true;
   if (pthread_mutex_trylock(&g->p2p.lock) != 0) return true; /* a receive can be copying */
   pthread_mutex_unlock(&g->p2p.lock);
   return false;
 }
 
-/* Makes the control block of a broken group private, at the same address, so that the memory of the
-   lost process can be freed. false: no memory, nothing has changed. Lock: host.lock. */
+/* Makes the control block of a broken group private, at the same address. false: no memory, nothing
+   has changed. Lock: host.lock. */
 static bool cddp__make_block_private(cddp_group *g) {
   size_t bytes = cddp__head_bytes(g->size, g->local_size); /* without the staging buffers */
   char *copy = cddp__map_memory(-1 /* fd: private */, 0 /* base */, bytes);
@@ -22846,21 +22859,19 @@ static bool cddp__make_block_private(cddp_group *g) {
 }
 
 /* Whether this process can still access a lost process's memory: a call uses it, or another model's
-   optimizer can have states there. Control blocks of the program's groups there become private. */
+   optimizer can have states there. Control blocks there become private. */
 static bool cddp__window_in_use(const cddp_ddp *d, int window) {
   cddp__host *host = d->group->host;
   cddp_group *g;
   bool in_use = false, other_users; /* than d, of groups' memory: models, and elastic handles */
-  int k;
   pthread_mutex_lock(&host->lock);
   /* d is one. Optimizers of other models can share states; a handle only delays the free. */
   other_users = host->models > 1;
-  for (g = host->groups; g != NULL && !in_use; g = g->next)
-    for (k = 0; k < g->size && !in_use; k++)
-      in_use = g->host_index[k] == window &&
-               (cddp__group_in_use(g) ||
-                /* or g is another model's (d's groups were made without the lost process) */
-                (other_users && g != d->group && (g->models > 0 || g->of_model)));
+  for (g = host->groups; g != NULL && !in_use; g = g->next) {
+    /* d's own groups were made without the lost process. */
+    bool of_other_model = other_users && g != d->group && (g->models > 0 || g->of_model);
+    in_use = cddp__rank_of_window(g, window) >= 0 && (of_other_model || cddp__group_in_use(g));
+  }
   for (g = host->groups; g != NULL && !in_use; g = g->next) /* blocks that the lost process owned */
     in_use = g->block_ref.kind == CDDP__REF_EXTENT &&
              cddp__window_of(host, g->block_ref.base) == window && !cddp__make_block_private(g);
@@ -22869,7 +22880,7 @@ static bool cddp__window_in_use(const cddp_ddp *d, int window) {
 }
 
 /* After a meeting: marks the processes of this host that are no longer members as lost, and breaks
-   the program's groups with them. */
+   this process's groups with them. */
 static void cddp__elastic_note_lost(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__process *p;
@@ -22897,12 +22908,9 @@ static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   return false;
 }
 
-/* In a reduction that all members have entered: frees memory of processes and groups lost before
-   this step. No rank reads the means of those steps any more. */
-static void cddp__free_lost(cddp_ddp *d) {
-  cddp__elastic *elastic = d->elastic;
-  cddp__host *host = d->group->host;
-  cddp__process *p, *next;
+/* Frees the control blocks of groups that were left before this step, if no process that was lost
+   in them still lives. */
+static void cddp__free_lost_blocks(cddp__elastic *elastic, cddp__host *host) {
   size_t i, kept = 0; /* kept: blocks that stay in the list */
   for (i = 0; i < elastic->lost_count; i++) {
     const cddp__lost_block lost = elastic->lost_blocks[i];
@@ -22912,14 +22920,22 @@ static void cddp__free_lost(cddp_ddp *d) {
       cddp__arena_free_lost_block(host, lost.block, lost.generation);
   }
   elastic->lost_count = kept;
+}
+
+/* In a reduction that all members have entered: frees memory of processes and groups lost before
+   this step. No rank reads the means of those steps any more. */
+static void cddp__free_lost(cddp_ddp *d) {
+  cddp__host *host = d->group->host;
+  cddp__process *p, *next;
+  cddp__free_lost_blocks(d->elastic, host);
   if (host->arena.fd < 0) return; /* no process shares memory */
   cddp__find_processes(host); /* adds those that ended as they joined */
   for (p = cddp__next_process(host, NULL); p != NULL; p = next) {
     next = cddp__next_process(host, p);
     if (p->lost_in_step == 0 /* not lost */ ||
-        p->lost_in_step > elastic->updates /* lost in this step */)
+        p->lost_in_step > d->elastic->updates /* lost in this step */)
       continue;
-    /* use_locked: its memory can be mapped here. In use: a later step tries again. */
+    /* use_locked: its memory can be mapped here */
     if (p->use_locked && cddp__window_in_use(d, p->window)) continue;
     if (p->use_locked) cddp__unmap_window(host, p);
     if (cddp__process_gone(host, p->window)) cddp__free_window(host, p); /* else a later step */
@@ -22935,7 +22951,7 @@ static size_t cddp__published_bytes(const cddp_ddp *d) {
   return sizeof(cddp__published) + (size_t)d->shards.count * sizeof(int32_t); /* most nodes */
 }
 
-/* Allocates this rank's cddp__published, with the addresses that never change. */
+/* Allocates it, with the addresses that never change. */
 static cddp_result cddp__create_published(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__published *own = (cddp__published *)cddp__arena_alloc(
@@ -22947,8 +22963,8 @@ static cddp_result cddp__create_published(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Publishes the address of own->refs[which]. If this process dies here, a reader sees all of it or
-   none: `kind` is NONE while the rest changes. */
+/* Publishes own->refs[which]. If this process dies here, a reader sees all of it or none: `kind` is
+   NONE while the rest changes. */
 static void cddp__publish_ref(cddp__published *own, int which, const void *memory, size_t bytes,
                               cddp__host *host) {
   cddp__ref ref = cddp__ref_of(host, memory, bytes);
@@ -22960,7 +22976,7 @@ static void cddp__publish_ref(cddp__published *own, int which, const void *memor
   own->refs[which].kind = kind;
 }
 
-/* Before a reduction: tells this host's ranks where this rank's sums and sparse rows are. */
+/* Before a reduction: publishes this rank's sums and sparse rows. */
 static void cddp__publish_own(cddp_ddp *d) {
   cddp__published *own = d->elastic->own;
   cddp__host *host = d->group->host;
@@ -22972,8 +22988,8 @@ static void cddp__publish_own(cddp_ddp *d) {
   cddp__publish_ref(own, CDDP__PUBLISHED_ROWS, d->rows.packet, d->rows.capacity, host);
 }
 
-/* Maps the memory that rank k of the group has published, and sets the addresses by which the
-   reduction reads it. packets[k]: its sparse rows. */
+/* Maps the memory that rank k of the group has published, for the reduction. packets[k] receives
+   its sparse rows. */
 static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
   cddp__elastic *elastic = d->elastic;
   const cddp__ref *refs = elastic->published[elastic->member_of_rank[k]]->refs;
@@ -23041,35 +23057,34 @@ static cddp__reduction_header cddp__reduction_header_of(const cddp_ddp *d, int k
   return header;
 }
 
+/* The epoch in which rank k of the groups became a member. */
+static uint64_t cddp__since(const cddp_ddp *d, int k) {
+  return d->elastic->meeting.members[d->elastic->member_of_rank[k]].since;
+}
+
 /* Checks that the last update of each member was the same call as that of the oldest member that
    has made one. A member that differs and joined later fails alone, and is lost. Else all fail. */
 static cddp_result cddp__check_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
-  const cddp__member *members = elastic->meeting.members;
-  cddp__elastic_call call, job = elastic->last_update; /* job: that of the oldest member */
-  int k, member, oldest = -1 /* no member has made an update yet */;
+  cddp__elastic_call call; /* kind 0: no update yet: the job's first step, or the member joined */
+  int k, oldest = -1;
   cddp_result r;
-  for (k = 0; k < d->step.active_count; k++) {
-    call = cddp__reduction_header_of(d, k).last_update;
-    member = elastic->member_of_rank[k];
-    if (call.kind == 0 /* no update yet: the job's first step, or the member joined since */ ||
-        (oldest >= 0 && members[member].since >= members[oldest].since) /* not older */)
-      continue;
-    oldest = member;
-    job = call;
-  }
-  if (oldest < 0 /* the first step */ || elastic->repeat_counted /* joined: ahead of `job` */)
+  for (k = 0; k < d->step.active_count; k++)
+    if (cddp__reduction_header_of(d, k).last_update.kind != 0 &&
+        (oldest < 0 || cddp__since(d, k) < cddp__since(d, oldest)))
+      oldest = k;
+  if (oldest < 0 /* the first step */ || elastic->repeat == CDDP__REPEAT_COUNTED /* it is ahead */)
     return CDDP_OK;
-  if (elastic->last_update.kind == 0) elastic->last_update = job; /* it joined: agrees below */
-  r = cddp__compare_update(d, &job, oldest);
-  if (r != CDDP_OK && members[elastic->meeting.me].since > members[oldest].since)
+  call = cddp__reduction_header_of(d, oldest).last_update;
+  if (elastic->last_update.kind == 0) elastic->last_update = call; /* it joined: agrees below */
+  r = cddp__compare_update(d, &call, elastic->member_of_rank[oldest]);
+  if (r != CDDP_OK && cddp__since(d, d->me) > cddp__since(d, oldest))
     return r; /* this rank joined later: it alone fails */
   for (k = 0; /* the oldest ones must agree, else no rank can tell which is right */
         r == CDDP_OK && k < d->step.active_count; k++) {
     call = cddp__reduction_header_of(d, k).last_update;
-    member = elastic->member_of_rank[k];
-    if (call.kind != 0 && members[member].since == members[oldest].since)
-      r = cddp__compare_update(d, &call, member);
+    if (call.kind != 0 && cddp__since(d, k) == cddp__since(d, oldest))
+      r = cddp__compare_update(d, &call, elastic->member_of_rank[k]);
   }
   return r == CDDP_OK ? r : cddp__break(d->control, r); /* all ranks fail */
 }
@@ -23079,9 +23094,13 @@ static cddp_result cddp__await_model(cddp_ddp *d) {
   return d->memory->await != NULL ? (d->memory->await)(d) : CDDP_OK;
 }
 
+/* Part k of a mean in `parts` parts: bytes [*begin, *end) of the model. */
+static void cddp__mean_part_of(const cddp_ddp *d, int parts, int k, size_t *begin, size_t *end) {
+  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, parts, k, begin, end);
+}
+
 /* The mean on one host. Each rank reads the nodes of all ranks in place. It computes its part, and
-   for a clip the part's squares, in its own memory, where the others read them. After the round all
-   nodes have been read, and all parts exist. */
+   for a clip the part's squares, in its own memory, where the others read them after a round. */
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   char **packets = (char **)d->scratch.buffers; /* not in use: elastic models reduce no buckets */
@@ -23095,7 +23114,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->shards.node_count; i++) {
     cddp__shard_node *node = &d->shards.nodes[i];
-    node->slot = /* was until now, from cddp__plan_nodes, the node's index among its rank's nodes */
+    node->slot = /* was its index among its rank's nodes: cddp__plan_nodes */
         cddp__published_slots(elastic->published[elastic->member_of_rank[node->rank]])[node->slot];
     d->shards.widths[i] = cddp__reduce_width(node); /* which depends on node->slot */
   }
@@ -23105,8 +23124,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   CDDP__POINT("elastic rows gathered");
   pass.means = elastic->mean; /* the pass writes this rank's part there */
-  /* the same cut as in cddp__part_pass and cddp__elastic_connect */
-  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, elastic->mean_parts, d->me, &begin, &end);
+  cddp__mean_part_of(d, elastic->mean_parts, d->me, &begin, &end);
   cddp__run_pass(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
   return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0 /* count */,
@@ -23120,8 +23138,7 @@ static void cddp__set_whole_mean(cddp__elastic *elastic) {
   elastic->means[0] = elastic->mean;
 }
 
-/* The mean between hosts and on GPUs: each rank receives all nodes of its part and computes their
-   mean. Then the ranks gather the parts. longest: the most bytes of a rank's rows. */
+/* The mean between hosts and on GPUs. longest: the most bytes of a rank's rows. */
 static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   cddp_result r = CDDP_OK;
   cddp__set_whole_mean(d->elastic);
@@ -23137,14 +23154,14 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
 }
 
 /* Collective, when this rank has no shard left: computes the step's mean, and assigns the shards of
-   the next step. CDDP_PEER_LOST: a member was lost, so the members must meet. */
+   the next step. CDDP_PEER_LOST: the members must meet. */
 static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__reduction_header mine = {d->rows.bytes, elastic->last_update};
   size_t longest = 0;
   cddp_result r = CDDP_OK;
-  int k, most_slots; /* most_slots: of a rank; not used, as each rank has allocated its own */
-  CDDP_ASSERT(elastic->reductions == elastic->updates); /* this step has no mean yet */
+  int k, most_slots; /* most_slots: unused, as each rank has allocated its own */
+  CDDP_ASSERT(elastic->reductions == elastic->updates);
   /* The sum stayed in the gradients before a process of another host joined. Now slots are sent. */
   if (!elastic->one_host && elastic->holds_shard)
     r = cddp__elastic_clear_gradients(d); /* moves the sum to a slot */
@@ -23154,9 +23171,9 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
   if (elastic->own != NULL) cddp__publish_own(d); /* not on a GPU. Read after the next round */
   CDDP__POINT("elastic meet");
   r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_CALL,
-                  /* in place of a count: the reduction's number, which ranks compare. A rank with
-                     repeat_counted has counted this one already. */
-                  elastic->reductions - elastic->repeat_counted, &mine, sizeof mine);
+                  /* in place of a count: the reduction's number, which ranks compare */
+                  elastic->reductions - (elastic->repeat == CDDP__REPEAT_COUNTED), &mine,
+                  sizeof mine);
   for (k = 0; r == CDDP_OK && k < d->step.active_count; k++)
     longest = cddp__max(longest, (size_t)cddp__reduction_header_of(d, k).rows_bytes);
   if (r == CDDP_OK) r = cddp__check_updates(d);
@@ -23167,8 +23184,8 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
                                           d->shards.nodes, d->shards.widths, &most_slots);
   r = elastic->one_host ? cddp__reduce_in_memory(d) : cddp__reduce_by_messages(d, longest);
   if (r != CDDP_OK) return r;
-  elastic->reductions += !elastic->repeat_counted; /* else this rank has counted it already */
-  elastic->repeats = elastic->repeat_counted = false;
+  if (elastic->repeat != CDDP__REPEAT_COUNTED) elastic->reductions++;
+  elastic->repeat = CDDP__REPEAT_NO;
   elastic->has_mean = true;
   elastic->meetings = 0;
   cddp__elastic_begin_step(d);
@@ -23178,27 +23195,26 @@ static cddp_result cddp__elastic_reduce(cddp_ddp *d) {
 
 /* --- a meeting: the ranks' reports --- */
 
-/* Report k of a table, by rank in the next groups; of a message that is one report: k = 0. */
+/* Report k of a table, by rank in the next groups. */
 static cddp__rank_report *cddp__rank_report_at(const cddp_ddp *d, cddp__message *table, int k) {
   return (cddp__rank_report *)(void *)cddp__report_at(&d->elastic->meeting, table, k);
 }
 
-/* [count] the steps of each parameter in the optimizer of the report's rank. */
+/* [count] the steps of each parameter in the rank's optimizer. */
 static float *cddp__report_steps(cddp__rank_report *report) { return (float *)(report + 1); }
 
-/* [shards] 1: the report's rank has the shard's sum. */
+/* [shards] 1: the rank has the shard's sum. */
 static unsigned char *cddp__report_sums(const cddp_ddp *d, cddp__rank_report *report) {
   return (unsigned char *)(cddp__report_steps(report) + d->count);
 }
 
-/* An optimizer's data (NULL: none) for a joining rank. counts (or NULL) receives the steps of each
-   parameter. */
+/* An optimizer's data (NULL: none) for a joining rank. counts (or NULL) receives its steps. */
 static cddp__snapshot cddp__optim_snapshot(const cddp_optim *optim, float *counts) {
   cddp__snapshot out;
   memset(&out, 0, sizeof out);
   if (optim == NULL) return out;
   out.has_optim = true;
-  /* the settings: numbers that a joining rank's optimizer must have, too */
+
   memcpy(out.settings, &optim->desc /* its first fields */,
          CDDP__SETTING_COUNT * sizeof *out.settings);
   if (optim->count > 0) /* the last setting */
@@ -23214,15 +23230,29 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *optim, float *count
   return out;
 }
 
-/* Creates this rank's report, *out, which the caller frees, even after a failure. Allocates memory
-   for the next groups' control blocks: until the table tells, any rank can be its host's lowest. */
+/* Allocates the control blocks of the next control and comm, for the report: any rank can become
+   its host's lowest, which owns them. */
+static cddp_result cddp__allocate_blocks(cddp_ddp *d, cddp__rank_report *report) {
+  cddp__host *host = d->group->host;
+  size_t bytes = 0;
+  int i;
+  for (i = 1; i <= d->shards.count; i++) /* enough for any number of ranks, all on this host */
+    bytes = cddp__max(bytes, cddp__block_bytes(i, i));
+  for (i = 0; i < 2; i++) {
+    void *block = cddp__arena_alloc(host, bytes, CDDP__EXTENT_BLOCK_LAZY);
+    d->elastic->next_blocks[i] = block;
+    if (block == NULL) return CDDP_OUT_OF_MEMORY;
+    report->next_blocks[i] = cddp__ref_of(host, block, bytes);
+  }
+  return CDDP_OK;
+}
+
+/* Creates this rank's report, *out, which the caller frees, even after a failure. */
 static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
   cddp__elastic *elastic = d->elastic;
-  cddp__host *host = d->group->host;
-  size_t bytes = elastic->meeting.report_bytes /* with steps and sums: cddp__elastic_new */,
-         block_bytes = 0 /* of the largest block */;
+  size_t bytes = elastic->meeting.report_bytes; /* with steps and sums: cddp__elastic_new */
   cddp__message *message =
-      (cddp__message *)cddp__calloc(&host->allocator, 1, sizeof *message + bytes);
+      (cddp__message *)cddp__calloc(&d->group->host->allocator, 1, sizeof *message + bytes);
   cddp__rank_report *report;
   unsigned char *sums;
   float *counts;
@@ -23244,88 +23274,103 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
     report->snapshot = cddp__optim_snapshot(d->optim, counts);
   for (i = 0; i < d->shards.count; i++)
     sums[i] = cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i);
-  for (i = 1; i <= d->shards.count; i++) /* enough for any number of ranks, all on this host */
-    block_bytes = cddp__max(block_bytes, cddp__block_bytes(i, i));
-  for (i = 0; i < 2; i++) { /* control, comm */
-    elastic->next_blocks[i] = cddp__arena_alloc(host, block_bytes, CDDP__EXTENT_BLOCK_LAZY);
-    if (elastic->next_blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
-    report->next_blocks[i] = cddp__ref_of(host, elastic->next_blocks[i], block_bytes);
-  }
-  return CDDP_OK;
+  return cddp__allocate_blocks(d, report);
 }
 
 /* --- a meeting: the groups of the members --- */
 
-/* Before the groups are left: sets meeting.ended of a member if a link proves its end. The link's
-   BYE says that the member is over, or its system closed the link without a reset, which a firewall
-   cannot. If a member's link was reset, that of the other group can prove the end: this waits for
-   it up to 20 ms. */
-static void cddp__elastic_record_ends(cddp_ddp *d) {
-  cddp_group *groups[2] = {d->control, d->comm};
-  bool unproven; /* a link was reset, and `ended` of its member is not set */
+/* Notices the end of a link since the last poll. */
+static void cddp__peek_link(cddp__connection *link) {
+  unsigned char byte;
+  ssize_t got = 1; /* > 0: open, with bytes */
+  if (link->state == CDDP__CONNECTION_UP)
+    got = recv(link->fd, &byte, 1 /* byte */, MSG_PEEK | MSG_DONTWAIT);
+  if (got == 0) cddp__connection_end(link, 0 /* error */); /* closed */
+  else if (got < 0 && errno != EAGAIN /* open, no bytes */) cddp__connection_end(link, errno);
+}
+
+/* Whether an ended link proves that its member has ended. A BYE says so, or the member's system
+   closed the link between two frames without a reset, which a firewall cannot. */
+static bool cddp__proves_end(const cddp__connection *link) {
+  if (link->peer_over) return true;
+  if (link->error != 0 || link->peer_failed /* it lives, only the group is broken */) return false;
+  return link->got == 0 && cddp__buffer_size(&link->in) == 0;
+}
+
+/* Sets meeting.ended of each member if its link in g proves its end. Returns whether a link was
+   reset, and the end of its member is not proved. g: control or comm, or NULL. */
+static bool cddp__record_ends_in(cddp_ddp *d, cddp_group *g) {
   cddp__connection *link;
+  bool unproven = false;
+  if (g == NULL || g->hosts == NULL /* no links */) return false;
+  pthread_mutex_lock(&g->p2p.lock);
+  for (link = g->hosts->links; link != NULL; link = link->next) {
+    int member = d->elastic->member_of_rank[link->rank];
+    unsigned char *ended = &d->elastic->meeting.ended[member];
+    cddp__peek_link(link);
+    if (link->state != CDDP__CONNECTION_ENDED) continue;
+    if (cddp__proves_end(link)) *ended = 1;
+    unproven = unproven || (link->error > 0 /* a reset */ && *ended == 0);
+  }
+  pthread_mutex_unlock(&g->p2p.lock);
+  return unproven;
+}
+
+/* Before the groups are left: sets meeting.ended. If a member's link was reset, that of the other
+   group can prove the end: this waits for it up to 20 ms. */
+static void cddp__elastic_record_ends(cddp_ddp *d) {
+  bool unproven;
   cddp__wait wait;
-  int i;
   cddp__wait_begin(&wait, 0.02 /* s */);
   do {
-    for (unproven = false, i = 0; i < 2; i++) {
-      if (groups[i] == NULL || groups[i]->hosts == NULL /* no links */) continue;
-      pthread_mutex_lock(&groups[i]->p2p.lock);
-      for (link = groups[i]->hosts->links; link != NULL; link = link->next) {
-        int member = d->elastic->member_of_rank[link->rank];
-        unsigned char *ended = &d->elastic->meeting.ended[member], peeked;
-        ssize_t got = 1; /* recv's result. > 0: open, with bytes; also if the link is not UP */
-        if (link->state == CDDP__CONNECTION_UP) /* it can have ended since the last poll */
-          got = recv(link->fd, &peeked, 1 /* byte */, MSG_PEEK | MSG_DONTWAIT);
-        if (got == 0) /* closed */
-          cddp__connection_end(link, 0 /* error */);
-        else if (got < 0 && errno != EAGAIN /* EAGAIN: open, no bytes */)
-          cddp__connection_end(link, errno);
-        if (link->state != CDDP__CONNECTION_ENDED) continue;
-        /* peer_failed: the peer lives, only the group is broken. got: bytes of the next frame. */
-        if (link->peer_over || (link->error == 0 && !link->peer_failed && link->got == 0 &&
-                                cddp__buffer_size(&link->in) == 0)) /* between two frames */
-          *ended = 1;
-        unproven = unproven || (link->error > 0 /* a reset */ && *ended == 0);
-      }
-      pthread_mutex_unlock(&groups[i]->p2p.lock);
-    }
+    unproven = cddp__record_ends_in(d, d->control);
+    unproven = cddp__record_ends_in(d, d->comm) || unproven;
   } while (unproven && cddp__wait_pause(&wait));
 }
 
-/* When a step has ended: leaves its broken_comm, if any. */
+/* Leaves broken_comm, if any. */
 static void cddp__leave_broken(cddp_ddp *d) {
   if (d->elastic->broken_comm != NULL) cddp__elastic_leave_group(d, d->elastic->broken_comm);
   d->elastic->broken_comm = NULL;
 }
 
-/* Breaks both groups with the thread's error text, and leaves them. But a step's first comm becomes
-   broken_comm, in which the program's calls fail until the next step. */
+/* The same once its step has ended: this rank has no mean to apply, and none to make again. */
+static void cddp__leave_ended(cddp_ddp *d) {
+  if (!cddp__has_step_mean(d->elastic) && d->elastic->repeat == CDDP__REPEAT_NO)
+    cddp__leave_broken(d);
+}
+
+/* Breaks g with this text, wakes its ranks, and sends it to them. */
+static void cddp__fail_group(cddp_group *g, const char *text) {
+  if (g->size > 1 /* else no rank was lost, and none waits */ &&
+      cddp__publish_failure(g, cddp__fail(CDDP_PEER_LOST, "%s", text)))
+    cddp__announce_failure(g, CDDP__NOTIFY_HOSTS);
+}
+
+/* Breaks both groups with the thread's error text, and leaves them. But a step's first comm, which
+   the program has from cddp_ddp_group, becomes broken_comm: its calls fail until the next step.
+   NULL: the last meeting failed before the group was created. */
 static void cddp__elastic_leave_both(cddp_ddp *d) {
-  cddp_group *groups[2] = {d->control, d->comm}, *g;
   char text[CDDP__ERROR_MAX]; /* says why they broke; the calls below overwrite the thread's */
-  int i;
   memcpy(text, cddp__error_text, sizeof text);
   cddp__elastic_record_ends(d);
-  for (i = 0; i < 2; i++) {
-    if ((g = groups[i]) == NULL) continue; /* the last meeting failed before it was created */
-    if (g->size > 1 /* else no rank was lost, and none waits */ &&
-        cddp__publish_failure(g, cddp__fail(CDDP_PEER_LOST, "%s", text)))
-      cddp__announce_failure(g, CDDP__NOTIFY_HOSTS); /* wakes its ranks, sends them the text */
-    /* control, which the program does not have; or comm, but not the step's first */
-    if (i == 0 || d->elastic->broken_comm != NULL) {
-      cddp__elastic_leave_group(d, g);
-      continue;
-    }
-    d->elastic->broken_comm = g; /* the program has it from cddp_ddp_group */
-    cddp__engine_drain(g); /* the program's calls in it end with the failure */
-    (g->backend->leave)(g); /* its device stays, for cddp_alloc and handles */
+  if (d->control != NULL) {
+    cddp__fail_group(d->control, text);
+    cddp__elastic_leave_group(d, d->control);
+  }
+  if (d->comm != NULL) cddp__fail_group(d->comm, text);
+  if (d->comm != NULL && d->elastic->broken_comm != NULL) {
+    cddp__elastic_leave_group(d, d->comm);
+  } else if (d->comm != NULL) {
+    d->elastic->broken_comm = d->comm;
+    cddp__engine_drain(d->comm); /* the program's calls in it end with the failure */
+    (d->comm->backend->leave)(d->comm); /* its device stays, for cddp_alloc and handles */
   }
   d->control = d->comm = NULL;
 }
 
-/* Registers a member on this host, and locks its use byte: its memory stays. Its pid and pidfd are
-   for texts that say how it ended. cddp_init has set those of the first ranks. */
+/* Registers a member on this host, and locks its use byte: its memory stays. The pidfd tells how it
+   ended. */
 static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
   if (host->one_process) return CDDP_OK; /* threads: no other processes */
@@ -23338,8 +23383,8 @@ static cddp_result cddp__register_process(cddp__host *host, int window, uint32_t
   return cddp__lock_use(host, p);
 }
 
-/* Fails if the program has closed the memfd. Then this rank's locks are lost, and other ranks would
-   free memory that it reads. */
+/* Fails if the program has closed the memfd, as without the locks on it other ranks would free
+   memory that this rank reads. */
 static cddp_result cddp__check_memfd(const cddp__host *host) {
   if (host->arena.fd < 0 /* no memfd */ || cddp__memfd_is_open(host)) return CDDP_OK;
   return cddp__fail(CDDP_SYSTEM, "the program has closed descriptors of cddp (closefrom), without "
@@ -23354,7 +23399,7 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   const cddp__meeting *m = &elastic->meeting;
   cddp__host *host = d->group->host;
   int indices[CDDP__MAX_RANKS]; /* group.host_index */
-  int local_size = 0, lowest_local = -1 /* the lowest rank on this host */;
+  int local_size = 0, lowest_local = -1; /* ranks on this host: number, the lowest */
   int rank = 0 /* this process's, in the new group */, k;
   cddp__ref ref;
   uint64_t hashed[3]; /* model's token, 16 bytes; id of the table + which: equal on all ranks */
@@ -23362,10 +23407,12 @@ static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table,
   cddp_result r = cddp__check_memfd(host);
   for (k = 0; k < d->step.active_count && r == CDDP_OK; k++) {
     const cddp__member *member = &cddp__report_at(m, table, k)->self; /* rank k of the group */
-    indices[k] = member->host == m->members[m->me].host ? member->index : -1 /* other host */;
-    if (indices[k] >= 0) r = cddp__register_process(host, indices[k], member->pid);
-    if (indices[k] >= 0 && local_size++ == 0 /* the first on this host */) lowest_local = k;
-    if (elastic->member_of_rank[k] == m->me) rank = k;
+    if (member->number == m->me) rank = k;
+    indices[k] = -1; /* on another host */
+    if (member->host != m->members[m->me].host) continue;
+    indices[k] = member->index;
+    if (local_size++ == 0) lowest_local = k;
+    r = cddp__register_process(host, member->index, member->pid);
   }
   if (r != CDDP_OK) return r;
   ref = cddp__rank_report_at(d, table, lowest_local)->next_blocks[which];
@@ -23400,19 +23447,29 @@ static cddp_result cddp__commit_mean(cddp_ddp *d) {
                            d->layout.dense_bytes + cddp__gather_nodes_slack(d));
 }
 
+/* The same for the part that this rank writes on one host. */
+static cddp_result cddp__commit_mean_part(cddp_ddp *d) {
+  size_t begin, end;
+  cddp__mean_part_of(d, d->control->size, d->control->rank, &begin, &end);
+  if (d->layout.dense_bytes >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
+    begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
+    end = cddp__round_up(end, CDDP__HUGE_PAGE);
+  }
+  if (begin >= end) return CDDP_OK; /* no part */
+  return cddp__commit_lazy(d->group->host, d->elastic->mean + begin, end - begin);
+}
+
 /* Collective: connects the members' new groups and exchanges the addresses of each cddp__published.
-   Sets the addresses, and allocates the pages, that depend on the ranks. Both groups get links, for
-   cddp__elastic_record_ends: the system of a dead process resets a link with unread bytes, but at
-   most one of the two has any. */
+   Sets the addresses, and allocates the pages, that depend on the ranks. Both groups get links: the
+   system of a dead process resets a link with unread bytes, but at most one of the two has any. */
 static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp_group *g = d->control;
   size_t bytes = cddp__published_bytes(d);
-  size_t begin, end; /* bytes of this rank's part of the mean */
   cddp__ref ref;
   cddp_result r;
   int k;
-  memset(&ref, 0, sizeof ref); /* kind CDDP__REF_NONE: on a GPU nothing is published */
+  memset(&ref, 0, sizeof ref); /* kind NONE: on a GPU nothing is published */
   if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, &ref, sizeof ref);
   if (r == CDDP_OK) /* makes the links of comm */
@@ -23434,15 +23491,17 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   if (r != CDDP_OK || elastic->own == NULL /* a GPU's memory has its pages */ ||
       d->layout.dense_bytes == 0 /* no mean */)
     return r;
-  if (!elastic->one_host) return cddp__commit_mean(d);
-  /* On one host this rank writes only its part of the mean: the cut of cddp__reduce_in_memory. */
-  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, g->size, g->rank, &begin, &end);
-  if (d->layout.dense_bytes >= CDDP__HUGE_PAGE) { /* the memory is whole huge pages */
-    begin = begin / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
-    end = cddp__round_up(end, CDDP__HUGE_PAGE);
+  return elastic->one_host ? cddp__commit_mean_part(d) : cddp__commit_mean(d);
+}
+
+/* A rank that has the sum of a shard of reduction number `next`; -1: none. */
+static int cddp__rank_with_sum(const cddp_ddp *d, cddp__message *table, uint64_t next, int shard) {
+  int k;
+  for (k = d->step.active_count - 1; k >= 0; k--) {
+    cddp__rank_report *report = cddp__rank_report_at(d, table, k);
+    if (report->reductions == next && cddp__report_sums(d, report)[shard] != 0) return k;
   }
-  if (begin >= end) return r; /* this rank has no part */
-  return cddp__commit_lazy(d->group->host, elastic->mean + begin, end - begin);
+  return -1;
 }
 
 /* Sets the owner of each shard of reduction number `next`: a rank that has its sum, else one that
@@ -23453,21 +23512,21 @@ static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint6
   int missing = 0, assigned = 0; /* shards without a sum: all; those that have an owner now */
   for (k = 0; k < d->step.active_count; k++) {
     const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
-    if (!d->elastic->repeats || (report->head.joining == 0 && report->reductions == next))
+    if (d->elastic->repeat == CDDP__REPEAT_NO ||
+        (report->head.joining == 0 && report->reductions == next))
       able[able_count++] = k;
   }
   for (i = 0; i < d->shards.count; i++) {
-    owner[i] = -1; /* as yet no rank has its sum */
-    for (k = 0; k < d->step.active_count; k++) {
-      cddp__rank_report *report = cddp__rank_report_at(d, table, k);
-      if (report->reductions == next /* its sums are of `next` */ &&
-          cddp__report_sums(d, report)[i] != 0)
-        owner[i] = k;
-    }
-    missing += owner[i] < 0; /* to be computed */
+    owner[i] = cddp__rank_with_sum(d, table, next, i);
+    if (owner[i] < 0) missing++;
   }
   for (i = 0; i < d->shards.count; i++) /* about missing / count shards in a row for each rank */
     if (owner[i] < 0) owner[i] = able[(int64_t)assigned++ * able_count / missing];
+}
+
+/* Whether the report's rank is a member without the last mean, which `from` counts. */
+static bool cddp__lacks_mean(const cddp__rank_report *report, const cddp__rank_report *from) {
+  return report->head.joining == 0 && report->reductions < from->reductions;
 }
 
 /* Sets the groups' ranks, what this step needs, and the owners of shards. Returns the report of the
@@ -23477,7 +23536,8 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
   cddp__elastic *elastic = d->elastic;
   cddp__rank_report *from = NULL, *report;
   int ranks = d->step.active_count = elastic->meeting.member_count, k;
-  uint64_t next;
+  bool repeats = false; /* a member lacks the last mean, and no rank has it */
+  uint64_t next; /* number of the reduction to make */
   for (k = 0; k < ranks; k++) {
     report = cddp__rank_report_at(d, table, k);
     elastic->member_of_rank[k] = report->head.self.number;
@@ -23487,16 +23547,14 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
          (report->reductions == from->reductions && report->has_mean > from->has_mean)))
       from = report;
   }
-  elastic->repeats = false; /* true: a member lacks the last mean, and no rank has it */
-  if (from != NULL && from->has_mean == 0) /* then no member with the most reductions has it */
-    for (k = 0; k < ranks; k++) {
-      report = cddp__rank_report_at(d, table, k);
-      if (report->head.joining == 0 && report->reductions < from->reductions /* lacks it */)
-        elastic->repeats = true;
-    }
-  next = (from != NULL ? from->reductions : 0) - elastic->repeats; /* the reduction to make */
-  elastic->repeat_counted = /* this rank joins now, or joined and has the weights after `next` */
-      elastic->repeats && (elastic->meeting.self_joining || elastic->reductions > next);
+  if (from != NULL && from->has_mean == 0) /* then no rank has it */
+    for (k = 0; k < ranks; k++)
+      repeats = repeats || cddp__lacks_mean(cddp__rank_report_at(d, table, k), from);
+  next = (from != NULL ? from->reductions : 0) - repeats;
+  if (!repeats) elastic->repeat = CDDP__REPEAT_NO;
+  else if (elastic->meeting.self_joining || elastic->reductions > next)
+    elastic->repeat = CDDP__REPEAT_COUNTED;
+  else elastic->repeat = CDDP__REPEAT_NEEDED;
   if (elastic->reductions != next) cddp__drop_sums(d); /* of the reduction before, or after */
   cddp__assign_missing_shards(d, table, next);
   cddp__record_event(d->group, "assigned", (uint64_t)ranks, CDDP_OK);
@@ -23504,20 +23562,19 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
 }
 
 /* Collective: broadcasts the bytes of rank `source` to the joining ranks in chunks. The other ranks
-   only pass them on, in scratch memory (`passed`), and ignore `data`. host_data: on a GPU, `data`
-   is in host memory. */
+   only pass them on, in scratch memory (`passed`), and ignore `data`. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   const cddp_allocator *allocator = &d->group->host->allocator;
   bool takes_part =
       elastic->meeting.self_joining || elastic->member_of_rank[source] == elastic->meeting.me;
-  bool host_data = d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
+  bool host_data = /* of a model on a device */
+      d->group->backend->on_device && data != NULL && !cddp__on_device(d->group, data);
   size_t most = CDDP__NODES_CHUNK * sizeof(double) /* bytes of a chunk */, at, n;
-  void *passed = NULL, *host_chunk = host_data ? cddp__malloc(allocator, most) : NULL;
-  cddp_result r = !host_data           ? d->memory->scratch(d, most, &passed)
-                  : host_chunk != NULL ? CDDP_OK
-                                       : CDDP_OUT_OF_MEMORY;
-  if (host_data) passed = host_chunk;
+  void *passed = host_data ? cddp__malloc(allocator, most) : NULL;
+  cddp_result r = CDDP_OK;
+  if (!host_data) r = d->memory->scratch(d, most, &passed);
+  else if (passed == NULL) r = CDDP_OUT_OF_MEMORY;
   for (at = 0; r == CDDP_OK && at < bytes; at += n) {
     void *chunk = takes_part ? (char *)data + at : passed;
     cddp__call call;
@@ -23526,12 +23583,11 @@ static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, 
     r = cddp__run_model_collective(d, &call);
     CDDP__POINT("elastic passed");
   }
-  cddp__free(allocator, host_chunk);
+  if (host_data) cddp__free(allocator, passed);
   return r;
 }
 
-/* Collective: broadcasts the weights, buffers and states of rank `source`. from: its report. A
-   joining rank stores the states in elastic->states, until its program creates the optimizer. */
+/* Collective: broadcasts the weights, buffers and states of rank `source`. from: its report. */
 static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int source) {
   cddp__elastic *elastic = d->elastic;
   size_t bytes = /* of all states; 0: the optimizer has not stepped, or has none */
@@ -23559,7 +23615,7 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   if (r == CDDP_OK) r = cddp__elastic_broadcast(d, source, states, bytes);
   if (r == CDDP_OK) r = cddp__await_model(d);
   if (r == CDDP_OK && receives) {
-    elastic->states = states;
+    elastic->states = states; /* until the program creates the optimizer */
     d->snapshot = from->snapshot;
     for (i = 0; i < d->count; i++) d->tensors[i].restored_steps = cddp__report_steps(from)[i];
     elastic->updates = from->reductions; /* a meeting's `from` has applied all of its means */
@@ -23571,47 +23627,40 @@ static cddp_result cddp__send_snapshot(cddp_ddp *d, cddp__rank_report *from, int
   return r;
 }
 
-/* Sends the last mean to members that lack it, and a snapshot to joining ranks. A member that
-   lacked it keeps broken_comm during its step: the others have ended that step. */
+/* Sends the last mean to members that lack it, and a snapshot to joining ranks. */
 static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
                                              cddp__rank_report *from) {
   cddp__elastic *elastic = d->elastic;
-  bool joins = elastic->meeting.self_joining, some_join = false, some_lack_mean = false;
-  bool mean_lives = !elastic->repeats; /* else no rank has the last mean: all make it again */
-  bool lacks_mean = mean_lives && !joins && elastic->reductions < from->reductions;
-  bool has_mean = lacks_mean /* then it receives it here */ || (!joins && elastic->has_mean);
+  bool repeats = elastic->repeat != CDDP__REPEAT_NO; /* then no rank has the mean */
+  bool lacks_mean = !repeats && cddp__lacks_mean(cddp__rank_report_at(d, table, d->me), from);
+  bool some_join = false, some_lack_mean = false, sends_mean;
   int source = 0 /* the rank of `from` */, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->step.active_count; k++) {
     const cddp__rank_report *report = cddp__rank_report_at(d, table, k);
-    bool joining = report->head.joining != 0;
     if (report == from) source = k;
-    some_lack_mean = some_lack_mean ||
-                     (mean_lives && !joining && report->reductions < from->reductions);
-    some_join = some_join || joining;
+    some_lack_mean = some_lack_mean || (!repeats && cddp__lacks_mean(report, from));
+    some_join = some_join || report->head.joining != 0;
   }
-  /* from->in_parts: the mean is in parts, which the members that lack it can read. */
-  if (some_lack_mean && d->layout.dense_bytes > 0 && from->in_parts == 0) {
+  /* in_parts: the members that lack the mean can read its parts. */
+  sends_mean = some_lack_mean && d->layout.dense_bytes > 0 && from->in_parts == 0;
+  if (sends_mean) {
     cddp__call call = cddp__broadcast_call(elastic->mean, d->layout.dense_bytes, CDDP_U8, source);
     if (elastic->own != NULL) /* on a host, where the mean's memory is lazy: CDDP__EXTENT_LAZY */
       r = cddp__commit_mean(d);
     if (r == CDDP_OK) r = cddp__run_model_collective(d, &call);
     if (lacks_mean) cddp__set_whole_mean(elastic);
-    has_mean = true; /* also on joining ranks */
   }
   if (r == CDDP_OK && some_join) r = cddp__send_snapshot(d, from, source);
   if (r == CDDP_OK && some_lack_mean) r = cddp__await_model(d); /* on GPUs: for the mean */
   if (r != CDDP_OK) return r;
-  elastic->has_mean = has_mean;
-  /* If the mean is made again, a rank that lacks it (not repeat_counted) counts it then. */
-  if (elastic->repeat_counted || mean_lives) elastic->reductions = from->reductions;
-  if (elastic->reductions == elastic->updates && mean_lives)
-    cddp__leave_broken(d); /* this rank has no mean to apply: its step is new */
+  if (lacks_mean || sends_mean /* to joining ranks too */) elastic->has_mean = true;
+  if (elastic->repeat != CDDP__REPEAT_NEEDED) elastic->reductions = from->reductions;
+  cddp__leave_ended(d);
   return CDDP_OK;
 }
 
-/* The living members meet, create new groups, and continue from the one with the most reductions.
-   CDDP_PEER_LOST: another member was lost. */
+/* The living members meet, and create new groups. CDDP_PEER_LOST: another member was lost. */
 static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__meeting *m = &elastic->meeting;
@@ -23620,8 +23669,7 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
   cddp__message *mine = NULL, *table = NULL;
   cddp_result r;
   int i;
-  /* At most shards.count ranks can be lost, and joins end after CDDP__JOIN_MEETINGS: they explain
-     fewer meetings. */
+  /* At most shards.count ranks can be lost, and joins are limited: fewer meetings. */
   if (++elastic->meetings > 4 * d->shards.count + 16)
     return cddp__fail( /* ends the model, instead of meeting forever */
         CDDP_ABORTED, "ranks formed new groups %d times in step %" PRIu64 " and could not "
@@ -23663,25 +23711,21 @@ static cddp_result cddp__elastic_regroup(cddp_ddp *d) {
 }
 
 /* Ends the current shard, if any, and sets d->shards.current to this rank's next one. If none is
-   left, the rank reduces, and meets if a member was lost or a process joins, until it has one or
-   the mean exists (-1). */
+   left (-1), the rank reduces, and meets if a member was lost or a process joins. */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__meeting *m = &elastic->meeting;
-  int shard = d->shards.current;
   cddp_result r = CDDP_OK;
-  /* Without a mean, the step of broken_comm has ended, unless its mean is made again (repeats). */
-  if (elastic->reductions == elastic->updates && !elastic->repeats)
-    cddp__leave_broken(d);
+  cddp__leave_ended(d);
   cddp__join_serve(d->group->host, CDDP__JOIN_WAIT); /* answers processes that join */
-  if (shard >= 0) { /* the program has computed its gradients */
-    if (elastic->reductions == elastic->updates) /* else the step has its mean: nothing to add */
-      r = cddp__finish_shard(d);
+  if (d->shards.current >= 0) { /* the program has computed its gradients */
+    if (!cddp__has_step_mean(elastic)) r = cddp__finish_shard(d); /* else nothing to add */
     cddp__reset_step(d); /* no gradient of the next shard is ready yet */
   }
   d->shards.current = -1;
-  while (r == CDDP_OK && elastic->reductions == elastic->updates) { /* until the mean exists */
-    if ((shard = cddp__next_own_shard(d)) >= 0) {
+  while (r == CDDP_OK && !cddp__has_step_mean(elastic)) {
+    int shard = cddp__next_own_shard(d);
+    if (shard >= 0) {
       if (elastic->holds_shard) r = cddp__elastic_clear_gradients(d);
       if (r == CDDP_OK) d->shards.current = shard;
       return r;
@@ -23700,20 +23744,18 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
 
 /* --- the update --- */
 
-/* A pass over part k of the mean. Sets [*begin, *end), its bytes in the model: they must be those
-   that rank k wrote in cddp__reduce_in_memory, and no norm block may be in two parts. optim NULL:
-   none. */
+/* A pass over part k of the mean. Sets [*begin, *end), its bytes in the model. */
 static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t *begin,
                                   size_t *end) {
   cddp__pass pass = cddp__pass_of(d, optim, true /* averaged */);
   pass.alone = true; /* each rank steps all weights, in its own memory only */
   pass.means = d->elastic->means[k];
-  cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, d->elastic->mean_parts, k, begin, end);
+  cddp__mean_part_of(d, d->elastic->mean_parts, k, begin, end);
   return pass;
 }
 
-/* Updates all of this rank's weights and states by the mean, on a host. Reads the parts of other
-   ranks in their memory. */
+/* On a host: updates all of this rank's weights and states by the mean, also the parts that are in
+   other ranks' memory. */
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
   /* NULL if optim was created without desc.ddp. cddp__optim_prepare needs the model's, and they are
      set only for its call. */
@@ -23743,20 +23785,28 @@ static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
     pass.clip = clip;
     cddp__run_pass(&pass, begin, end);
   }
-  for (k = 0; k < d->count; k++) /* the passes have stepped the dense parameters */
-    if (cddp__sparse_of(d, k) != NULL && !cddp__optim_skips(optim, k))
-      cddp__step_sparse(optim, k, d->rows.sparse[k]);
-  return cddp__end_update(d, optim, CDDP__NOT_CLEARED);
+  r = cddp__step_rows(d, optim);
+  return r == CDDP_OK ? cddp__end_update(d, optim, CDDP__NOT_CLEARED) : r;
+}
+
+/* Copies the mean to the arena's gradients, for a device's step or the program. */
+static cddp_result cddp__mean_to_gradients(cddp_ddp *d) {
+  cddp_result r = CDDP_OK;
+  size_t begin, end;
+  int k;
+  for (k = 0; r == CDDP_OK && k < d->elastic->mean_parts; k++) {
+    cddp__mean_part_of(d, d->elastic->mean_parts, k, &begin, &end);
+    r = (d->memory->copy)(
+        d->arena + begin, d->elastic->means[k] + begin, end - begin, d->group->stream);
+  }
+  return r;
 }
 
 /* Ends the step with the mean, without other ranks. optim NULL: cddp_ddp_wait, which returns the
    mean as gradients. */
 static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   cddp__elastic_call *call = &d->elastic->last_update;
-  bool on_device = d->group->backend->on_device;
-  cddp_result r = CDDP_OK;
-  size_t begin, end; /* bytes of a part of the mean */
-  int k;
+  cddp_result r;
   CDDP__POINT("elastic update");
   call->kind = optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
   call->fp_mode = cddp__fp_mode();
@@ -23765,28 +23815,23 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *optim) {
   call->steps = d->steps;
   memset(d->step.used, 1, (size_t)d->count); /* in elastic models each parameter counts as used */
   d->step.has_norm = false;
-  if (on_device || optim == NULL) /* a device's step, or the program, reads the mean as gradients */
-    for (k = 0; r == CDDP_OK && k < d->elastic->mean_parts; k++) {
-      cddp__pass pass = cddp__part_pass(d, NULL /* optim */, k, &begin, &end);
-      r = (d->memory->copy)(d->arena + begin, pass.means + begin, end - begin, d->group->stream);
-    }
-  if (r == CDDP_OK && optim == NULL) {
-    r = cddp__return_gradients(d);
-  } else if (r == CDDP_OK && on_device) {
-    r = (d->memory->step)(d, optim, true /* averaged */, true /* wrote: the copy above */);
-    if (r == CDDP_OK) r = cddp__end_update(d, optim, CDDP__CLEARED);
-  } else if (r == CDDP_OK) {
+  if (optim != NULL && !d->group->backend->on_device) {
     r = cddp__step_own_weights(d, optim);
+  } else {
+    r = cddp__mean_to_gradients(d);
+    if (r == CDDP_OK && optim == NULL) r = cddp__return_gradients(d);
+    else if (r == CDDP_OK) r = (d->memory->step)(d, optim, true /* averaged */, true /* wrote */);
+    if (r == CDDP_OK && optim != NULL) r = cddp__end_update(d, optim, CDDP__CLEARED);
   }
   d->elastic->holds_shard = false; /* the update has zeroed the gradients, or they are the mean */
   CDDP__POINT("elastic updated");
-  if (r == CDDP_OK) d->elastic->gave_states = false;
-  if (r == CDDP_OK) d->elastic->updates++;
-  return r;
+  if (r != CDDP_OK) return r;
+  d->elastic->gave_states = false;
+  d->elastic->updates++;
+  return CDDP_OK;
 }
 
-/* Compares a joined rank's optimizer, `mine`, with the job's, d->snapshot. The lr can differ: it is
-   set to the job's later. */
+/* Compares a joined rank's optimizer, `mine`, with the job's, d->snapshot, except their lr. */
 static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapshot *mine) {
   const cddp__snapshot *job = &d->snapshot;
   int i;
@@ -23803,14 +23848,31 @@ static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__snapsho
                     d->group->rank);
 }
 
-/* Makes `optim` the optimizer of d. In a joined rank it gets the snapshot's states, once. After a
-   failure nothing has changed for d. */
+/* Copies the states of the snapshot to optim. */
+static cddp_result cddp__restore_states(cddp_ddp *d, cddp_optim *optim) {
+  cddp_result r = CDDP_OK;
+  int i;
+  CDDP_ASSERT(optim->state_count == d->snapshot.state_count);
+  for (i = 0; r == CDDP_OK && i < optim->count; i++) {
+    optim->steps[i] = d->tensors[i].restored_steps;
+    optim->init_master[i] = optim->steps[i] == 0; /* else the master weights are in the states */
+    if (optim->steps[i] > 0) r = cddp__ensure_states(optim, i); /* allocates them */
+  }
+  if (r == CDDP_OK)
+    r = cddp__copy_states(d, optim, d->elastic->states, 0 /* begin */, d->layout.model_bytes,
+                          CDDP__FROM_SHARED);
+  if (r == CDDP_OK && d->group->backend->on_device)
+    /* Waits for the copies: the caller frees elastic->states. The next step finds lost ranks. */
+    r = cddp__await_device(d->group, CDDP__AWAIT_STREAM);
+  return r;
+}
+
+/* Makes `optim` the optimizer of d. In a joined rank it gets the snapshot's states, once. */
 static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
   cddp__snapshot *from = &d->snapshot, mine = cddp__optim_snapshot(optim, NULL /* counts */);
   cddp__elastic *elastic = d->elastic;
   cddp_result r = cddp__check_sizes(optim); /* the states below have those of its creation */
   bool is_second; /* the job's states are those of another optimizer of this rank */
-  int i;
   if (r == CDDP_OK && from->has_optim) r = cddp__compare_settings(d, &mine);
   if (r != CDDP_OK) return r;
   is_second = d->optim != NULL ? d->optim != optim : elastic->gave_states /* to a destroyed one */;
@@ -23818,19 +23880,7 @@ static cddp_result cddp__elastic_restore(cddp_ddp *d, cddp_optim *optim) {
     return cddp__fail(CDDP_UNSUPPORTED,
                       "CDDP_JOIN: the job sends the states of one optimizer, and this is a second "
                       "one for the elastic model's parameters");
-  CDDP_ASSERT(!from->stepped || optim->state_count == from->state_count);
-  for (i = 0; r == CDDP_OK && from->stepped && i < optim->count; i++) {
-    optim->steps[i] = d->tensors[i].restored_steps;
-    optim->init_master[i] = optim->steps[i] == 0; /* else the master weights are in the states */
-    if (optim->steps[i] > 0) r = cddp__ensure_states(optim, i); /* allocates them */
-  }
-  if (r == CDDP_OK && from->stepped)
-    r = cddp__copy_states(d, optim, elastic->states, 0 /* begin */, d->layout.model_bytes,
-                          CDDP__FROM_SHARED);
-  if (r == CDDP_OK && from->stepped && d->group->backend->on_device)
-    /* Waits for the copies, as elastic->states is freed below. The next step finds lost ranks. */
-    r = cddp__await_device(d->group, CDDP__AWAIT_STREAM);
-  if (r != CDDP_OK) return r;
+  if (from->stepped && (r = cddp__restore_states(d, optim)) != CDDP_OK) return r;
   if (d->optim != NULL) d->optim->model_link = NULL; /* destroying it does not clear d->optim now */
   d->optim = optim;
   optim->model_link = &d->optim;
@@ -23859,7 +23909,7 @@ static void cddp__register_elastic_fork(void) {
   (void)pthread_atfork(NULL /* before */, NULL /* in the parent */, cddp__forget_elastic_models);
 }
 
-/* When the model is complete: optimizers find it. */
+
 static void cddp__elastic_register(cddp_ddp *d) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   int i;
@@ -23872,7 +23922,7 @@ static void cddp__elastic_register(cddp_ddp *d) {
   pthread_mutex_unlock(&cddp__models_lock);
 }
 
-/* Does nothing if d is not in the list: its creation failed, or this is a forked child. */
+/* d is not in the list if its creation failed, or in a forked child. */
 static void cddp__elastic_unregister(cddp_ddp *d) {
   cddp_ddp **at = &cddp__elastic_models;
   pthread_mutex_lock(&cddp__models_lock);
@@ -23897,23 +23947,23 @@ static bool cddp__has_any_param_of(const cddp_optim *optim, const cddp_ddp *d) {
   return false;
 }
 
-/* Makes optim the optimizer of the elastic model with its parameters, if any. */
 static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing when) {
   cddp_ddp *d, *model = NULL;
   bool partial = false; /* in a joined process: optim has only some parameters of a model */
-  /* most programs have no elastic model: their optimizers need no lock */
+  /* most programs have none, and need no lock */
   if (__atomic_load_n(&cddp__elastic_models, __ATOMIC_ACQUIRE) == NULL) return CDDP_OK;
   pthread_mutex_lock(&cddp__models_lock);
-  for (d = cddp__elastic_models; d != NULL && model == NULL; d = d->elastic->next)
+  for (d = cddp__elastic_models; d != NULL && model == NULL; d = d->elastic->next) {
     if (cddp__has_params_of(optim, d)) model = d;
-    else partial |= d->group->host->joined && optim->state_count > 0 &&
-                    cddp__has_any_param_of(optim, d);
+    else if (d->group->host->joined && optim->state_count > 0 && cddp__has_any_param_of(optim, d))
+      partial = true;
+  }
   pthread_mutex_unlock(&cddp__models_lock);
+  if (model == NULL && !partial) return CDDP_OK;
   if (model != NULL && when == CDDP__PAIR_NEW && model->optim != NULL &&
       !model->group->host->joined)
     return CDDP_OK; /* model->optim remains: it steps, so joining processes get its states */
   if (model != NULL) return cddp__elastic_restore(model, optim);
-  if (!partial) return CDDP_OK; /* no elastic model of a joined process has its parameters */
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job sends the states of one optimizer with all parameters of "
                     "the elastic model, in its order; this optimizer has %d parameters",
@@ -23922,7 +23972,6 @@ static cddp_result cddp__elastic_set_optim(cddp_optim *optim, enum cddp__pairing
 
 /* cddp_ddp_step; optim NULL: cddp_ddp_wait. A failure fails the model. */
 static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
-  cddp__elastic *elastic = d->elastic;
   cddp_result r;
   uint64_t record;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
@@ -23930,8 +23979,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
   record = cddp__record_begin(d->group, optim != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0 /* count */);
   r = d->memory->select_device(d); /* again after enter: an error fails the model here */
-  /* a shard has not ended, or the step has no mean */
-  if (r == CDDP_OK && (d->shards.current >= 0 || elastic->reductions == elastic->updates))
+  if (r == CDDP_OK && (d->shards.current >= 0 || !cddp__has_step_mean(d->elastic)))
     r = CDDP__REFUSE("rank %d called the update of step %" PRIu64
                      " before all shards are done; call cddp_ddp_next_shard until it returns false",
                      d->group->rank, d->steps);
@@ -23950,8 +23998,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *optim) {
 
 /* --- creation, joining and destruction --- */
 
-/* Part of cddp_ddp_destroy, also of a model whose creation failed. This rank is lost to the others,
-   which continue. */
+/* Part of cddp_ddp_destroy, also of a model whose creation failed. The other ranks continue. */
 static void cddp__elastic_free(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   const cddp__backend *backend = d->group->backend;
@@ -23988,8 +24035,7 @@ static void cddp__elastic_free(cddp_ddp *d) {
   d->elastic = NULL;
 }
 
-/* Allocates d->elastic, its meeting, and the memory that other ranks read. After a failure the
-   caller calls cddp__elastic_free. */
+/* Allocates d->elastic, its meeting, and the memory that other ranks read. */
 static cddp_result cddp__elastic_new(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   size_t n = (size_t)d->shards.count; /* the most members */
@@ -24076,19 +24122,20 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
 
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__enter_without_site(__func__);
-  if (d == NULL)
+  if (d == NULL) {
     CDDP__REFUSE("cddp_ddp_group: the cddp_ddp is NULL");
-  else if (!d->desc.elastic && cddp__load32(&d->group->left) != 0)
-    CDDP__REFUSE("cddp_ddp_group: the group of the cddp_ddp was destroyed");
-  else if (!d->desc.elastic)
-    return d->group;
-  else if (cddp__check_cause(&d->failure) == CDDP_OK) {
-    if (d->elastic->broken_comm != NULL) return d->elastic->broken_comm; /* until the step ends */
-    if (d->comm->stream != d->group->stream) /* the program has set another one for d->group */
-      cddp_set_stream(d->comm, d->group->stream);
-    return d->comm;
+    return NULL;
   }
-  return NULL;
+  if (!d->desc.elastic && cddp__load32(&d->group->left) != 0) {
+    CDDP__REFUSE("cddp_ddp_group: the group of the cddp_ddp was destroyed");
+    return NULL;
+  }
+  if (!d->desc.elastic) return d->group;
+  if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
+  if (d->elastic->broken_comm != NULL) return d->elastic->broken_comm; /* until the step ends */
+  if (d->comm->stream != d->group->stream) /* the program has set another one for d->group */
+    cddp_set_stream(d->comm, d->group->stream);
+  return d->comm;
 }
 /* >>sampler ------------------------------------------------------------------------------------
    Job: torch.utils.data.DistributedSampler, with the same generator and the same shuffle.
