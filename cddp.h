@@ -21648,7 +21648,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 
 /* >>meeting ---------------------------------------------------------------------------------------
    Job: the members of an elastic model agree which of them live, and processes join them.
-   Owns: a cddp__meeting, with its cddp__net: a listening socket, and connections of members.
+   Owns: a cddp__meeting, with its cddp__net.
    Entry points: cddp__meeting_new, _close, _free; cddp__open_own_member, cddp__set_member,
    cddp__append_lives; in a meeting cddp__meet, _meeting_confirm, _meeting_forget_members;
    between meetings cddp__accept_reports, cddp__answer_joins. Thread: the one that trains.
@@ -21679,19 +21679,19 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 
 #define CDDP__JOIN_REQUESTS 64 /* the most processes that wait for a meeting; others retry */
 
-/* A member is lost if its connections are cut, that is, end after they were up, for this long:
-   another program, or a proxy, listens at the port of a dead process. */
+/* A member is lost if its connections end after they were up, for this long: another program, or a
+   proxy, listens at the port of a dead process. */
 #define CDDP__CUT_S 3.0
 typedef struct cddp__link_cuts {
   uint64_t life;   /* of the member; 0: its last connection was not cut */
-  double first_at; /* time, of cddp__now, of the first cut */
+  double first_at; /* time of the first cut */
   double retry_at; /* earliest time of the next attempt to connect */
 } cddp__link_cuts;
 
 typedef struct cddp__meeting {
-  cddp_group *group; /* the caller's, of cddp_init: for the host and the time-out */
-  uint64_t steps; /* cddp_ddp_steps when the meeting began: error texts and log lines name it */
-  cddp__model_info model; /* a joining process compares its own with it: cddp__answer_joins */
+  cddp_group *group; /* of cddp_init: for the host and the time-out */
+  uint64_t steps; /* cddp_ddp_steps when the meeting began, for texts */
+  cddp__model_info model; /* a joining process compares its own with it */
   int capacity; /* the most members: the model's shards */
   size_t report_bytes; /* of a report, with `ended`; a multiple of 8 */
   size_t ended_at; /* offset in a report of `ended`: [capacity] as in the field below */
@@ -21702,21 +21702,22 @@ typedef struct cddp__meeting {
   bool self_joining; /* this process joins, and has not received the weights yet */
   bool admits; /* the next meeting makes joining processes members */
   uint64_t epoch; /* number of the last table, from 1; 0: none yet */
-  cddp__connection **links; /* [capacity + JOIN_REQUESTS] by number: to the leader, or (leader) to
-                               the members; from [capacity] on to joining processes */
-  cddp__message **reports; /* [capacity + JOIN_REQUESTS] the reports from these links */
-  int requests; /* number of joining processes: entries of links and reports from [capacity] on */
-  int unreachable; /* a member lost without proof that it ended; -1: none. While it is set, a table
-                      needs a majority */
-  bool lost_leader_called; /* a member that this rank counted as lost has called as leader. So it
-                              lives, and cddp__meet chooses a leader again */
-  uint64_t *lives; /* [table_count][capacity] the members' lives in the last table that all
-                      confirmed, and in each later one that arrived here */
+  /* [capacity + JOIN_REQUESTS] by number: to the leader, or (leader) to the members; from
+     [capacity] on to joining processes */
+  cddp__connection **links;
+  cddp__message **reports; /* [capacity + JOIN_REQUESTS] from these links */
+  int requests; /* number of joining processes in links and reports */
+  int unreachable; /* a member lost without proof of its end: a table needs a majority; -1: none */
+  bool lost_leader_called; /* by a member that this rank counted as lost: it meets again */
+  /* [table_count][capacity] the members' lives in the last table that all confirmed, and in each
+     later one that arrived here */
+  uint64_t *lives;
   size_t table_count, lives_capacity; /* tables in `lives`; its allocated elements */
   int member_count; /* number of members in the last table */
-  unsigned char *ended; /* [capacity] 1: this rank, or one that reported to it, saw the member's
-                           process end since the last table */
-  cddp__link_cuts *cuts; /* [capacity] of members' connections, in this meeting */
+  /* [capacity] 1: this rank, or one that reported to it, saw the member's process end since the
+     last table */
+  unsigned char *ended;
+  cddp__link_cuts *cuts; /* [capacity] in this meeting */
 } cddp__meeting;
 
 /* The head of a rank's report to the leader. */
@@ -21736,7 +21737,7 @@ static cddp__text cddp__member_name(const cddp__meeting *m, int member) {
   return cddp__textf("rank %d (pid %u)", m->members[member].rank, m->members[member].pid);
 }
 
-/* Enters a member, also in m->net: for links and error texts. */
+/* Enters a member, also in m->net. */
 static void cddp__set_member(cddp__meeting *m, const cddp__member *member) {
   cddp__host_entry *host = &m->net->hosts[member->host];
   cddp__rank_entry *rank = &m->net->ranks[member->number];
@@ -21748,8 +21749,8 @@ static void cddp__set_member(cddp__meeting *m, const cddp__member *member) {
   rank->port = member->port;
 }
 
-/* The member that leads a meeting; -1: no member lives. It is one of the oldest, so ranks agree on
-   it even if one does not know of a member that joined last. */
+/* The member that leads a meeting; -1: none lives. One of the oldest, so ranks agree on it even if
+   one does not know of a member that joined last. */
 static int cddp__choose_leader(const cddp__meeting *m) {
   const cddp__member *members = m->members;
   int p, leader = -1;
@@ -21761,21 +21762,21 @@ static int cddp__choose_leader(const cddp__meeting *m) {
 
 /* Appends the members' lives to m->lives, for cddp__has_majority, and counts the members. */
 static cddp_result cddp__append_lives(cddp__meeting *m) {
-  size_t n = (size_t)m->capacity, at = m->table_count * n;
+  size_t n = (size_t)m->capacity, at = m->table_count * n, p;
   uint64_t *lives = (uint64_t *)cddp__grow_array(
       &m->group->host->allocator, m->lives, &m->lives_capacity, at + n, sizeof *lives);
-  size_t p;
   if (lives == NULL) return CDDP_OUT_OF_MEMORY;
   m->lives = lives;
   m->table_count++;
-  for (m->member_count = 0, p = 0; p < n; p++) {
+  m->member_count = 0;
+  for (p = 0; p < n; p++) {
     lives[at + p] = m->members[p].life;
     m->member_count += lives[at + p] != 0; /* 0: this number has no member */
   }
   return CDDP_OK;
 }
 
-/* Frees the link and the report of p: a member's number, or capacity + the index of a request. */
+/* p: a member's number, or capacity + the index of a request. */
 static void cddp__drop_link_and_report(cddp__meeting *m, int p) {
   cddp__link_free(m->links[p]);
   cddp__free(&m->group->host->allocator, m->reports[p]);
@@ -21783,7 +21784,7 @@ static void cddp__drop_link_and_report(cddp__meeting *m, int p) {
   m->reports[p] = NULL;
 }
 
-/* Frees the links and reports of all members and joining processes. Those that live try again. */
+/* Frees all links and reports. Processes that live try again. */
 static void cddp__drop_all_links(cddp__meeting *m) {
   int k;
   for (k = 0; k < m->capacity + m->requests; k++) cddp__drop_link_and_report(m, k);
@@ -21823,20 +21824,17 @@ static unsigned char *cddp__ended_of(const cddp__meeting *m, cddp__report *repor
   return (unsigned char *)report + m->ended_at;
 }
 
-/* Allocates the arrays and the net. g: the caller's group. bytes: of a report, without `ended`.
-   After a failure the caller calls cddp__meeting_free. */
+/* bytes: of a report, without `ended`. After a failure the caller calls cddp__meeting_free. */
 static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capacity, size_t bytes) {
-  cddp__host *host = g->host;
+  const cddp__host *host = g->host;
+  const cddp__job_info *job = host->job_info; /* NULL: no process can join */
   const cddp_allocator *allocator = &host->allocator;
-  bool has_secret = /* job_info NULL: no process can join */
-      host->job_info != NULL && host->job_info->secret[0] != 0;
-  const char *secret = has_secret ? host->job_info->secret : NULL;
   size_t n = (size_t)capacity, link_count = n + CDDP__JOIN_REQUESTS;
   m->group = g;
   m->capacity = capacity;
   m->ended_at = bytes;
-  m->report_bytes = cddp__round_up(m->ended_at + n, sizeof(uint64_t)); /* aligned in a table */
-  m->self_joining = host->joined; /* until cddp__send_snapshot has brought the weights */
+  m->report_bytes = cddp__round_up(bytes + n, sizeof(uint64_t)); /* aligned in a table */
+  m->self_joining = host->joined;
   m->me = host->joined ? capacity /* no number yet */ : g->rank;
   m->unreachable = -1; /* none */
   m->members = (cddp__member *)cddp__calloc( /* one block: the other arrays follow */
@@ -21852,8 +21850,9 @@ static cddp_result cddp__meeting_new(cddp__meeting *m, cddp_group *g, int capaci
   m->net = cddp__net_new(allocator, capacity + 1, 2 * capacity + 1);
   if (m->net == NULL) return CDDP_OUT_OF_MEMORY;
   m->net->rank = m->me;
-  if (secret != NULL) m->net->secret = cddp__strdup(allocator, secret);
-  return secret != NULL && m->net->secret == NULL ? CDDP_OUT_OF_MEMORY : CDDP_OK;
+  if (job == NULL || job->secret[0] == 0) return CDDP_OK; /* no secret */
+  m->net->secret = cddp__strdup(allocator, job->secret);
+  return m->net->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* After cddp__meeting_close, which frees the links. */
@@ -21864,11 +21863,20 @@ static void cddp__meeting_free(cddp__meeting *m) {
   cddp__free(allocator, m->members); /* with the other arrays */
 }
 
+/* Opens a datagram socket and connects it, which sends nothing: it looks up the route. -1 and
+   errno: no socket, or no route. */
+static int cddp__open_route(const cddp__address *to) {
+  int error, fd = socket(to->sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0 /* UDP */);
+  if (fd < 0 || connect(fd, &to->any, to->size) == 0) return fd;
+  error = errno;
+  cddp__close_fd(&fd);
+  errno = error;
+  return -1;
+}
+
 /* Fails if this host cannot connect to its own address: the first loss would end the job. */
 static cddp_result cddp__check_own_address(const cddp__address *own) {
-  /* connect(2) of a datagram socket sends nothing: it looks up the route. */
-  int fd = socket(own->sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0 /* UDP */);
-  int error = fd >= 0 && connect(fd, &own->any, own->size) != 0 ? errno : 0;
+  int fd = cddp__open_route(own), error = fd < 0 ? errno : 0;
   cddp__close_fd(&fd);
   if (error != ENETUNREACH) return CDDP_OK; /* other errors do not prove that it cannot */
   return cddp__fail(CDDP_NETWORK,
@@ -21877,34 +21885,43 @@ static cddp_result cddp__check_own_address(const cddp__address *own) {
                     cddp__describe_address(own).s);
 }
 
+/* The address, without a port, at which the members connect to this rank. */
+static cddp_result cddp__find_own_member_address(const cddp__meeting *m, cddp__address *out,
+                                                 int *host_number) {
+  const cddp__host *host = m->group->host;
+  int route = -1; /* a socket; -1: none */
+  cddp_result r;
+  if (host->net != NULL) { /* several hosts */
+    *out = cddp__internet_address(&host->net->hosts[host->net->host].address);
+    *host_number = host->net->host;
+    return CDDP_OK;
+  }
+  *host_number = 0; /* of a job on one host */
+  if (host->joined) {
+    const cddp__join_table *table = &host->job_info->table; /* of the job */
+    if (host->arena.fd >= 0) { /* shares memory with ranks of the job: has their address */
+      *out = cddp__internet_address(&table->address);
+      *host_number = table->host;
+      return CDDP_OK;
+    }
+    *host_number = 2 * m->capacity; /* until cddp__admit_joining sets it */
+    *out = cddp__internet_address(&table->lead.self.address);
+    cddp__address_set_port(out, table->lead.self.port);
+    route = cddp__open_route(out); /* to the leader: tells the own address */
+  }
+  r = cddp__own_address(route, out); /* -1: loopback, unless CDDP_IFNAME is set */
+  cddp__close_fd(&route);
+  return r;
+}
+
 /* Fills `self`, this rank's entry, and opens its listening socket, m->net->listener. */
 static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   const cddp__host *host = m->group->host;
-  const cddp__join_table *table = host->joined ? &host->job_info->table : NULL; /* of the job */
-  cddp__address address; /* at which the members connect to this rank */
-  int datagrams = -1; /* a datagram socket, or -1 */
+  cddp__address address;
   int listener_count; /* 1: not needed */
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   memset(self, 0, sizeof *self);
-  if (host->net != NULL) { /* several hosts */
-    address = cddp__internet_address(&host->net->hosts[host->net->host].address);
-    self->host = host->net->host;
-  } else if (host->joined && host->arena.fd >= 0) { /* shares memory with ranks of the job */
-    address = cddp__internet_address(&table->address); /* theirs */
-    self->host = table->host;
-  } else { /* one host, number 0; or a joining process without shared memory */
-    if (host->joined) { /* the route to the leader tells the own address; connect sends nothing */
-      address = cddp__internet_address(&table->lead.self.address);
-      cddp__address_set_port(&address, table->lead.self.port);
-      datagrams = socket(address.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0 /* UDP */);
-      if (datagrams >= 0 && connect(datagrams, &address.any, address.size) != 0)
-        cddp__close_fd(&datagrams); /* sets -1 */
-      self->host = 2 * m->capacity; /* until cddp__admit_joining sets its host's number */
-    }
-    r = cddp__own_address(datagrams, &address); /* -1: loopback, unless CDDP_IFNAME is set */
-    cddp__close_fd(&datagrams);
-  }
-  if (r != CDDP_OK) return r;
+  if ((r = cddp__find_own_member_address(m, &address, &self->host)) != CDDP_OK) return r;
   cddp__address_set_port(&address, 0 /* any */);
   self->address = address.v6;
   self->number = m->me;
@@ -21926,8 +21943,8 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
 
 /* --- reports and the table --- */
 
-/* Whether a member's connection has ended for good: the member is lost, or its link was cut. Also
-   notes the cause: m->ended if that proves its end, m->unreachable if its host does not answer. */
+/* Whether a member's connection has ended for good: the member is lost, or its link was cut. Notes
+   in m->ended if that proves its end, in m->unreachable if its host does not answer. */
 static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connection *link) {
   const cddp__host *host = m->group->host;
   bool threads = host->one_process && host->slots != NULL; /* ranks are threads: have slots */
@@ -21942,22 +21959,28 @@ static bool cddp__member_link_ended(cddp__meeting *m, int member, cddp__connecti
   return true;
 }
 
-/* Notes a cut of a member's link. Returns whether to connect again, at cut->retry_at; false: cuts
-   have gone on for CDDP__CUT_S, so the member is lost. */
+/* Whether a link that was UP has been cut. */
+static bool cddp__was_cut(const cddp__connection *link) {
+  return cddp__link_is_cut(link) && !link->ended_early;
+}
+
+/* Notes a cut of a member's link. Returns whether to connect again, at cut->retry_at; false: the
+   member is lost. */
 static bool cddp__retries_member(cddp__meeting *m, int member) {
   cddp__link_cuts *cut = &m->cuts[member];
   double now = cddp__now();
-  bool first = cut->life != m->members[member].life; /* the first cut of this process */
-  if (first) cut->first_at = now;
-  cut->life = m->members[member].life;
-  cut->retry_at = first ? now /* a dead process then refuses */ : now + CDDP__RECONNECT_S;
+  if (cut->life != m->members[member].life) { /* the first cut of this process */
+    cut->life = m->members[member].life;
+    cut->first_at = cut->retry_at = now; /* a dead process refuses the next link */
+    return true;
+  }
+  cut->retry_at = now + CDDP__RECONNECT_S;
   if (now < cut->first_at + CDDP__CUT_S) return true;
   if (m->ended[member] == 0) m->unreachable = member; /* no proof of its end: needs a majority */
   return false;
 }
 
-/* Counts a member as lost, until the table or, if it calls, cddp__revive_member. A process that
-   joins also sleeps 10 ms. */
+/* Counts a member as lost, until the table or, if it calls, cddp__revive_member. */
 static void cddp__remove_member(cddp__meeting *m, int member) {
   m->members[member].life = 0;
   if (cddp__has_no_number(m)) { /* this process joins, and next asks a rank for the new leader */
@@ -21972,9 +21995,8 @@ static void cddp__remove_member(cddp__meeting *m, int member) {
   cddp__record_event(m->group, "lost", (uint64_t)m->members[member].rank, CDDP_PEER_LOST);
 }
 
-/* Waits for data on the links, or a new connection, then serves the program's receives. Waits at
-   most 5 ms, as the caller also serves sockets that are not polled here: those of joining processes
-   and of net->incoming. */
+/* Waits for data on the links, or a new connection, at most 5 ms: the caller also serves sockets
+   that are not polled here, of joining processes and of net->incoming. */
 static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links, int n) {
   int listener = m->net->listener;
   (void)cddp__connections_poll(&m->net->allocator, links, (size_t)n, &listener, 1 /* listeners */,
@@ -21982,14 +22004,14 @@ static void cddp__meeting_poll(cddp__meeting *m, cddp__connection *const *links,
   cddp__serve_all_recvs(NULL); /* the program's receives: members that send can block on them */
 }
 
-/* Sends r and the error text to a process that is no member, says BYE, and frees the link. */
+/* Sends r and the error text to a process that is no member, and frees the link. */
 static void cddp__refuse_process(cddp__meeting *m, cddp__connection *link, cddp_result r) {
   (void)cddp__post_failure(link, r, cddp__error_text);
   (void)cddp__link_progress(m->net, link);
   cddp__link_close(link);
 }
 
-/* Refuses the process of `rank` (in the job), which has called or reported. Frees the link. */
+/* Refuses the process of `rank` (in the job). Frees the link. */
 static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank) {
   cddp_result r = cddp__fail(
       CDDP_ABORTED, "the other ranks counted rank %d's process as lost and continue without it",
@@ -21997,8 +22019,8 @@ static void cddp__refuse_lost(cddp__meeting *m, cddp__connection *link, int rank
   cddp__refuse_process(m, link, r);
 }
 
-/* Whether the process `life` is member p of the last table. It has sent bytes, so it lives: if this
-   rank counted it as lost, it is a member again. */
+/* Whether the process `life` is member p of the last table. It lives: if this rank counted it as
+   lost, it is a member again. */
 static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   size_t n = (size_t)m->capacity;
   if (p >= m->capacity /* it joins */ || m->table_count == 0 /* this rank joins */ || life == 0 ||
@@ -22011,15 +22033,42 @@ static bool cddp__revive_member(cddp__meeting *m, int p, uint64_t life) {
   return true;
 }
 
-/* A leader has called. Returns whether to keep the link, since the leader counts this rank as lost
-   when it ends; false: the caller is not in the last table. */
-static bool cddp__handle_call(cddp__meeting *m, const cddp__connection *link,
+/* A leader has called. Returns whether its link stays: the leader would count the link's end as a
+   loss. false: it is not in the last table, and was refused. */
+static bool cddp__handle_call(cddp__meeting *m, cddp__connection *link,
                               const cddp__member *caller) {
   int p = link->peer; /* the caller's number; capacity: it has none */
-  bool lost = p < m->capacity && m->members[p].life == 0; /* here, until it is revived below */
-  if (!cddp__revive_member(m, p, caller->life)) return false;
-  m->lost_leader_called = m->lost_leader_called || lost;
-  return true;
+  bool lost = p < m->capacity && m->members[p].life == 0; /* here, until it is revived */
+  if (cddp__revive_member(m, p, caller->life)) {
+    m->lost_leader_called = m->lost_leader_called || lost;
+    return true;
+  }
+  cddp__refuse_lost(m, link, caller->rank);
+  return false;
+}
+
+/* Notes what a member has reported, and sets its number in the report: after a leader's death, a
+   member might not know that. */
+static void cddp__handle_member_report(cddp__meeting *m, int member, cddp__report *report) {
+  const unsigned char *ended = cddp__ended_of(m, report);
+  int k;
+  report->self = m->members[member];
+  cddp__drop_link_and_report(m, member); /* of its earlier attempt, or this rank's call to it */
+  m->ended[member] = 0; /* it lives */
+  m->cuts[member].life = 0; /* not cut */
+  for (k = 0; k < m->capacity; k++) /* losses; not of members that reported or joined later */
+    if (ended[k] == 1 && m->reports[k] == NULL && m->members[k].since <= report->epoch)
+      m->ended[k] = 1;
+}
+
+/* Adds a joining process's request, and ends its earlier ones: cddp__admit_joining discards them.
+   Returns the index in links and reports. */
+static int cddp__add_request(cddp__meeting *m, uint64_t life) {
+  int added = m->capacity + m->requests++, k;
+  for (k = m->capacity; k < added; k++)
+    if (cddp__report_at(m, m->reports[k], 0)->self.life == life)
+      cddp__connection_end(m->links[k], 0 /* error */);
+  return added;
 }
 
 /* Stores a report and its link, or frees both. leads: this rank leads a meeting. */
@@ -22027,85 +22076,88 @@ static void cddp__handle_report(cddp__meeting *m, cddp__connection *link, cddp__
                                 bool leads) {
   cddp__report *report = cddp__report_at(m, message, 0);
   cddp__member *sender = &report->self;
-  int n = m->capacity, p = 0, k; /* p: the sender's number; n: none */
+  int n = m->capacity, at = 0; /* at: index in links and reports; first the sender's number */
   bool sound = message->head.size == m->report_bytes && sender->life != 0 && sender->pid != 0 &&
-               sender->host >= 0 && sender->port > 0 && sender->port < 65536; /* else damaged */
-  if (sound) (void)cddp__revive_member(m, link->peer, sender->life);
-  while (sound && p < n && m->members[p].life != sender->life) p++;
-  if (sound) sender->name[sizeof sender->name - 1] = 0; /* a damaged one can lack its NUL */
+               sender->host >= 0 && sender->port > 0 && sender->port < 65536;
   link->next = NULL; /* it is not in the list net->incoming any more */
-  if (sound && p < n && p != m->me && leads) {
-    *sender = m->members[p]; /* after a leader's death, a member might not know its number */
-    cddp__drop_link_and_report(m, p); /* of its earlier attempt, or this rank's call to it */
-    m->ended[p] = 0; /* it lives */
-    m->cuts[p].life = 0; /* not cut */
-    for (k = 0; k < n; k++) /* losses that it saw; not of members that reported or joined later */
-      if (cddp__ended_of(m, report)[k] == 1 && m->reports[k] == NULL &&
-          m->members[k].since <= report->epoch)
-        m->ended[k] = 1;
-  } else if (sound && report->joining != 0 && m->requests < CDDP__JOIN_REQUESTS) {
-    p = n + m->requests++;
-    for (k = n; k < p; k++) /* ends the sender's earlier requests: _admit_joining discards them */
-      if (cddp__report_at(m, m->reports[k], 0)->self.life == sender->life)
-        cddp__connection_end(m->links[k], 0 /* error */);
+  if (!sound) { /* damaged: a living sender tries again */
+    cddp__link_free(link);
+    cddp__free(&m->group->host->allocator, message);
+    return;
+  }
+  sender->name[sizeof sender->name - 1] = 0; /* a damaged one can lack its NUL */
+  (void)cddp__revive_member(m, link->peer, sender->life);
+  while (at < n && m->members[at].life != sender->life) at++;
+  if (leads && at < n && at != m->me) {
+    cddp__handle_member_report(m, at, report);
+  } else if (report->joining != 0 && m->requests < CDDP__JOIN_REQUESTS) {
+    at = cddp__add_request(m, sender->life);
   } else {
-    if (sound && p == n && report->joining == 0) /* this rank has a table without it */
+    if (at == n && report->joining == 0) /* this rank has a table without it */
       cddp__refuse_lost(m, link, sender->rank);
-    else /* damaged, too early, or one request too many: a living sender tries again */
+    else /* too early, or one request too many: the sender tries again */
       cddp__link_free(link);
     cddp__free(&m->group->host->allocator, message);
     return;
   }
-  m->links[p] = link;
-  m->reports[p] = message;
+  m->links[at] = link;
+  m->reports[at] = message;
 }
 
 /* Whose reports and calls this rank receives: those of members that it counts as lost; of joining
    processes, too; of all, as the leader of a meeting. */
 enum cddp__accepts { CDDP__ACCEPT_LOST, CDDP__ACCEPT_JOINING, CDDP__ACCEPT_MEMBERS };
 
-/* Accepts connections, and handles the reports and calls that have arrived. Does not wait. Links of
-   other ranks stay in net->incoming. */
+static bool cddp__accepts_from(const cddp__meeting *m, int peer, enum cddp__accepts accepts) {
+  if (accepts == CDDP__ACCEPT_MEMBERS) return true;
+  if (peer == m->capacity /* it joins */) return accepts == CDDP__ACCEPT_JOINING;
+  return m->members[peer].life == 0; /* lost */
+}
+
+/* Handles the report or call that has arrived on a link, if any. Returns whether the link stays in
+   net->incoming. */
+static bool cddp__receive_report(cddp__meeting *m, cddp__connection *link,
+                                 enum cddp__accepts accepts) {
+  cddp__message *message = NULL;
+  bool stays;
+  if (cddp__link_is_for(link, m->members[m->me].life)) { /* else of a group, a notice, or not UP */
+    if (cddp__accepts_from(m, link->peer, accepts))
+      message = cddp__connection_receive(link, m->report_bytes);
+    else /* it waits until this rank leads a meeting, unless its peer closes it */
+      cddp__link_detect_close(link);
+  }
+  if (message == NULL) {
+    if (link->state != CDDP__CONNECTION_ENDED) return true;
+    cddp__link_free(link);
+    return false;
+  }
+  if (message->head.size != sizeof(cddp__member)) { /* no call */
+    cddp__handle_report(m, link, message, accepts == CDDP__ACCEPT_MEMBERS);
+    return false;
+  }
+  stays = cddp__handle_call(m, link, (cddp__member *)(void *)(message + 1));
+  cddp__free(&m->net->allocator, message);
+  return stays;
+}
+
+/* Accepts connections, and handles the reports and calls that have arrived. */
 static void cddp__accept_reports(cddp__meeting *m, enum cddp__accepts accepts) {
   cddp__net *net = m->net;
-  cddp__connection **at, *link;
-  bool is_call;
+  cddp__connection **at = &net->incoming, *next;
   cddp__net_serve(m->group->host, net); /* accepts; proofs of new links */
   pthread_mutex_lock(&net->lock);
-  for (at = &net->incoming; (link = *at) != NULL;) {
-    cddp__message *message = NULL;
-    /* true: for a report or a call; false: of a group, for a notice, or not UP yet */
-    bool for_meeting = cddp__link_is_for(link, m->members[m->me].life);
-    if (for_meeting &&
-        (accepts == CDDP__ACCEPT_MEMBERS ||
-         (link->peer == m->capacity /* joins */ ? accepts == CDDP__ACCEPT_JOINING
-                                                : m->members[link->peer].life == 0 /* lost */)))
-      message = cddp__connection_receive(link, m->report_bytes);
-    else if (for_meeting) /* it waits until this rank leads a meeting, unless its peer closes it */
-      cddp__link_detect_close(link);
-    is_call = message != NULL && message->head.size == sizeof(cddp__member); /* reports have more */
-    /* Nothing has arrived yet; or a leader's call: the end of its link would mean a loss. */
-    if ((message == NULL && link->state != CDDP__CONNECTION_ENDED) ||
-        (is_call && cddp__handle_call(m, link, (cddp__member *)(void *)(message + 1)))) {
-      cddp__free(&net->allocator, message);
-      at = &link->next; /* the link stays in net->incoming */
-      continue;
-    }
-    *at = link->next;
-    if (is_call) /* of a rank that is not in the last table */
-      cddp__refuse_lost(m, link, ((cddp__member *)(void *)(message + 1))->rank);
-    else if (message != NULL) /* stores or frees the link and the message */
-      cddp__handle_report(m, link, message, accepts == CDDP__ACCEPT_MEMBERS);
-    else /* it has ended */
-      cddp__link_free(link);
-    if (is_call) cddp__free(&net->allocator, message);
+  while (*at != NULL) {
+    next = (*at)->next;
+    if (cddp__receive_report(m, *at, accepts))
+      at = &(*at)->next;
+    else
+      *at = next;
   }
   pthread_mutex_unlock(&net->lock);
 }
 
-/* Updates the table for joining processes, and answers those that ask for the leader. In a meeting,
-   too: a process that became a member as the leader died asks for the new leader, and the meeting
-   waits for its report. */
+/* Answers joining processes that ask for the leader. In a meeting, too: a process that became a
+   member as the leader died asks for the new leader, and the meeting waits for its report. */
 static void cddp__answer_joins(cddp__meeting *m) {
   const cddp__net *net = m->net;
   cddp__host *host = m->group->host;
@@ -22129,8 +22181,8 @@ static void cddp__answer_joins(cddp__meeting *m) {
   cddp__join_serve(host, CDDP__JOIN_WAIT); /* accepts and answers calls of joining processes */
 }
 
-/* Begins to connect to a member, in m->links[member], and posts `data`: a report or a call. The
-   hello names the member's life instead of a group. cddp__link_progress sends both. */
+/* Begins to connect to a member, and posts `data`: a report or a call. The hello names the member's
+   life instead of a group. cddp__link_progress sends both. */
 static cddp_result cddp__connect_and_post(cddp__meeting *m, int member, const void *data,
                                           size_t size) {
   cddp__connection **link = &m->links[member];
@@ -22140,8 +22192,7 @@ static cddp_result cddp__connect_and_post(cddp__meeting *m, int member, const vo
   return cddp__connection_post(*link, CDDP_OK /* number: no failure */, data, size);
 }
 
-/* Fails with a member's answer to a call, if it has arrived: a member answers only if it continues
-   without this rank. */
+/* Fails if a member has answered a call: it continues without this rank. */
 static cddp_result cddp__check_answer(cddp__connection *link) {
   cddp__message *answer = cddp__connection_receive(link, CDDP__ERROR_MAX);
   cddp_result r = answer != NULL ? cddp__fail_by_message(answer) : CDDP_OK;
@@ -22149,19 +22200,18 @@ static cddp_result cddp__check_answer(cddp__connection *link) {
   return r;
 }
 
-/* Leader: continues the wait for a member's report, without blocking. *waits: the report is still
-   awaited; false: it has arrived, or the member is lost. Fails without memory or a socket, or if
-   the others continue without this rank. */
+/* Leader: continues the wait for a member's report. *waits false: it has arrived, or the member is
+   lost. Fails without memory or a socket, or if the others continue without this rank. */
 static cddp_result cddp__continue_report(cddp__meeting *m, int member, bool *waits) {
   cddp__connection **link = &m->links[member];
-  const cddp__link_cuts *cuts = &m->cuts[member];
-  bool too_early = *link == NULL && cuts->life != 0 && cddp__now() < cuts->retry_at;
   bool cut;
   cddp_result r = CDDP_OK;
   *waits = true;
-  if (too_early) return CDDP_OK; /* its link was cut: a later call connects again */
-  if (*link == NULL) /* the member can have counted this rank as lost: so this calls it */
+  if (*link == NULL) {
+    if (m->cuts[member].life != 0 && cddp__now() < m->cuts[member].retry_at) return CDDP_OK;
+    /* The member can have counted this rank as lost, so this calls it. */
     r = cddp__connect_and_post(m, member, &m->members[m->me], sizeof *m->members);
+  }
   if (r == CDDP_OK && cddp__link_progress(m->net, *link)) /* it is UP */
     r = cddp__check_answer(*link); /* it reads, so it also detects the link's end */
   if (r != CDDP_OK) return r;
@@ -22169,7 +22219,7 @@ static cddp_result cddp__continue_report(cddp__meeting *m, int member, bool *wai
     *waits = m->reports[member] == NULL;
     return CDDP_OK;
   }
-  cut = cddp__link_is_cut(*link) && !(*link)->ended_early; /* after it was UP */
+  cut = cddp__was_cut(*link);
   cddp__drop_link_and_report(m, member); /* a living member reports again */
   *waits = cut && cddp__retries_member(m, member); /* a dead process refuses the next link */
   if (!*waits) cddp__remove_member(m, member);
@@ -22178,39 +22228,39 @@ static cddp_result cddp__continue_report(cddp__meeting *m, int member, bool *wai
 
 /* Leader: waits until each member has reported or is lost, or m->lost_leader_called. */
 static cddp_result cddp__await_reports(cddp__meeting *m, double deadline) {
-  cddp_result r;
-  bool waits;
-  int missing, late = -1, p; /* missing: number of reports; late: first member without, for texts */
   for (;;) {
+    int missing = -1, p; /* the first member without a report; -1: none */
     cddp__answer_joins(m);
     cddp__accept_reports(m, CDDP__ACCEPT_MEMBERS);
     if (m->lost_leader_called) return CDDP_OK; /* another member leads */
-    for (p = missing = 0; p < m->capacity; p++) {
+    for (p = 0; p < m->capacity; p++) {
+      bool waits;
+      cddp_result r;
       if (p == m->me || m->members[p].life == 0 /* lost, or no member */) continue;
       if ((r = cddp__continue_report(m, p, &waits)) != CDDP_OK) return r;
-      if (waits && missing++ == 0) late = p; /* the first */
+      if (waits && missing < 0) missing = p;
     }
-    if (missing == 0) return CDDP_OK;
+    if (missing < 0) return CDDP_OK;
     if (cddp__now() > deadline)
       return cddp__fail(
           CDDP_TIMEOUT, "timed out after %g s: after a loss in step %" PRIu64 ", %s did not call "
-          "cddp_ddp_next_shard", m->group->timeout_s, m->steps, cddp__member_name(m, late).s);
+          "cddp_ddp_next_shard", m->group->timeout_s, m->steps, cddp__member_name(m, missing).s);
     cddp__meeting_poll(m, m->links, m->capacity);
   }
 }
 
 /* Sets *number to a number for a joining process: that of a lost member with its rank, else the
-   lowest free one; -1 if it fails, since the process cannot join. */
+   lowest free one. Fails if the process cannot join. */
 static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member *joining,
                                      int *number) {
-  int p;
-  *number = -1;
+  int p, lowest = -1, of_rank = -1; /* free numbers: the lowest, and that of joining's rank */
   for (p = m->capacity - 1; p >= 0; p--) {
     const cddp__member *member = &m->members[p];
-    if (member->life == 0) { /* free: chosen, unless only *number had joining's rank */
-      if (*number < 0 || m->members[*number].rank != joining->rank || member->rank == joining->rank)
-        *number = p;
-    } else if (member->rank == joining->rank) {
+    bool same_rank = member->rank == joining->rank;
+    if (member->life == 0) {
+      lowest = p;
+      if (same_rank) of_rank = p;
+    } else if (same_rank) {
       return CDDP__REFUSE("CDDP_JOIN: %s is in the job; give each process its own RANK",
                           cddp__member_name(m, p).s);
     } else if (member->gpu == joining->gpu && member->gpu != 0) {
@@ -22219,6 +22269,7 @@ static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member 
                           cddp__member_name(m, p).s, joining->rank);
     }
   }
+  *number = of_rank >= 0 ? of_rank : lowest;
   if (*number >= 0) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job is full: each of its %d shards has one of its %d ranks",
@@ -22227,7 +22278,7 @@ static cddp_result cddp__find_number(const cddp__meeting *m, const cddp__member 
 
 /* Makes each joining process that has reported a member, or refuses it. */
 static void cddp__admit_joining(cddp__meeting *m) {
-  int k, number;
+  int k, number = 0; /* 0: of no meaning until it is found */
   if (!m->admits) return; /* cddp__drop_all_links frees their links: they retry later */
   for (k = m->capacity; k < m->capacity + m->requests; k++) {
     cddp__connection *link = m->links[k];
@@ -22255,8 +22306,8 @@ static void cddp__admit_joining(cddp__meeting *m) {
   m->requests = 0;
 }
 
-/* Sends the table to all that reported: one message with all reports, by number. *table: the same,
-   for this rank. The links stay, for cddp__meeting_confirm. */
+/* Sends the table, all reports by number, to all that reported. *table: the same, for this rank.
+   The links stay, for cddp__meeting_confirm. */
 static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **table) {
   const cddp__net *net = m->net;
   cddp__connection **links = m->links;
@@ -22286,19 +22337,25 @@ static cddp_result cddp__meeting_send_table(cddp__meeting *m, cddp__message **ta
   return r;
 }
 
-/* A member at whose address no process has reported or is in `ended`: a firewall can have reset all
-   links to it. -1: none. */
+/* Whether a member at this address has reported or is in `ended`: no firewall resets all links to
+   it. lives: those of the last table. */
+static bool cddp__is_reachable(const cddp__meeting *m, const uint64_t *lives,
+                               const struct sockaddr_in6 *at) {
+  cddp__address address = cddp__internet_address(at);
+  int k;
+  for (k = 0; k < m->capacity; k++)
+    if (lives[k] != 0 && (m->reports[k] != NULL || m->ended[k] != 0) &&
+        memcmp(&m->members[k].address, &address.any, address.size) == 0)
+      return true;
+  return false;
+}
+
+/* A member that is not reachable at its address; -1: none. */
 static int cddp__find_cut_off(const cddp__meeting *m) {
   const uint64_t *lives = m->lives + (m->table_count - 1) * (size_t)m->capacity;
-  int lost, k; /* k: a member at the address of `lost` that has reported or is in `ended` */
-  for (lost = 0; lost < m->capacity; lost++) {
-    cddp__address address = cddp__internet_address(&m->members[lost].address);
-    for (k = 0; k < m->capacity; k++)
-      if (lives[k] != 0 && (m->reports[k] != NULL || m->ended[k] != 0) &&
-          memcmp(&m->members[k].address, &address.any, address.size) == 0) /* the same */
-        break;
-    if (lives[lost] != 0 /* a member of the last table */ && k == m->capacity) return lost;
-  }
+  int p;
+  for (p = 0; p < m->capacity; p++)
+    if (lives[p] != 0 && !cddp__is_reachable(m, lives, &m->members[p].address)) return p;
   return -1;
 }
 
@@ -22307,9 +22364,10 @@ static int cddp__find_cut_off(const cddp__meeting *m) {
 static bool cddp__has_majority(const cddp__meeting *m) {
   const uint64_t *lives = m->lives;
   size_t t;
-  int p, members, reported;
+  int p;
   for (t = 0; t < m->table_count; t++, lives += m->capacity) {
-    for (p = members = reported = 0; p < m->capacity; p++) {
+    int members = 0, reported = 0;
+    for (p = 0; p < m->capacity; p++) {
       members += lives[p] != 0;
       reported += m->reports[p] != NULL && lives[p] == m->members[p].life; /* the same process */
     }
@@ -22321,8 +22379,8 @@ static bool cddp__has_majority(const cddp__meeting *m) {
   return true;
 }
 
-/* Collects the reports and sends the table. mine: this rank's report, which the caller frees. With
-   CDDP_OK *table stays NULL if another member leads. */
+/* Collects the reports and sends the table. mine: this rank's report, which the caller frees.
+   CDDP_OK with *table NULL: another member leads. */
 static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, double deadline,
                                       cddp__message **table) {
   cddp__message **reports = m->reports;
@@ -22357,8 +22415,7 @@ static cddp_result cddp__lead_meeting(cddp__meeting *m, cddp__message *mine, dou
 }
 
 /* Waits for a member's next message, which the caller frees. NULL: its link has ended, another
-   leader calls (m->lost_leader_called), or the deadline has passed. Answers joining processes
-   meanwhile. max_bytes: a longer message ends the link. */
+   leader calls, or the deadline has passed. max_bytes: a longer message ends the link. */
 static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t max_bytes,
                                             double deadline) {
   cddp__connection *link = m->links[member];
@@ -22375,12 +22432,24 @@ static cddp__message *cddp__meeting_receive(cddp__meeting *m, int member, size_t
   return message;
 }
 
-/* Reports to the leader and waits for the table. CDDP_OK with *table NULL: the leader is lost,
-   another one calls, or (*cut) the leader's link was cut. With a table m->links[leader] stays, for
-   cddp__meeting_confirm. */
+/* The leader has sent no table: it is lost, another one has called, or its link was cut. Counts it
+   as lost, or waits until it can be called again. */
+static void cddp__handle_no_table(cddp__meeting *m, int leader, bool cut) {
+  /* A dead leader refuses the next link. A joining process asks other ranks instead. */
+  bool retry = m->lost_leader_called ||
+               (cut && !cddp__has_no_number(m) && cddp__retries_member(m, leader));
+  if (!retry)
+    cddp__remove_member(m, leader);
+  else
+    cddp__sleep(cddp__now() < m->cuts[leader].retry_at ? CDDP__RECONNECT_S : 0.001);
+}
+
+/* Reports to the leader and waits for the table. CDDP_OK with *table NULL: the leader sent none.
+   With a table m->links[leader] stays, for cddp__meeting_confirm. */
 static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__message *mine,
-                                     double deadline, cddp__message **table, bool *cut) {
+                                     double deadline, cddp__message **table) {
   cddp__connection **link = &m->links[leader];
+  bool cut;
   cddp_result r;
   cddp__drop_link_and_report(m, leader); /* of an earlier attempt */
   r = cddp__connect_and_post(m, leader, mine + 1 /* the report */, mine->head.size);
@@ -22392,13 +22461,14 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
                    "timed out after %g s: after a loss in step %" PRIu64 ", the leader, %s, has "
                    "not received the reports of all ranks",
                    m->group->timeout_s, m->steps, cddp__member_name(m, leader).s);
-  *cut = *link != NULL && cddp__link_is_cut(*link) && !(*link)->ended_early; /* after it was UP */
+  cut = *link != NULL && cddp__was_cut(*link);
   cddp__drop_link_and_report(m, leader);
+  if (r == CDDP_OK) cddp__handle_no_table(m, leader, cut);
   return r;
 }
 
-/* In a joining process that knows no member: enters the leader that the answer in cddp_init named,
-   and the model's token. If that one is lost, this asks ranks of the job again. */
+/* In a joining process that knows no member: enters the leader that the answer in cddp_init named.
+   Once that was used, asks ranks of the job again. */
 static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__host *host = m->group->host;
   cddp__leader_info *lead = &host->job_info->table.lead;
@@ -22425,8 +22495,7 @@ static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   return CDDP_OK;
 }
 
-/* Checks a table, which can be damaged: the numbers ascend, and all indices are in range. Ends each
-   name with a NUL. */
+/* Checks a table, which can be damaged: the numbers ascend, and all indices are in range. */
 static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), last = -1, k;
   bool sound = ranks > 0 && ranks <= m->capacity;
@@ -22440,7 +22509,7 @@ static cddp_result cddp__check_members(const cddp__meeting *m, cddp__message *ta
   return sound ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the elastic model's table is damaged");
 }
 
-/* Enters the table's members. Those without a report are lost. Begins the next epoch. */
+/* Enters the table's members. Those without a report are lost. */
 static cddp_result cddp__meeting_apply(cddp__meeting *m, cddp__message *table) {
   int ranks = (int)(table->head.size / m->report_bytes), k, p;
   uint64_t life = m->members[m->me].life;
@@ -22469,41 +22538,27 @@ static cddp_result cddp__meet(cddp__meeting *m, cddp__message *mine, cddp__messa
   double deadline = cddp__now() + m->group->timeout_s;
   cddp__report *report = cddp__report_at(m, mine, 0);
   cddp_result r = CDDP_OK;
-  bool cut = false, retry;
   report->epoch = m->epoch;
   report->joining = m->self_joining;
   report->self = m->members[m->me];
   memcpy(cddp__ended_of(m, report), m->ended, (size_t)m->capacity);
   memset(m->cuts, 0, (size_t)m->capacity * sizeof *m->cuts);
   while (r == CDDP_OK && *table == NULL) {
-    int leader = m->leader = cddp__choose_leader(m);
+    m->leader = cddp__choose_leader(m);
     m->lost_leader_called = false;
-    if (leader < 0) { /* this process joins, and knows no member */
+    if (m->leader < 0) /* this process joins, and knows no member */
       r = cddp__find_leader(m, deadline);
-      continue;
-    }
-    if (leader == m->me) {
+    else if (m->leader == m->me)
       r = cddp__lead_meeting(m, mine, deadline, table);
-      continue;
-    }
-    r = cddp__send_report(m, leader, mine, deadline + 1 /* the leader's own text comes first */,
-                          table, &cut);
-    if (r != CDDP_OK || *table != NULL) break;
-    /* No table: the leader is lost, its link was cut, or another one has called. A dead leader
-       refuses the next link. A joining process asks other ranks instead. */
-    retry = m->lost_leader_called ||
-            (cut && !cddp__has_no_number(m) && cddp__retries_member(m, leader));
-    if (retry) /* a leader whose link was cut is called again at retry_at */
-      cddp__sleep(cddp__now() < m->cuts[leader].retry_at ? CDDP__RECONNECT_S : 0.001);
-    else
-      cddp__remove_member(m, leader);
+    else /* later than the leader's deadline, since the leader's text names the missing ranks */
+      r = cddp__send_report(m, m->leader, mine, deadline + 1, table);
   }
   if (r == CDDP_OK) r = cddp__check_members(m, *table);
   return r == CDDP_OK ? cddp__meeting_apply(m, *table) : r;
 }
 
 /* For a process that has met only joining ones, as the members were lost: none has the weights. It
-   is a joining process without a number again, and asks for the members. */
+   is a joining process without a number again. */
 static void cddp__meeting_forget_members(cddp__meeting *m) {
   cddp__host *host = m->group->host;
   int p;
@@ -22530,32 +22585,30 @@ static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadli
   return confirmed;
 }
 
-/* Members confirm their groups to the leader, which tells all to continue (CDDP_OK) or, if a member
-   was lost, to meet again (CDDP_PEER_LOST). */
+/* Members confirm their groups to the leader, which tells all to continue or, if a member was lost,
+   to meet again (CDDP_PEER_LOST). */
 static cddp_result cddp__meeting_confirm(cddp__meeting *m) {
   size_t n = (size_t)m->capacity;
-  bool leads = m->leader == m->me;
-  bool all = true; /* all members that this rank has waited for have confirmed */
+  bool leads = m->leader == m->me, all_confirmed = true;
   double deadline = cddp__now() + m->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
-  if (leads)
-    for (p = 0; p < m->capacity; p++)
-      if (m->members[p].life != 0 && p != m->me && !cddp__await_confirmation(m, p, deadline))
-        all = false;
-  /* A member's only link is that of the leader: it confirms. The leader sends its result to all. */
-  for (p = 0; r == CDDP_OK && p < m->capacity; p++) {
+  for (p = 0; p < m->capacity && leads; p++)
+    if (m->members[p].life != 0 && p != m->me && !cddp__await_confirmation(m, p, deadline))
+      all_confirmed = false;
+  for (p = 0; p < m->capacity && r == CDDP_OK; p++) {
     if (m->links[p] == NULL) continue; /* this rank; on a member: all but the leader */
     r = cddp__connection_post( /* the result is the message's number; it has no bytes */
-        m->links[p], (uint32_t)(all ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
+        m->links[p], (uint32_t)(all_confirmed ? CDDP_OK : CDDP_PEER_LOST), NULL, 0);
     CDDP__POINT("elastic go");
     (void)cddp__link_progress(m->net, m->links[p]);
   }
-  if (r == CDDP_OK && !leads) /* the leader's answer says whether all have confirmed */
-    all = cddp__await_confirmation(m, m->leader, deadline);
+  if (r == CDDP_OK && !leads) /* the leader's answer says whether all have */
+    all_confirmed = cddp__await_confirmation(m, m->leader, deadline);
   cddp__drop_all_links(m);
   if (r != CDDP_OK) return r;
-  if (!all) return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
+  if (!all_confirmed)
+    return cddp__fail(CDDP_PEER_LOST, "a rank was lost while the ranks formed new groups");
   memmove(m->lives, m->lives + (m->table_count - 1) * n, n * sizeof *m->lives);
   m->table_count = 1; /* the last: all have confirmed it, so older ones need no majority */
   m->unreachable = -1; /* the next loss decides anew */
