@@ -11136,7 +11136,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    config.client_only: a launcher listens at MASTER_PORT, and serves a store there. The root
    publishes its address in the store.
    Connections by TCP begin with a proof of the secret; Unix sockets are only for ranks of one user
-   and host. A rendezvous runs on the thread that calls cddp_init. */
+   and host. */
 
 #define CDDP__PROBLEM_S 1.0 /* after a misfit: time for missing ranks to connect, and fail too */
 #define CDDP__BLOCKED_S 6.0 /* after it a port of another host counts as blocked: _blocked_s */
@@ -11146,12 +11146,9 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    magic number and cddp__rank_info.version show hosts of another byte order or version. */
 enum {
   CDDP__RENDEZVOUS_RANK = 1, /* cddp__rank_info */
-  CDDP__RENDEZVOUS_WAIT, /* the answer to a first RANK: from now on the connection's end is the
-                            loss of a rank */
-  CDDP__RENDEZVOUS_PORT, /* from rank 0, a client: root.proof_salt, and the descriptor of a socket
-                             that listens for coordinators */
-  CDDP__RENDEZVOUS_TABLE, /* token, hosts and ranks of a cddp__net; to a joining process: a
-                             cddp__join_table */
+  CDDP__RENDEZVOUS_WAIT, /* the answer to a first RANK */
+  CDDP__RENDEZVOUS_PORT, /* from rank 0, a client: root.proof_salt, and a listening socket */
+  CDDP__RENDEZVOUS_TABLE, /* of a cddp__net, from its token on; or a cddp__join_table */
   CDDP__RENDEZVOUS_READY /* from a child: it and all below are ready; from the parent: all ranks */
 }; /* and FAIL: cddp__post_failure */
 
@@ -11161,7 +11158,7 @@ typedef struct cddp__rank_info {
   uint32_t version, world_size, rank, pid; /* version: CDDP_VERSION */
   int port; /* of its listening socket for links; 0: not open yet, or the job has one host */
   uint32_t fp_mode; /* cddp__fp_mode() */
-  uint32_t user; /* geteuid(): a node's ranks, and all on one machine, must have one user */
+  uint32_t user; /* geteuid() */
   uint32_t joins; /* 1: CDDP_JOIN, a process that joins a running job */
   uint64_t machine; /* cddp__host_identity(): ranks on one machine must have one user */
   uint64_t run; /* a hash of cddp__config.run: tells jobs apart */
@@ -11169,56 +11166,51 @@ typedef struct cddp__rank_info {
   cddp__host_entry host; /* name and, if ranks there listen for links, address; .size is unused */
 } cddp__rank_info;
 
-/* TABLE to a joining process: the answer to its call. A rank on the same host also sends the memfd
-   of that host's ranks. */
+/* TABLE to a joining process, the answer to its call. */
 typedef struct cddp__join_table {
   cddp__rank_info info; /* of the rank that answers */
   uint64_t job; /* cddp_record_header.job; 0: there is no flight recorder */
   cddp__leader_info lead; /* leader of the model's ranks; self.life 0: not known */
-  struct sockaddr_in6 address; /* of the answering rank's host, without a port */
+  struct sockaddr_in6 address; /* of the answering rank's host; no port */
   int host; /* number of that host in cddp__meeting.net */
   int local_size; /* ranks of the first group on that host */
   int shards; /* cddp_ddp_desc.shards of the model */
   int size; /* ranks of the first group */
-  int record_number; /* in the name of the joining process's flight record: cddp__record_open */
-  int several_hosts; /* 1: the job began on several, and a rank of each listens at MASTER_PORT */
+  int record_number; /* in the name of the joining process's flight record */
+  int several_hosts; /* 1: a rank of each listens at MASTER_PORT */
 } cddp__join_table;
 
-/* A rank's data about its job, also for joins. The secret's text follows the struct. */
+/* A rank's data about its job. The secret's text follows the struct. */
 typedef struct cddp__job_info {
-  cddp__join_table table; /* info: this process's own; the rest is sent to joining processes, or
-                             was received by this one */
-  char node_name[48]; /* name of the node's socket; the prefix of its ranks' socket names */
-  uint32_t node_hash; /* of node_name; never 0, which marks an unused entry of cddp__node_hashes */
+  cddp__join_table table; /* info: this process's own; the rest is for joining processes */
+  char node_name[48]; /* of the node's socket; the prefix of its ranks' socket names */
+  uint32_t node_hash; /* of node_name; never 0 */
   bool endpoint_here; /* the endpoint is on this host: an address of it, or a unix: name */
   char master[256]; /* MASTER_ADDR; unused if `port` is 0 */
-  int port; /* MASTER_PORT, where ranks listen for joins from other hosts; 0: they do not, as it is
-               not set or a launcher listens there */
+  int port; /* MASTER_PORT, where ranks listen for joins from other hosts; 0: they do not */
   uint32_t foreign; /* of a joining process; bit i: address i of MASTER_ADDR is another job's */
   double timeout_s; /* limit of a joining process's search for the job */
   char endpoint[96]; /* where the ranks meet, for error texts: "port 29500" */
-  int rank_claim_fd; /* this rank's socket on its host, held while the group lives; -1: not bound,
-                        see cddp__claim_rank */
-  int port_fd; /* on rank 0: keeps its port while the group lives, see cddp__close_port; -1: there
-                  is no port to keep */
+  int rank_claim_fd; /* this rank's socket on its host, held while the group lives; -1: not bound */
+  int port_fd; /* on rank 0: keeps its port while the group lives; -1: none. cddp__close_port */
   const char *secret; /* "": none: proofs only reject programs other than cddp */
 } cddp__job_info;
 
-typedef struct cddp__registration { /* a rank, or another process with a rank's number */
+typedef struct cddp__registration { /* a rank or a misfit */
   cddp__rank_info info;
   int node; /* number of its node; 0: this rank's own */
   int link_fd; /* the rank's listening socket for links, opened by its coordinator, which closes it
                   when the rank has a copy; -1: not open, or closed since */
-  bool fits; /* it matches this rank, and no other entry with its number fits; false: a misfit */
+  bool fits; /* false: a misfit */
 } cddp__registration;
 
 typedef struct cddp__channel { /* a connection to the parent or a child */
   cddp__connection connection; /* .deadline: of the proof and the first RANK */
-  bool rank_received; /* the child has sent its first RANK; false of the parent */
-  bool ready; /* the child has sent READY, which is not answered yet; false of the parent */
+  bool rank_received; /* the child has sent RANK; false of the parent */
+  bool ready; /* the child has sent READY, not answered yet; false of the parent */
   bool fail_sent; /* this rank has sent FAIL by TCP: the connection stays until FAIL has arrived */
-  bool end_is_loss; /* the end of the connection is the loss of a rank: of a child, if its RANK
-                       fits, from then on; of the parent from its WAIT to its READY */
+  bool end_is_loss; /* the end of the connection is the loss of a rank: of a child from its RANK on,
+                       if that fits; of the parent from its WAIT to its READY */
   size_t entry; /* the child's index in rendezvous.registered, once rank_received */
 } cddp__channel;
 
@@ -11226,31 +11218,26 @@ typedef struct cddp__root_search { /* how a coordinator finds the root */
   int fds[CDDP__ADDRESSES_MAX]; /* on rank 0 and the root: sockets that listen for coordinators */
   int fd_count; /* number of sockets in `fds` */
   char key[160]; /* in the launcher's store: RUN/meeting */
-  cddp_store *store; /* the launcher's, or the file of file://, which rank 0 locks; NULL: the job
-                        has neither, or the store is not open */
+  cddp_store *store; /* the launcher's, or the file of file://, which rank 0 locks; NULL: none */
   /* From the store, the file or rank 0's PORT; zeros if the endpoint is an address and a port. The
      proof of the secret covers the salt, so it shows that a coordinator has read store or file. */
   unsigned char proof_salt[32];
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* where the root can listen */
-  int address_count, next; /* next: index of the address to try next; all were tried if it is
-                              address_count */
+  int address_count, next; /* next: index of the next try; address_count: all were tried */
   double resolved_at; /* when MASTER_ADDR was last resolved; 0: never */
   double next_look; /* when cddp__try_root looks for the root again */
   double pause; /* seconds between two looks; grows */
-  double try_s; /* limit of the next connection, in seconds. Short, as this rank serves its clients
-                   only between tries; doubles up to 8 s */
-  double closed_since; /* since when connections end unanswered: cddp__fail_connect; 0: they do
-                          not */
-  bool closed; /* of this pass through `addresses`, a connection ended unanswered */
+  double try_s; /* limit of the next try. Short, as this rank serves its clients between tries */
+  double closed_since; /* since when connections end unanswered; 0: they do not */
+  bool closed; /* in this pass through `addresses` a connection ended unanswered */
   cddp__text blocked; /* why the last try has not reached the root; "": it has, or none was made */
-  bool port_blocked; /* `blocked` is about the root's own port: at the deadline the result is
-                        CDDP_NETWORK. false: CDDP_TIMEOUT */
-  int refused_count; /* number of connections to this rank that failed the proof of the secret */
+  bool port_blocked; /* `blocked` is about the root's own port: CDDP_NETWORK, else CDDP_TIMEOUT */
+  int refused_count; /* connections to this rank that failed the proof of the secret */
 } cddp__root_search;
 
 typedef struct cddp__root_key { /* value of the launcher's store's key RUN/meeting */
   struct sockaddr_in6 address; /* of the root's listener, with its port */
-  unsigned char proof_salt[32]; /* root_search.proof_salt */
+  unsigned char proof_salt[32];
 } cddp__root_key;
 
 typedef struct cddp__rendezvous {
@@ -11259,43 +11246,44 @@ typedef struct cddp__rendezvous {
   cddp__job_info *job;
   double deadline; /* for all ranks to register: the start + config.timeout_s */
   cddp__root_search root;
-  cddp__address address; /* of this host, for ranks of other nodes; loopback until a connection, or
-                            CDDP_IFNAME, has shown a better one */
+  cddp__address address; /* of this host, for other nodes; loopback until a better one is known */
   int node_socket; /* a coordinator's, on which it accepts clients; -1: this rank is none */
-  cddp__channel parent; /* connection.fd -1: none: not connected, or this rank is the root */
+  cddp__channel parent; /* connection.fd -1: not connected, or this rank is the root */
   cddp__channel *children; /* [child_count] also accepted connections that have not sent RANK */
   size_t child_count, child_capacity;
   cddp__registration *registered; /* this rank, [0], and all below it, in order of registration */
   size_t registered_count, registered_capacity;
-  size_t forwarded; /* number of entries in `registered` that the parent has got as RANK */
+  size_t forwarded; /* of these, number that the parent has got as RANK */
   int node_count; /* this node, and those with a coordinator that sent RANK */
   uint32_t expected; /* number of ranks: the largest WORLD_SIZE that has registered */
   bool with_rank_0; /* rank 0 is on this node, perhaps a misfit */
   cddp__cause problem; /* why the first misfit is refused */
   double problem_at; /* when that misfit registered */
-  bool common_failure; /* the failure's text names its rank, or is about several: it is sent to
-                          others unchanged. false: this rank's number is put before it */
-  int memory_fd; /* on a client: the memfd, received with TABLE; -1: not received, or taken since */
-  cddp__net *net; /* the table of ranks; NULL: it is not built, or TABLE has not arrived */
+  bool common_failure; /* the failure's text names its rank, or is about several */
+  int memory_fd; /* on a client: the memfd, received with TABLE; -1: none */
+  cddp__net *net; /* the table of ranks; NULL: not yet */
 } cddp__rendezvous;
+
+/* Number of a namespace of this process; 0: not known, as without /proc. */
+static uint64_t cddp__namespace_number(const char *path) {
+  struct stat st;
+  return stat(path, &st) == 0 ? (uint64_t)st.st_ino : 0;
+}
 
 /* A hash that ranks of one machine have in common: of the network namespace and CDDP_HOST_ID, or,
    without that, the kernel's boot id. */
 static uint64_t cddp__host_identity(void) {
   const char *id = cddp__env("CDDP_HOST_ID");
   char boot[128] = ""; /* the kernel's boot id, else the host's name */
-  struct stat st; /* st_ino: number of the network namespace; 0: not known, as without /proc */
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re" /* e: O_CLOEXEC */);
   if (file == NULL || fgets(boot, 37 /* a UUID and NUL */, file) == NULL)
     (void)gethostname(boot, sizeof boot - 1); /* an empty text would match all machines */
   if (file != NULL) fclose(file);
-  if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0; /* no /proc */
   if (id == NULL) id = boot;
-  return cddp__hash64((uint64_t)st.st_ino, id, strlen(id));
+  return cddp__hash64(cddp__namespace_number("/proc/self/ns/net"), id, strlen(id));
 }
 
-/* Appends to the error text the variables that gave the endpoint, or can change it, if failure r
-   can be about the endpoint. */
+/* Appends to the error text the variables that gave the endpoint, if failure r can be about it. */
 static void cddp__append_origin(const cddp__config *config, cddp_result r) {
   bool about_endpoint = r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH;
   if (config->port_origin == NULL /* the caller's init_method */ || !about_endpoint) return;
@@ -11310,57 +11298,59 @@ static void cddp__append_origin(const cddp__config *config, cddp_result r) {
                  config->port != 0 ? "change them" : "connect over TCP");
 }
 
-/* Sets the name of the node's socket: "cddp-" and 32 hex digits, equal for exactly the ranks of one
-   node and job. With a secret ("": none) strangers cannot predict it. Ranks can spell the endpoint
-   in several ways: an address of this host becomes "here", and another host's name the lowest of
-   its addresses. MASTER_ADDR must resolve, else ranks of one node could have different names: they
-   try for CDDP__RESOLVE_S. A rank 0 that will listen there tries once: the name must be its own. */
-static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
-                                   bool *endpoint_here) {
-  static const char hex[] = "0123456789abcdef";
-  const char *id = cddp__env("CDDP_HOST_ID");
+/* Writes the endpoint as all ranks of this node spell it: an address of this host becomes "here"
+   (*here), and another host's name the lowest of its addresses. MASTER_ADDR must resolve, else the
+   ranks could spell it in different ways: they try for CDDP__RESOLVE_S. A rank 0 that will listen
+   there tries once: the name must be its own. */
+static cddp_result cddp__spell_endpoint(const cddp__config *config, char *out, size_t capacity,
+                                        bool *here) {
   cddp__address a[CDDP__ADDRESSES_MAX]; /* of MASTER_ADDR */
-  char endpoint[1200], text[1600]; /* text: what tells nodes and jobs apart; the name is its MAC */
-  cddp__text spelled; /* an address of the endpoint, as text */
-  unsigned char mac[32];
-  struct stat pids, times; /* of this process's namespaces: ranks that have both in common see the
-                              same pids and start times */
-  bool here = false; /* the endpoint is an address of this host */
   bool will_listen = config->rank == 0 && !config->client_only && config->listen_fd < 0;
-  double resolve_end =
+  double end =
       cddp__earlier_deadline(will_listen ? 0 : CDDP__RESOLVE_S, cddp__now() + config->timeout_s);
-  int n = 0 /* number of addresses in `a` */, i;
-  cddp_result r = CDDP_OK;
-  if (config->port != 0) /* else the endpoint is a path or a name, used as it is */
-    while ((r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
-           cddp__now() < resolve_end)
-      cddp__sleep(0.1); /* a container's name can appear in DNS later */
+  int n, i;
+  cddp_result r;
+  *here = false;
+  snprintf(out, capacity, "%s", config->init_method);
+  if (config->port == 0) return CDDP_OK; /* a path or a name */
+  while ((r = cddp__resolve(config->host, config->port, a, &n)) == CDDP_NETWORK &&
+         cddp__now() < end)
+    cddp__sleep(0.1); /* a container's name can appear in DNS later */
   cddp__append_origin(config, r); /* CDDP_OK: appends nothing */
   if (r != CDDP_OK) return r;
-  snprintf(endpoint, sizeof endpoint, "%s", config->init_method);
-  for (i = 0; i < n /* 0: the endpoint is no address */ && !here; i++) {
-    here = cddp__address_is_local(&a[i]);
-    spelled = cddp__describe_address(&a[i]);
-    if (i == 0 || strcmp(spelled.s, endpoint) < 0)
-      snprintf(endpoint, sizeof endpoint, "%s", spelled.s);
+  for (i = 0; i < n && !*here; i++) {
+    cddp__text spelled = cddp__describe_address(&a[i]);
+    *here = cddp__address_is_local(&a[i]);
+    if (i == 0 || strcmp(spelled.s, out) < 0) snprintf(out, capacity, "%s", spelled.s);
   }
-  if (here) snprintf(endpoint, sizeof endpoint, "here:%d", config->port);
-  if (stat("/proc/self/ns/pid", &pids) != 0) pids.st_ino = 0; /* no /proc */
-  if (stat("/proc/self/ns/time", &times) != 0) times.st_ino = 0;
-  snprintf(text, sizeof text, "%s|%s|%016" PRIx64 "|%u|%llu|%llu", endpoint, config->run,
-           id != NULL ? cddp__hash64(0 /* seed */, id, strlen(id)) : 0, (unsigned)geteuid(),
-           (unsigned long long)pids.st_ino, (unsigned long long)times.st_ino);
-  cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
-  memcpy(name, "cddp-", 5);
-  for (i = 0; i < 32 /* hex digits, of half of the MAC */; i++)
-    name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15]; /* a byte's high digit first */
-  name[5 + 32] = 0;
-  *endpoint_here = here || strncmp(config->init_method, "unix:", 5) == 0 /* on one host */;
+  if (*here) snprintf(out, capacity, "here:%d", config->port);
   return CDDP_OK;
 }
 
-/* Creates host->job_info, from the launch configuration. It stays until cddp__job_info_free, also
-   if this fails. */
+/* Sets the name of the node's socket: "cddp-" and 32 hex digits, equal for exactly the ranks of one
+   node and job. With a secret ("": none) strangers cannot predict it. */
+static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
+                                   bool *endpoint_here) {
+  const char *id = cddp__env("CDDP_HOST_ID");
+  char endpoint[1200], text[1600]; /* text: what tells nodes and jobs apart; the name is its MAC */
+  unsigned char mac[32];
+  int i;
+  cddp_result r = cddp__spell_endpoint(config, endpoint, sizeof endpoint, endpoint_here);
+  if (r != CDDP_OK) return r;
+  /* Ranks that have both namespaces in common see the same pids and start times. */
+  snprintf(text, sizeof text, "%s|%s|%016" PRIx64 "|%u|%" PRIu64 "|%" PRIu64, endpoint, config->run,
+           id != NULL ? cddp__hash64(0 /* seed */, id, strlen(id)) : 0, (unsigned)geteuid(),
+           cddp__namespace_number("/proc/self/ns/pid"),
+           cddp__namespace_number("/proc/self/ns/time"));
+  cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
+  memcpy(name, "cddp-", 5);
+  for (i = 0; i < 16 /* bytes, half of the MAC */; i++)
+    snprintf(name + 5 + 2 * i, 3 /* with NUL */, "%02x", mac[i]);
+  if (strncmp(config->init_method, "unix:", 5) == 0) *endpoint_here = true; /* on one host */
+  return CDDP_OK;
+}
+
+/* Creates host->job_info, which stays until cddp__job_info_free, also if this fails. */
 static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *config) {
   size_t secret_size = strlen(config->secret) + 1;
   cddp__job_info *job =
@@ -11400,7 +11390,7 @@ static cddp_result cddp__job_info_create(cddp__host *host, const cddp__config *c
   return CDDP_OK;
 }
 
-/* Frees host->job_info, if it exists. Other processes can now claim this rank and rank 0's port. */
+/* Other processes can now claim this rank and rank 0's port. */
 static void cddp__job_info_free(cddp__host *host) {
   cddp__job_info *job = host->job_info;
   if (job == NULL) return;
@@ -11437,8 +11427,7 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error
 
 /* --- two jobs at one endpoint --- */
 
-/* Fails because two processes have one rank: pid (0: not known) on host `name`, and `other` on host
-   `other_name`. */
+/* Two processes have one rank: pid (0: not known) on `name`, and `other` on `other_name`. */
 static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, uint32_t pid,
                                          const char *name, uint32_t other, const char *other_name) {
   return CDDP__REFUSE(
@@ -11452,95 +11441,120 @@ static cddp_result cddp__fail_rank_taken(const cddp__job_info *job, int rank, ui
           : "an init_method");
 }
 
-/* job.node_hash of this process's last 16 rendezvous that succeeded. Survivors of a group can form
-   a new one, with new ranks, while other survivors still hold the sockets of their old ranks. */
+/* job.node_hash of this process's last rendezvous that succeeded. Survivors of a group can form a
+   new one, with new ranks, while other survivors still hold the sockets of their old ranks. */
 #define CDDP__NODE_HASHES 16
 static cddp__atomic_u32 cddp__node_hashes[CDDP__NODE_HASHES]; /* a ring; 0: unused */
 static cddp__atomic_u32 cddp__node_hash_count; /* of all that were stored so far */
 
 #define CDDP__CLAIM "?" /* sent to the holder of a name by another process that wants it */
 
-/* Binds this rank's socket on the host: step 1 of the head. Fails if a living process holds the
-   name, so that a running job is not disturbed. A holder that is still in its rendezvous sees the
-   connection that this makes, and fails too: cddp__find_second_claim. */
+/* Whether a rank of this process's previous group can still hold this rank's socket. */
+static bool cddp__met_before(const cddp__job_info *job) {
+  int k;
+  for (k = 0; k < CDDP__NODE_HASHES; k++)
+    if (cddp__load32(&cddp__node_hashes[k]) == job->node_hash) return true;
+  return false;
+}
+
+enum cddp__holder { /* of a name that this process wants */
+  CDDP__HOLDER_LIVES,
+  CDDP__HOLDER_ENDED, /* or does not listen yet, or a process that it forked has the socket */
+  CDDP__HOLDER_ALLOWED /* another user's process, or this one in another group: no claim */
+};
+
+/* Claims name `a` from its holder, which fails if it is still in its rendezvous. *pid: the
+   holder's; 0: not known. */
+static enum cddp__holder cddp__ask_holder(const cddp__address *a, double deadline, uint32_t *pid) {
+  uint32_t peer[3] = {0, 0, 0}; /* pid, uid, gid */
+  char answer; /* of the holder, "!" */
+  bool ended;
+  int fd, status /* not used */, error = cddp__connect_address(a, deadline, &fd);
+  *pid = 0;
+  if (error == CDDP__FOREIGN_USER) return CDDP__HOLDER_ALLOWED;
+  if (error == EAGAIN) return CDDP__HOLDER_LIVES; /* it listens, but its queue is full */
+  if (error != 0) return CDDP__HOLDER_ENDED; /* none listens now */
+  (void)cddp__peer_process(fd, peer); /* on failure `peer` stays 0 */
+  (void)!send(fd, CDDP__CLAIM, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+  *pid = peer[0];
+  ended = *pid != 0 && ((kill((pid_t)*pid, 0 /* only checks */) != 0 && errno == ESRCH) ||
+                        cddp__exit_status(-1 /* pidfd */, *pid, &status)); /* a zombie */
+  if (recv(fd, &answer, 1, MSG_DONTWAIT) == 1) ended = false; /* it was alive, and fails now */
+  cddp__close_fd(&fd);
+  if (*pid == (uint32_t)getpid()) return CDDP__HOLDER_ALLOWED;
+  return ended ? CDDP__HOLDER_ENDED : CDDP__HOLDER_LIVES;
+}
+
+/* Step 1 of the head. Fails if a living process holds the name, so that a running job is not
+   disturbed. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   cddp__job_info *job = rdv->job;
-  int rank = rdv->config->rank, tries, k, status; /* status: not used */
+  int rank = rdv->config->rank, tries;
   const char *name = rdv->host->name; /* of this host */
   cddp__address a = cddp__rank_socket(job, "" /* purpose */, rank);
-  char answer; /* of the holder, "!": cddp__find_second_claim */
   for (tries = 0; tries < 100; tries++) { /* 1 ms apart: a dead holder's name is soon free */
-    uint32_t peer[3] = {0, 0, 0} /* pid, uid, gid */, pid; /* pid: the holder's */
-    bool ended; /* the holder has */
-    int fd, error = cddp__listen_address(&a, &job->rank_claim_fd);
+    enum cddp__holder holder;
+    uint32_t pid;
+    int error = cddp__listen_address(&a, &job->rank_claim_fd);
     if (error == 0) return CDDP_OK; /* bound: this rank is claimed */
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(rdv, error, "bind of an abstract Unix socket");
-    for (k = 0; k < CDDP__NODE_HASHES; k++)
-      if (cddp__load32(&cddp__node_hashes[k]) == job->node_hash)
-        return CDDP_OK; /* a rank of this process's previous group can still hold it */
-    error = cddp__connect_address(&a, rdv->deadline, &fd); /* to the holder of the name */
-    if (error == 0) (void)cddp__peer_process(fd, peer); /* on failure `peer` stays 0 */
-    if (error == 0) (void)!send(fd, CDDP__CLAIM, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    pid = peer[0]; /* 0: not known */
-    ended = error != 0 /* none listens now */ || /* or the holder does not exist, or is a zombie: */
-            (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
-                          cddp__exit_status(-1 /* pidfd */, pid, &status)));
-    /* EAGAIN: it listens, but its queue is full. An answer: it was alive, and this claim has made
-       it fail. */
-    if (error == EAGAIN || (error == 0 && recv(fd, &answer, 1, MSG_DONTWAIT) == 1)) ended = false;
-    cddp__close_fd(&fd);
-    if (error == CDDP__FOREIGN_USER || pid == (uint32_t)getpid())
-      return CDDP_OK; /* another user, or this process in another group, holds the name: no claim */
-    if (!ended) {
+    if (cddp__met_before(job)) return CDDP_OK;
+    holder = cddp__ask_holder(&a, rdv->deadline, &pid);
+    if (holder == CDDP__HOLDER_ALLOWED) return CDDP_OK;
+    if (holder == CDDP__HOLDER_LIVES) {
       cddp_result r = cddp__fail_rank_taken(job, rank, pid, name, (uint32_t)getpid(), name);
       cddp__append(cddp__error_text, sizeof cddp__error_text,
                    ". If both jobs were started at the same time, the running job can contain "
                    "ranks of both: stop it too");
       return r;
     }
-    /* The holder has ended (a process that it forked can hold the name), or does not listen yet. */
     cddp__sleep(0.001);
   }
   return CDDP_OK; /* not bound: only this check is lost */
 }
 
-/* In a job of one rank: binds the rank's socket. The name shows joining processes that the job
-   lives, before its model exists. It has another prefix than in larger jobs, since such a job can
-   start at the same endpoint. */
+/* In a job of one rank: binds the rank's socket, to show joining processes that the job lives. Its
+   prefix differs from that in larger jobs, since such a job can start at the same endpoint. */
 static void cddp__hold_name(cddp__job_info *job) {
   cddp__address a = cddp__rank_socket(job, "alone-", (int)job->table.info.rank);
   job->rank_claim_fd = cddp__socket(AF_UNIX);
   (void)!bind(job->rank_claim_fd, &a.any, a.size); /* a second such job does without */
 }
 
-/* The pid of another process of this host that also claims this rank: its cddp__claim_rank found
-   the name in use and connected to this rank's socket. 0: none. A program that only connects, such
-   as a scanner, sends no claim. */
+/* Reads a claim of cddp__ask_holder. Returns the pid of the process that made it; 0: no claim, as
+   of a scanner, or this process's own. */
+static uint32_t cddp__read_claim(int fd) {
+  struct pollfd claim = {fd, POLLIN, 0};
+  uint32_t peer[3]; /* pid, uid, gid */
+  char byte;
+  if (cddp__poll(&claim, 1, 20 /* ms, for its claim to arrive */) <= 0 ||
+      recv(fd, &byte, 1, MSG_DONTWAIT) != 1 || byte != CDDP__CLAIM[0] ||
+      !cddp__peer_process(fd, peer) || peer[0] == (uint32_t)getpid())
+    return 0;
+  return peer[0];
+}
+
+/* The pid of another process of this host that also claims this rank; 0: none. */
 static uint32_t cddp__find_second_claim(const cddp__job_info *job) {
-  uint32_t peer[3] /* pid, uid, gid */, second = 0;
-  char byte = 0;
+  uint32_t pid;
   int tries;
   if (job->rank_claim_fd < 0) return 0; /* this rank's socket is not bound */
-  for (tries = 0; /* at most 64, as callers can connect without a pause */
-       tries < 64 && second == 0; tries++) {
+  for (tries = 0; tries < 64; tries++) { /* a limit, as callers can connect without a pause */
     int fd = cddp__accept(job->rank_claim_fd);
-    struct pollfd claim = {fd, POLLIN, 0};
-    if (fd < 0 && errno != ECONNABORTED) break; /* no more connections now */
-    if (fd >= 0 && cddp__poll(&claim, 1, 20 /* ms, for its claim to arrive */) > 0 &&
-        recv(fd, &byte, 1, MSG_DONTWAIT) == 1 && byte == CDDP__CLAIM[0] &&
-        cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid())
-      second = peer[0];
-    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* any byte: it is alive */
+    if (fd < 0 && errno == ECONNABORTED) continue;
+    if (fd < 0) return 0; /* no more connections now */
+    pid = cddp__read_claim(fd);
+    (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT); /* any byte: this process lives */
     cddp__close_fd(&fd);
+    if (pid != 0) return pid;
   }
-  return second;
+  return 0;
 }
 
 /* --- registered ranks --- */
 
-/* The entry in `registered` of the process with this number as its rank, misfits left out. NULL:
-   there is none. */
+/* The entry in `registered` of the rank with this number, no misfit. NULL: there is none. */
 static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, uint32_t number) {
   size_t i;
   for (i = 0; i < rdv->registered_count; i++)
@@ -11549,8 +11563,7 @@ static cddp__registration *cddp__find_registered(const cddp__rendezvous *rdv, ui
   return NULL;
 }
 
-/* Fails if `other` does not match `own`: then it is a misfit. Only a process that joins can have a
-   number beyond the world size. */
+/* Fails if `other` does not match `own`. */
 static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *other) {
   if (other->version != own->version)
     return cddp__fail(CDDP_MISMATCH,
@@ -11576,28 +11589,33 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                     cddp__describe_fp_mode(own->fp_mode).s);
 }
 
-/* Records in rdv->problem why a misfit is refused: r and this thread's error text. Only the first
-   problem is kept, so that all ranks get the same text. */
+/* Records why a misfit is refused. Only the first problem is kept: all ranks get the same text. */
 static void cddp__note_problem(cddp__rendezvous *rdv, cddp_result r) {
   if (cddp__set_cause(&rdv->problem, r, cddp_error())) rdv->problem_at = cddp__now();
 }
 
-/* Adds a process of node `node` to `registered`. If it is a misfit, also sets rdv->problem. Fails
-   only without memory. */
+/* Fails if a process that wants to register is a misfit. */
+static cddp_result cddp__check_fits(const cddp__rendezvous *rdv, const cddp__rank_info *info) {
+  const cddp__registration *other = cddp__find_registered(rdv, info->rank); /* has that number */
+  const cddp__net *net = rdv->net;
+  cddp_result r;
+  if (rdv->registered_count == 0) return CDDP_OK; /* this rank, which compares with nothing */
+  if ((r = cddp__compare_ranks(&rdv->registered[0].info, info)) != CDDP_OK) return r;
+  if (other != NULL)
+    return cddp__fail_rank_taken(rdv->job, (int)info->rank, other->info.pid, other->info.host.name,
+                                 info->pid, info->host.name);
+  if (net == NULL) return CDDP_OK; /* else the job is complete without this process */
+  return cddp__fail_rank_taken(rdv->job, (int)info->rank, net->ranks[info->rank].pid,
+                               net->hosts[net->ranks[info->rank].host].name, info->pid,
+                               info->host.name);
+}
+
+/* Adds a process to `registered`. If it is a misfit, also sets rdv->problem. Fails only without
+   memory. */
 static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_info *info,
                                        int node) {
-  const cddp__registration *other = cddp__find_registered(rdv, info->rank); /* has that number */
   cddp__registration *list, *entry;
-  cddp_result r = rdv->registered_count > 0 /* [0] is this rank, which compares with nothing */
-                      ? cddp__compare_ranks(&rdv->registered[0].info, info)
-                      : CDDP_OK;
-  if (r == CDDP_OK && other != NULL)
-    r = cddp__fail_rank_taken(rdv->job, (int)info->rank, other->info.pid, other->info.host.name,
-                              info->pid, info->host.name);
-  if (r == CDDP_OK && rdv->net != NULL) /* the job is complete without this process */
-    r = cddp__fail_rank_taken(rdv->job, (int)info->rank, rdv->net->ranks[info->rank].pid,
-                              rdv->net->hosts[rdv->net->ranks[info->rank].host].name, info->pid,
-                              info->host.name);
+  cddp_result r = cddp__check_fits(rdv, info);
   if (r != CDDP_OK) cddp__note_problem(rdv, r);
   list = (cddp__registration *)cddp__grow_array(&rdv->host->allocator, rdv->registered,
                                                 &rdv->registered_capacity,
@@ -11616,18 +11634,15 @@ static cddp_result cddp__register_rank(cddp__rendezvous *rdv, const cddp__rank_i
 
 /* --- messages --- */
 
-/* Sends a message, and waits until the system has all of its bytes, at most until the deadline.
-   fds: NULL, or two descriptors (-1: none) to send with it on a Unix socket. */
+/* Sends a message, and waits until the system has all of its bytes. */
 static cddp_result cddp__send_message(cddp__connection *c, uint32_t kind, const void *body,
-                                      size_t size, const int *fds, double deadline) {
-  cddp_result r;
-  if (fds != NULL) memcpy(c->send_fds, fds, sizeof c->send_fds);
-  r = cddp__connection_post(c, kind, body, size);
+                                      size_t size, double deadline) {
+  cddp_result r = cddp__connection_post(c, kind, body, size);
   return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* to read */, deadline) : r;
 }
 
-/* The next complete message, of at most `most` bytes, without blocking. The caller frees it. NULL:
-   none, or the connection has ended. */
+/* The next complete message, of at most `most` bytes, which the caller frees. NULL: none now, or
+   the connection has ended. */
 static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   cddp__message *m;
   (void)cddp__connection_progress(c);
@@ -11639,15 +11654,14 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   return m;
 }
 
-/* Sends FAIL, and waits until the system has all of its bytes, at most until the deadline. */
+/* Sends FAIL as cddp__send_message does. */
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
   cddp_result r = cddp__post_failure(c, result, text);
   return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* to read */, deadline) : r;
 }
 
-/* Fails because the connection to a child or the parent has ended: CDDP_PEER_LOST and the rank's
-   name. */
+/* Fails because the connection to a child or the parent has ended: names the rank. */
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                                              const cddp__channel *channel) {
   const cddp__rank_info *info = &rdv->registered[channel->entry].info; /* of a child */
@@ -11658,7 +11672,7 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
   if (channel != &rdv->parent)
     return cddp__fail(CDDP_PEER_LOST, "rank %u (pid %u on %s) died or exited during the rendezvous",
                       info->rank, info->pid, info->host.name);
-  /* The parent has no entry in `registered`. A client finds its number in the table, by its pid. */
+  /* A client finds its parent's number in the table, by its pid. */
   if (net != NULL && local && cddp__peer_process(channel->connection.fd, peer))
     for (i = 0; i < net->size; i++)
       if (net->ranks[i].host == net->host && net->ranks[i].pid == peer[0] /* pid */)
@@ -11672,8 +11686,8 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                     net != NULL ? net->hosts[net->ranks[0].host].name /* the root's */ : "");
 }
 
-/* Makes `channel` a connection at socket fd; -1: none, which others see by connection.fd. Begins
-   the proof of the secret on TCP (not local). caller: CDDP__END_*. */
+/* Makes `channel` a connection at socket fd; -1: none. Begins the proof of the secret on TCP (not
+   local). caller: CDDP__END_*. */
 static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, int fd, bool local,
                                bool caller) {
   cddp__connection *c = &channel->connection;
@@ -11681,14 +11695,14 @@ static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, in
   cddp__connection_begin(c, &rdv->host->allocator, fd, caller);
   c->local = local;
   c->deadline = cddp__now() + CDDP__GREETING_S;
-  if (!local && fd >= 0) /* a failure ends c: read when it is polled */
+  if (!local && fd >= 0) /* a failure ends c, found by a poll */
     (void)cddp__connection_begin_proof(c, rdv->job->secret, "rendezvous", rdv->root.proof_salt,
                                      sizeof rdv->root.proof_salt);
 }
 
-/* Sets *out to the address at which other hosts reach this host. With CDDP_IFNAME: the first
-   address of that interface, of the connection's family if it has one. Otherwise: the near end of
-   connection fd, chosen by the system's routes; loopback if fd is -1 or a Unix socket. */
+/* Sets *out to the address at which other hosts reach this host: the near end of connection fd,
+   chosen by the system's routes; loopback if fd is -1 or a Unix socket. With CDDP_IFNAME: the first
+   address of that interface, of the same family if it has one. */
 static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
   cddp__address list[CDDP__ADDRESSES_MAX];
@@ -11705,11 +11719,9 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   return CDDP_OK;
 }
 
-/* Listens for ranks on other hosts, on a free port.
-     at     the address
-     wide   true: other hosts can reach this one at another address: listens at all addresses, IPv6
-            and IPv4. Not if the job has one host, or CDDP_IFNAME is set.
-   Sets the socket, *fd, and its port. */
+/* Listens for ranks on other hosts at address *at and a free port, which *port receives.
+     wide   other hosts can reach this one at another address: listens at all addresses, IPv6 and
+            IPv4. Not if the job has one host, or CDDP_IFNAME is set */
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cddp__address *at,
                                            bool wide, int *fd, int *port) {
   struct sockaddr_in6 all;
@@ -11735,8 +11747,8 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
   return r == CDDP_OK ? r : cddp__fail_in(r, "cannot listen for ranks on other hosts: ");
 }
 
-/* Opens a listening socket for the links of a rank on this node, unless it has one. Writes its
-   address and port into the rank's info. */
+/* Opens a listening socket for the links of a rank on this node, and writes its address and port
+   into the rank's info. */
 static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registration *entry) {
   const char *method = rdv->config->init_method;
   /* true: a name or a file has led to the root by loopback, and other hosts need another address of
@@ -11745,7 +11757,7 @@ static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registrat
               (rdv->config->port != 0 ? !cddp__is_exact_address(rdv->config->host)
                                       : strncmp(method, "file:", 5) == 0);
   entry->info.host.address = rdv->address.v6;
-  if (entry->link_fd >= 0) return CDDP_OK; /* it has one: only its address can be new */
+  if (entry->link_fd >= 0) return CDDP_OK; /* it is open: only the address can be new */
   return cddp__listen_for_others(rdv, &rdv->address, wide, &entry->link_fd, &entry->info.port);
 }
 
@@ -11757,59 +11769,69 @@ static void cddp__remove_child(cddp__rendezvous *rdv, size_t k) {
   rdv->children[k] = rdv->children[--rdv->child_count];
 }
 
-/* Most connections of other hosts without a proof, if few descriptors are left. Also for joins. */
+/* Most connections of other hosts without a proof, if few descriptors are left. */
 #define CDDP__FEW_UNPROVEN 8
 
-/* Accepts the connections at a listener (-1: none) as children. If more than `limit` have not sent
-   RANK, closes the oldest of these: a rank proves the secret and sends RANK immediately. */
+/* Closes the oldest child that has not sent RANK, if at least `limit` (> 0) have not; else returns
+   false. */
+static bool cddp__close_silent_child(cddp__rendezvous *rdv, size_t limit) {
+  const cddp__channel *children = rdv->children;
+  size_t i, oldest = 0, silent = 0; /* silent: number of children that have not sent RANK */
+  for (i = 0; i < rdv->child_count; i++) {
+    if (children[i].rank_received) continue;
+    /* The oldest has the earliest deadline, as all get the same time. */
+    if (silent == 0 || children[i].connection.deadline < children[oldest].connection.deadline)
+      oldest = i;
+    silent++;
+  }
+  if (silent < limit) return false;
+  cddp__remove_child(rdv, oldest);
+  return true;
+}
+
+/* Adds a child with a connection at fd, which is closed if there is no memory. */
+static cddp_result cddp__add_child(cddp__rendezvous *rdv, int fd, bool local) {
+  cddp__channel *children = (cddp__channel *)cddp__grow_array(
+      &rdv->host->allocator, rdv->children, &rdv->child_capacity, rdv->child_count + 1,
+      sizeof *children);
+  if (children == NULL) {
+    cddp__close_fd(&fd);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  rdv->children = children; /* it can have moved */
+  cddp__channel_init(rdv, &children[rdv->child_count++], fd, local, CDDP__END_CALLED);
+  return CDDP_OK;
+}
+
+/* Accepts the connections at a listener (-1: none) as children. If too many have not sent RANK,
+   closes the oldest of these: a rank proves the secret and sends RANK immediately. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *rdv, int listener) {
-  bool local = listener == rdv->node_socket; /* a Unix socket, for this node's ranks */
+  bool local = listener == rdv->node_socket; /* a Unix socket: this node's ranks, no strangers */
   size_t most = (size_t)cddp__unproven_most(rdv->config->world_size);
   int tries;
   if (listener < 0) return CDDP_OK; /* none */
   for (tries = 0; tries < 64; tries++) { /* more than 64: at the next poll */
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
-    bool none = error == EMFILE || error == ENFILE; /* no descriptor is left */
-    bool few = none || (error == 0 && !cddp__has_spare_fd(fd));
-    /* Ranks of this host are not strangers. If no descriptor is left, one must be closed. */
-    size_t limit = !few || local ? most : none ? 1 /* any silent child */ : CDDP__FEW_UNPROVEN;
-    size_t i, oldest = 0, silent = 0; /* silent: number of children that have not sent RANK */
-    cddp__channel *children;
+    bool few; /* few descriptors are left */
+    cddp_result r;
     if (error == EINTR || error == ECONNABORTED) continue; /* tries the next connection */
     /* EAGAIN: no more connections now. EINVAL: rank 0 has closed its port. */
     if (error == EAGAIN || error == EINVAL) return CDDP_OK;
-    /* The oldest has the earliest deadline, as all get the same time. */
-    for (i = 0; i < rdv->child_count; i++) {
-      const cddp__channel *child = &rdv->children[i];
-      if (!child->rank_received &&
-          (silent++ == 0 || child->connection.deadline < rdv->children[oldest].connection.deadline))
-        oldest = i;
-    }
-    if ((none || error == 0) && silent >= limit)
-      cddp__remove_child(rdv, oldest);
-    else if (error != 0) /* no silent child to close */
-      return cddp__fail_descriptors(rdv, error, "accept of another rank");
-    if (none) continue; /* the removed child's descriptor is free now */
-    if (few) fd = cddp__move_to_lower_fd(fd); /* if removed children have freed one */
-    children = (cddp__channel *)cddp__grow_array(&rdv->host->allocator, rdv->children,
-                                                 &rdv->child_capacity, rdv->child_count + 1,
-                                                 sizeof *children);
-    if (children == NULL) {
-      cddp__close_fd(&fd);
-      return CDDP_OUT_OF_MEMORY;
-    }
-    rdv->children = children; /* it can have moved */
-    cddp__channel_init(rdv, &children[rdv->child_count++], fd, local, CDDP__END_CALLED);
+    if ((error == EMFILE || error == ENFILE) && cddp__close_silent_child(rdv, local ? most : 1))
+      continue; /* that child's descriptor is free now */
+    if (error != 0) return cddp__fail_descriptors(rdv, error, "accept of another rank");
+    few = !cddp__has_spare_fd(fd);
+    (void)cddp__close_silent_child(rdv, few && !local ? CDDP__FEW_UNPROVEN : most);
+    if (few) fd = cddp__move_to_lower_fd(fd); /* if a closed child has freed one */
+    if ((r = cddp__add_child(rdv, fd, local)) != CDDP_OK) return r;
     if (few) return CDDP_OK; /* read its RANK before accepting the next connection */
   }
   return CDDP_OK;
 }
 
-/* Decides about a connection's first RANK, without blocking.
-     true             the answer is WAIT
-     false            a rank of another job, such as one that restarts before this job has ended.
-                      The caller closes the connection, and the rank connects again
-     false and FAIL   a rank of another user on this machine: it must not connect again */
+/* Decides about a connection's first RANK: answers WAIT, or returns false for a rank of another
+   job, such as one that restarts before this job has ended: it connects again. A rank of another
+   user on this machine, which must not connect again, gets FAIL. */
 static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
                              const cddp__rank_info *info) {
   const cddp__rank_info *own = &rdv->registered[0].info;
@@ -11818,7 +11840,7 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   /* Unix sockets connect only one user's ranks. On two machines one user can have two numbers, so
      only those of the same machine are compared. */
   if (c->local || info->machine != own->machine || info->user == own->user)
-    return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0 /* body */, NULL /* fds */,
+    return cddp__send_message(c, CDDP__RENDEZVOUS_WAIT, NULL, 0 /* body */,
                               cddp__now() /* without blocking */) == CDDP_OK;
   text = cddp__textf("rank %u at %s runs as another user (uid %u). If it belongs to another job, "
                      "give this job a port of its own (MASTER_PORT); otherwise start all ranks as "
@@ -11828,8 +11850,7 @@ static bool cddp__admit_rank(const cddp__rendezvous *rdv, cddp__connection *c,
   return false;
 }
 
-/* The root receives rank 0's PORT: one of its listening sockets, and the salt of proofs there. The
-   caller has checked that root.fds has a free entry. */
+/* The root receives rank 0's PORT: one of its listening sockets, and the salt of proofs there. */
 static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c,
                                       const cddp__message *m) {
   cddp__root_search *root = &rdv->root;
@@ -11841,7 +11862,7 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
   return CDDP_OK;
 }
 
-/* Closes the connection to the parent, to find another parent or to be the root. */
+/* To find another parent, or to be the root. */
 static void cddp__close_parent(cddp__rendezvous *rdv) {
   size_t i;
   cddp__connection_close(&rdv->parent.connection);
@@ -11850,13 +11871,12 @@ static void cddp__close_parent(cddp__rendezvous *rdv) {
   rdv->forwarded = 0; /* the next parent knows none of `registered` yet */
 }
 
-/* Handles a child's RANK, of the right size: the first is its own, later ones are of ranks below
-   it. *admitted false: the caller ends the connection. */
+/* Handles a child's RANK: the first is its own, later ones are of ranks below it. *admitted false:
+   the caller ends the connection. */
 static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *child,
                                       const cddp__message *m, bool *admitted) {
   cddp__connection *c = &child->connection;
   cddp__rank_info info;
-  int node; /* number of that rank's node */
   cddp_result r = CDDP_OK;
   memcpy(&info, m + 1, sizeof info);
   info.host.name[sizeof info.host.name - 1] = 0;
@@ -11868,11 +11888,11 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
      (node_count 1) or, while that is by loopback, of a later one. */
   if (!c->local && (rdv->node_count == 1 || cddp__address_is_loopback(&rdv->address)))
     r = cddp__own_address(c->fd, &rdv->address);
-  node = c->local               ? 0 /* this node */
-         : child->rank_received ? rdv->registered[child->entry].node
-                                : rdv->node_count++; /* a new coordinator */
-  if (r == CDDP_OK) r = cddp__register_rank(rdv, &info, node);
-  if (r != CDDP_OK || child->rank_received) return r; /* the rest is for the child's own RANK */
+  if (r != CDDP_OK) return r;
+  if (child->rank_received)
+    return cddp__register_rank(rdv, &info, rdv->registered[child->entry].node);
+  r = cddp__register_rank(rdv, &info, c->local ? 0 /* this node */ : rdv->node_count++);
+  if (r != CDDP_OK) return r;
   child->rank_received = true;
   child->entry = rdv->registered_count - 1;
   child->end_is_loss = rdv->registered[child->entry].fits;
@@ -11884,35 +11904,44 @@ static cddp_result cddp__receive_rank(cddp__rendezvous *rdv, cddp__channel *chil
   return CDDP_OK;
 }
 
-/* Handles a child's messages, of which FAIL is the longest: a text. An invalid one ends the
-   connection. Each is valid a limited number of times, so the loop ends even if a stranger sends
-   without a pause. */
+/* *valid false: the message is damaged, or came at the wrong time. A misfit can send only RANK and,
+   if it is rank 0, PORT. Each is valid a limited number of times, so that a stranger cannot keep
+   this rank busy. */
+static cddp_result cddp__handle_child_message(cddp__rendezvous *rdv, cddp__channel *child,
+                                              const cddp__message *m, bool *valid) {
+  uint32_t kind = m->head.number;
+  bool fits = child->end_is_loss;
+  *valid = false;
+  if (kind >= CDDP__FAILED && fits) {
+    *valid = true;
+    rdv->common_failure = true; /* its text names the rank that failed */
+    return cddp__fail_by_message(m);
+  }
+  if (kind == CDDP__RENDEZVOUS_RANK) {
+    if (rdv->registered_count > 2 * CDDP__MAX_RANKS) /* a job, and as many misfits */
+      child->end_is_loss = false;
+    else if (m->head.size == sizeof(cddp__rank_info))
+      return cddp__receive_rank(rdv, child, m, valid);
+  } else if (kind == CDDP__RENDEZVOUS_PORT && child->rank_received && child->connection.local &&
+             rdv->registered[child->entry].info.rank == 0 &&
+             m->head.size == sizeof rdv->root.proof_salt &&
+             rdv->root.fd_count < CDDP__ADDRESSES_MAX) {
+    *valid = true;
+    return cddp__receive_port(rdv, &child->connection, m);
+  } else if (kind == CDDP__RENDEZVOUS_READY && fits && rdv->net != NULL && !child->ready) {
+    *valid = child->ready = true;
+  }
+  return CDDP_OK;
+}
+
+/* Handles a child's messages, of which FAIL is the longest. An invalid one ends the connection. */
 static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel *child) {
   cddp__connection *c = &child->connection;
   cddp__message *m;
   cddp_result r = CDDP_OK;
   bool valid = true;
   while (r == CDDP_OK && valid && (m = cddp__receive_message(c, CDDP__ERROR_MAX)) != NULL) {
-    uint32_t kind = m->head.number;
-    bool full = rdv->registered_count > 2 * CDDP__MAX_RANKS; /* a job, and as many misfits */
-    bool failed = kind >= CDDP__FAILED; /* FAIL */
-    if (kind == CDDP__RENDEZVOUS_RANK && full) child->end_is_loss = false; /* not valid */
-    /* end_is_loss: the child fits. A misfit can send only RANK and, if it is rank 0, PORT. */
-    valid = kind == CDDP__RENDEZVOUS_PORT ? child->rank_received : child->end_is_loss;
-    if (kind == CDDP__RENDEZVOUS_RANK && m->head.size == sizeof(cddp__rank_info) && !full)
-      r = cddp__receive_rank(rdv, child, m, &valid);
-    else if (failed && valid)
-      r = cddp__fail_by_message(m);
-    else if (kind == CDDP__RENDEZVOUS_PORT && valid && c->local &&
-             m->head.size == sizeof rdv->root.proof_salt &&
-             rdv->root.fd_count < CDDP__ADDRESSES_MAX &&
-             rdv->registered[child->entry].info.rank == 0)
-      r = cddp__receive_port(rdv, c, m);
-    else if (kind == CDDP__RENDEZVOUS_READY && valid && rdv->net != NULL && !child->ready)
-      child->ready = true;
-    else
-      valid = false;
-    if (failed && valid) rdv->common_failure = true; /* its text names the rank that failed */
+    r = cddp__handle_child_message(rdv, child, m, &valid);
     if (!valid) cddp__connection_end(c, EPROTO);
     cddp__free(c->in.allocator, m);
   }
@@ -11922,11 +11951,10 @@ static cddp_result cddp__receive_from_child(cddp__rendezvous *rdv, cddp__channel
 
 /* --- the parent --- */
 
-/* Completes a table of ranks: this rank and its host, the hosts' sizes, and each rank's index on
-   its host. false: the table is damaged. */
+/* Completes a table: this rank and its host, the hosts' sizes, and each rank's index on its host.
+   false: the table is damaged. */
 static bool cddp__complete_table(cddp__net *net, int rank) {
   int i;
-  net->rank = rank;
   for (i = 0; i < net->host_count; i++) {
     net->hosts[i].name[sizeof net->hosts[i].name - 1] = 0; /* a received name can lack its NUL */
     net->hosts[i].size = 0; /* counted below */
@@ -11938,23 +11966,23 @@ static bool cddp__complete_table(cddp__net *net, int rank) {
       return false;
     entry->index = net->hosts[entry->host].size++; /* in order of rank, from 0 */
   }
-  for (i = 0; i < net->host_count && net->hosts[i].size > 0; i++) {}
+  for (i = 0; i < net->host_count; i++)
+    if (net->hosts[i].size == 0) return false; /* a host without ranks */
+  net->rank = rank;
   net->host = net->ranks[rank].host;
-  return i == net->host_count /* every host has ranks */ &&
-         net->ranks[rank].pid == (uint32_t)getpid() /* not of another process with this rank */;
+  return net->ranks[rank].pid == (uint32_t)getpid(); /* not another process with this rank */
 }
 
-/* Makes a received TABLE this rank's rdv->net, and takes the descriptors that a coordinator has
-   sent with it to a client. */
+/* Makes a received TABLE this rank's rdv->net, and takes the descriptors sent with it. */
 static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *m) {
   cddp__connection *c = &rdv->parent.connection;
-  int ranks = rdv->config->world_size;
-  size_t size = (size_t)m->head.size, without_hosts = cddp__table_bytes(ranks, 0 /* hosts */),
-         host_count = size > without_hosts ? (size - without_hosts) / sizeof(cddp__host_entry) : 0;
-  if (host_count == 0 || host_count > (size_t)ranks ||
-      size != cddp__table_bytes(ranks, (int)host_count) /* not whole hosts */)
+  int ranks = rdv->config->world_size, host_count = 0;
+  size_t size = (size_t)m->head.size, without_hosts = cddp__table_bytes(ranks, 0 /* hosts */);
+  if (size > without_hosts && size <= cddp__table_bytes(ranks, ranks))
+    host_count = (int)((size - without_hosts) / sizeof(cddp__host_entry));
+  if (host_count == 0 || size != cddp__table_bytes(ranks, host_count) /* not whole hosts */)
     return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
-  rdv->net = cddp__net_new(&rdv->host->allocator, ranks, (int)host_count);
+  rdv->net = cddp__net_new(&rdv->host->allocator, ranks, host_count);
   if (rdv->net == NULL) return CDDP_OUT_OF_MEMORY;
   memcpy(rdv->net->token, m + 1, size); /* hosts and ranks are behind the token */
   if (!cddp__complete_table(rdv->net, rdv->config->rank)) {
@@ -11971,8 +11999,7 @@ static cddp_result cddp__take_table(cddp__rendezvous *rdv, const cddp__message *
   return CDDP_OK;
 }
 
-/* Fails because connect(2) to address `a` had this error, though a process listens there: its name
-   is `listener`. */
+/* Fails because connect(2) to address `a` had this error, though `listener` listens there. */
 static cddp_result cddp__fail_blocked(const cddp__rendezvous *rdv, const cddp__address *a,
                                       const char *listener, int error) {
   const char *here = rdv->host->name;
@@ -11999,9 +12026,8 @@ static const char *cddp__endpoint_name(const cddp__config *config) {
   return config->init_method + (config->port != 0 ? strlen("tcp://") : 0);
 }
 
-/* When a try to reach the store or the root must end: after try_s, which grows to 8 s. Between the
-   tries this rank serves its clients. After a misfit tries are short, since the rendezvous will
-   fail. */
+/* When a try to reach the store or the root must end. After a misfit tries are short, since the
+   rendezvous will fail. */
 static double cddp__try_deadline(const cddp__rendezvous *rdv) {
   double seconds = cddp__has_cause(&rdv->problem) /* a misfit */ ? 0.25 : rdv->root.try_s;
   return cddp__earlier_deadline(seconds, rdv->deadline);
@@ -12021,11 +12047,9 @@ static cddp__store_options cddp__store_options_of(const cddp__rendezvous *rdv) {
   return o;
 }
 
-/* A try to find the root has failed with r and this thread's error text. If another try can succeed
-   (CDDP_NETWORK, CDDP_TIMEOUT): returns CDDP_OK, keeps the text in root.blocked, and sets the time
-   of the next try. Otherwise fails.
-     port_blocked   r is about the root's own port */
-static cddp_result cddp__plan_next_look(cddp__rendezvous *rdv, cddp_result r, bool port_blocked) {
+/* A try to find the root has failed with r. If another can succeed (CDDP_NETWORK, CDDP_TIMEOUT),
+   keeps the error text in root.blocked, and sets the time of that try. Otherwise fails. */
+static cddp_result cddp__plan_next_look(cddp__rendezvous *rdv, cddp_result r) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
   double now = cddp__now();
@@ -12037,7 +12061,7 @@ static cddp_result cddp__plan_next_look(cddp__rendezvous *rdv, cddp_result r, bo
   if (r == CDDP_MISMATCH) return CDDP_NETWORK; /* no more tries: the port is another program's */
   if (r != CDDP_NETWORK && r != CDDP_TIMEOUT) return r;
   root->blocked = cddp__textf("rank %d on %s: %s", config->rank, rdv->host->name, cddp_error());
-  root->port_blocked = port_blocked;
+  root->port_blocked = false; /* the caller can know that it is */
   root->next_look = now;
   if (root->next < root->address_count) return CDDP_OK; /* the next address immediately */
   root->next_look += root->pause * (0.5 + (double)jitter / 1024); /* 0.5 to 1.5 times, by node */
@@ -12061,35 +12085,41 @@ static cddp_result cddp__read_root_file(cddp__rendezvous *rdv) {
   return CDDP_OK;
 }
 
-/* Handles a failed try to connect to the root: connect(2) has failed with `error`, or the
-   connection has ended before WAIT (error 0). Returns CDDP_OK if this rank tries again, at
-   root.next_look: for example, as the address from a store or a file can be an earlier job's. */
+/* Whether a refusal at the root's address is final. With a file only if, read again, it still has
+   this root's salt; with a launcher's store never: its key can have an earlier root's. */
+static bool cddp__refusal_is_final(cddp__rendezvous *rdv) {
+  unsigned char salt[sizeof rdv->root.proof_salt];
+  if (rdv->root.store == NULL) return true;
+  memcpy(salt, rdv->root.proof_salt, sizeof salt);
+  return !rdv->config->client_only && cddp__read_root_file(rdv) == CDDP_OK &&
+         memcmp(salt, rdv->root.proof_salt, sizeof salt) == 0;
+}
+
+/* Writes the error text of a failed try. CDDP_NETWORK: another one can succeed. */
+static cddp_result cddp__fail_try(cddp__rendezvous *rdv, const cddp__address *at, int error) {
+  const cddp__connection *c = &rdv->parent.connection;
+  if (error == 0 && c->challenge.state > CDDP__CHALLENGE_PROVEN) /* the proof failed */
+    return cddp__fail_refused(c, cddp__describe_address(at).s);
+  if (error == 0 && c->challenge.state == CDDP__CHALLENGE_PROVEN) /* but it sent no WAIT */
+    return cddp__fail(CDDP_NETWORK, "the process at %s belongs to another job, or has just ended",
+                      cddp__describe_address(at).s);
+  if (error == 0 || error == ECONNRESET) rdv->root.closed = true;
+  return cddp__fail_connect(at, error, &rdv->root.closed_since);
+}
+
+/* Handles a failed try: connect(2) has failed with `error`, or the connection has ended before WAIT
+   (error 0). Returns CDDP_OK if this rank tries again, at root.next_look: for example, as the
+   address from a store or a file can be an earlier job's. */
 static cddp_result cddp__handle_failed_try(cddp__rendezvous *rdv, int error) {
   cddp__root_search *root = &rdv->root;
   const cddp__address at = root->addresses[root->next - 1]; /* a copy: _read_root_file sets them */
-  const cddp__challenge *challenge = &rdv->parent.connection.challenge; /* the root's proof */
-  unsigned char old_salt[sizeof root->proof_salt];
   /* A store or a file has the address of the root's own port: there it surely listens. */
   bool port_blocked = root->store != NULL && error != 0;
-  cddp_result r = CDDP_NETWORK;
+  cddp_result r;
   if (error == EMFILE || error == ENFILE) /* this process lacks a descriptor: no more tries */
     return cddp__fail_descriptors(rdv, error, "connection to another host");
-  if (error == 0 && challenge->state > CDDP__CHALLENGE_PROVEN) { /* the proof failed */
-    r = cddp__fail_refused(&rdv->parent.connection, cddp__describe_address(&at).s);
-  } else if (error == 0 && challenge->state == CDDP__CHALLENGE_PROVEN) { /* but it sent no WAIT */
-    cddp__fail(r, "the process at %s belongs to another job, or has just ended",
-               cddp__describe_address(&at).s);
-  } else {
-    root->closed = root->closed || error == 0 || error == ECONNRESET; /* ended unanswered */
-    r = cddp__fail_connect(&at, error, &root->closed_since);
-  }
-  /* A refusal is final only if the file, read again, still has this root's salt. With a launcher's
-     store it never is: the key can have an earlier root's. */
-  memcpy(old_salt, root->proof_salt, sizeof old_salt);
-  if (r != CDDP_NETWORK && root->store != NULL &&
-      (rdv->config->client_only || cddp__read_root_file(rdv) != CDDP_OK ||
-       memcmp(old_salt, root->proof_salt, sizeof old_salt) != 0))
-    r = CDDP_NETWORK;
+  r = cddp__fail_try(rdv, &at, error);
+  if (r != CDDP_NETWORK && !cddp__refusal_is_final(rdv)) r = CDDP_NETWORK;
   if (port_blocked)
     cddp__fail_blocked(rdv, &at, "the process that coordinates the rendezvous", error);
   else if (r == CDDP_NETWORK)
@@ -12101,11 +12131,13 @@ static cddp_result cddp__handle_failed_try(cddp__rendezvous *rdv, int error) {
     root->closed = false;
   }
   cddp__close_parent(rdv);
-  return cddp__plan_next_look(rdv, r, port_blocked);
+  r = cddp__plan_next_look(rdv, r);
+  root->port_blocked = port_blocked;
+  return r;
 }
 
-/* Handles the parent's messages, without blocking. If the connection ends before WAIT, this rank
-   looks for another parent; later it has lost a rank, unless all are ready. */
+/* Handles the parent's messages. If the connection ends before WAIT, this rank looks for another
+   parent; later it has lost a rank, unless all are ready. */
 static cddp_result cddp__receive_from_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   int ranks = rdv->config->world_size;
@@ -12146,9 +12178,16 @@ static bool cddp__has_news(const cddp__connection *c) {
   return c->fd >= 0 && (c->ready || c->state == CDDP__CONNECTION_ENDED);
 }
 
-/* The body of all waits of a rendezvous. Waits for messages and connections until a time, at most
-   50 ms. Then handles messages, new and lost connections, and second claims of this rank's number.
-   Fails if a rank was lost, or has sent FAIL. */
+/* Registers another process that claims this rank's number, a misfit. */
+static cddp_result cddp__check_claims(cddp__rendezvous *rdv) {
+  cddp__rank_info info = rdv->registered[0].info;
+  info.pid = cddp__find_second_claim(rdv->job);
+  return info.pid == 0 ? CDDP_OK : cddp__register_rank(rdv, &info, 0 /* this node */);
+}
+
+/* The body of all waits of a rendezvous, at most 50 ms. Then handles messages, new and lost
+   connections, and second claims of this rank's number. Fails if a rank was lost, or has sent
+   FAIL. */
 static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   const cddp_allocator *allocator = &rdv->host->allocator;
   cddp__connection *parent = &rdv->parent.connection;
@@ -12156,7 +12195,6 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
   size_t i, n = rdv->child_count, listener_count = 2;
   cddp__connection **list =
       (cddp__connection **)cddp__calloc(allocator, n + 1, sizeof *list);
-  uint32_t pid; /* of another process that claims this rank's number */
   cddp_result r;
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < n; i++) list[i] = &rdv->children[i].connection;
@@ -12177,12 +12215,8 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
     rdv->root.refused_count += c->challenge.state == CDDP__CHALLENGE_WRONG; /* another secret */
     cddp__remove_child(rdv, i);
   }
-  if (r == CDDP_OK && listeners[0] >= 0 /* rank_claim_fd has a caller */ &&
-      (pid = cddp__find_second_claim(rdv->job)) != 0) {
-    cddp__rank_info info = rdv->registered[0].info;
-    info.pid = pid; /* registering another process with this rank sets rdv->problem */
-    r = cddp__register_rank(rdv, &info, 0 /* this node */);
-  }
+  if (r == CDDP_OK && listeners[0] >= 0 /* rank_claim_fd has a caller */)
+    r = cddp__check_claims(rdv);
   if (r == CDDP_OK && cddp__has_news(parent)) r = cddp__receive_from_parent(rdv);
   if (r == CDDP_OK && parent->state == CDDP__CONNECTION_PROVING && cddp__now() > parent->deadline)
     cddp__close_parent(rdv); /* silent: cddp__try_root tries the next address, or this one again */
@@ -12195,27 +12229,25 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *rdv, double until) {
    Rank 0 listens at the job's endpoint. If rank 0 is a client, it sends the socket to its
    coordinator, which is the root: PORT. Coordinators of other nodes connect to MASTER_ADDR, and
    both ends prove the secret.
-     file://            Rank 0 listens on free ports. It writes their addresses and a random salt
-                        (proof_salt) to the file, which it locks during the rendezvous.
-     launcher's store   The root listens on a free port, and writes its address and a random salt to
-                        the store. */
+   With file:// rank 0 listens on free ports. It writes their addresses and a random salt
+   (proof_salt) to the file, which it locks during the rendezvous. With a launcher's store the root
+   listens on a free port, and writes its address and a random salt to the store. */
 
-/* Launcher's store: the root opens a port and writes its address to the store. The address is the
-   near end of the store's connection. If that is loopback, or the store has several addresses, the
-   root listens at all of its addresses, since other hosts can use another one. */
+/* Launcher's store: the root opens a port and writes its address to the store, that of the store's
+   connection. If that is loopback, or the store has several addresses, the root listens at all of
+   its addresses, since other hosts can use another one. */
 static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   const char *key = root->key;
   cddp__request q = cddp__request_of(CDDP__STORE_SET, &key, 1);
   cddp__root_key value;
+  bool wide; /* listens at all addresses */
   int port; /* of the root's new socket, chosen by the system or from CDDP_PORTS */
   cddp_result r = cddp__random(root->proof_salt, sizeof root->proof_salt);
   if (r == CDDP_OK) r = cddp__own_address(root->store->connection.fd, &rdv->address);
-  if (r == CDDP_OK)
-    r = cddp__listen_for_others(
-        rdv, &rdv->address,
-        cddp__address_is_loopback(&rdv->address) || root->store->address_count > 1, &root->fds[0],
-        &port);
+  if (r != CDDP_OK) return r;
+  wide = cddp__address_is_loopback(&rdv->address) || root->store->address_count > 1;
+  r = cddp__listen_for_others(rdv, &rdv->address, wide, &root->fds[0], &port);
   if (r != CDDP_OK) return r;
   root->fd_count = 1;
   cddp__address_set_port(&rdv->address, port);
@@ -12229,57 +12261,70 @@ static cddp_result cddp__publish_root(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Opens the launcher's store unless it is open. Reads the root's address or, on the root, writes
-   it. CDDP_OK with address_count 0: the root has not written it yet. After a failure that a retry
-   can mend the store is closed. */
-static cddp_result cddp__meet_in_store(cddp__rendezvous *rdv) {
+/* Opens the launcher's store unless it is open. */
+static cddp_result cddp__open_launcher_store(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
-  const char *key = root->key;
-  cddp__store_options o = cddp__store_options_of(rdv);
-  cddp__address *a = root->addresses, here; /* here: this end of the store's connection */
-  cddp__request q;
-  cddp__root_key value;
-  socklen_t size = sizeof a[1].sa;
-  size_t value_size = 0; /* bytes of the key's value; 0: no value */
-  bool found = false; /* the store has the root's key */
-  cddp_result r = CDDP_OK;
   if (root->store == NULL) {
-    r = cddp__store_open_client(&root->store, &o);
+    cddp__store_options o = cddp__store_options_of(rdv);
+    cddp_result r = cddp__store_open_client(&root->store, &o);
     root->closed_since = o.closed_since;
     if (root->try_s < 8) root->try_s *= 2; /* the next try: a distant or busy server needs more */
+    if (r != CDDP_OK) return r;
   }
-  if (r != CDDP_OK) return r;
   root->try_s = 0.25; /* tries to reach the root begin short again */
   root->store->timeout_s = rdv->deadline - cddp__now(); /* limit of its requests */
   if (root->store->timeout_s < 0.2) root->store->timeout_s = 0.2; /* time for an answer */
-  if (rdv->with_rank_0) {
-    r = cddp__publish_root(rdv);
-  } else {
-    /* CHECK first: to GET of a missing key, servers give different answers. */
-    q = cddp__request_of(CDDP__STORE_CHECK, &key, 1);
-    r = cddp__store_run(root->store, &q);
-    found = r == CDDP_OK && q.number == 0; /* no key is missing */
-    q = cddp__request_of(CDDP__STORE_GET, &key, 1);
-    q.out = &value;
-    q.capacity = sizeof value;
-    q.size = &value_size;
-    if (found) r = cddp__store_run(root->store, &q);
-    if (r == CDDP_INVALID_ARGUMENT) r = CDDP_OK; /* longer than `value`: another program's key */
-  }
-  if (r == CDDP_OK && value_size == sizeof value &&
-      cddp__local_address(root->store->connection.fd, &here)) {
-    memcpy(root->proof_salt, value.proof_salt, sizeof root->proof_salt);
-    root->address_count = 1;
-    a[0] = cddp__internet_address(&value.address);
-    cddp__set_scope(&a[0].v6, &here); /* if it is link-local */
-    /* The root can be on the store's host: then this address, with its port, reaches it too. */
-    memset(&a[1], 0, sizeof a[1]);
-    if (getpeername(root->store->connection.fd, &a[1].any, &size) == 0) root->address_count = 2;
-    a[1].size = size;
-    cddp__address_set_port(&a[1], cddp__address_port(&a[0]));
-    if (cddp__address_is_loopback(&a[0])) a[0] = a[1]; /* the root is on the store's host */
-  }
-  if (r == CDDP_OK) return CDDP_OK;
+  return CDDP_OK;
+}
+
+/* *found false: the launcher's store has no key of the root yet, or another program's. */
+static cddp_result cddp__read_root_key(cddp__root_search *root, cddp__root_key *value,
+                                       bool *found) {
+  const char *key = root->key;
+  /* CHECK first: to GET of a missing key, servers give different answers. */
+  cddp__request q = cddp__request_of(CDDP__STORE_CHECK, &key, 1);
+  size_t size = 0; /* of the key's value */
+  cddp_result r = cddp__store_run(root->store, &q);
+  *found = false;
+  if (r != CDDP_OK || q.number != 0 /* the key is missing */) return r;
+  q = cddp__request_of(CDDP__STORE_GET, &key, 1);
+  q.out = value;
+  q.capacity = sizeof *value;
+  q.size = &size;
+  r = cddp__store_run(root->store, &q);
+  if (r == CDDP_INVALID_ARGUMENT) return CDDP_OK; /* longer than *value */
+  *found = r == CDDP_OK && size == sizeof *value;
+  return r;
+}
+
+/* Sets the root's address and salt. If the root is on the store's host, that host's address, with
+   the root's port, reaches it too. */
+static void cddp__use_root_key(cddp__root_search *root, const cddp__root_key *value) {
+  int fd = root->store->connection.fd;
+  cddp__address *a = root->addresses, here; /* here: this end of the store's connection */
+  socklen_t size = sizeof a[1].sa;
+  if (!cddp__local_address(fd, &here)) return;
+  memcpy(root->proof_salt, value->proof_salt, sizeof root->proof_salt);
+  root->address_count = 1;
+  a[0] = cddp__internet_address(&value->address);
+  cddp__set_scope(&a[0].v6, &here); /* if it is link-local */
+  memset(&a[1], 0, sizeof a[1]);
+  if (getpeername(fd, &a[1].any, &size) == 0) root->address_count = 2;
+  a[1].size = size;
+  cddp__address_set_port(&a[1], cddp__address_port(&a[0]));
+  if (cddp__address_is_loopback(&a[0])) a[0] = a[1]; /* the root is on the store's host */
+}
+
+/* Reads the root's address from the launcher's store or, on the root, writes it. CDDP_OK with
+   address_count 0: not written yet. Closes the store after a failure that a retry can mend. */
+static cddp_result cddp__meet_in_store(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
+  cddp__root_key value;
+  bool found = false;
+  cddp_result r = cddp__open_launcher_store(rdv);
+  if (r != CDDP_OK) return r;
+  r = rdv->with_rank_0 ? cddp__publish_root(rdv) : cddp__read_root_key(root, &value, &found);
+  if (found) cddp__use_root_key(root, &value);
   if (r == CDDP_NETWORK || r == CDDP_TIMEOUT) {
     cddp__store_free(root->store);
     root->store = NULL;
@@ -12287,8 +12332,8 @@ static cddp_result cddp__meet_in_store(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Sets root.addresses to where the root can listen. On rank 0 without a launcher's store: to where
-   it will listen itself. A launcher's store has none until the root has written its own. */
+/* Sets root.addresses to where the root can listen; on rank 0 without a launcher's store to where
+   it will listen itself. */
 static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
@@ -12308,60 +12353,67 @@ static cddp_result cddp__find_addresses(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Whether this rank calls cddp__try_root: a coordinator without rank 0 does; with a launcher's
-   store the root too, until it has published its address. */
+/* A coordinator without rank 0 looks for the root; with a launcher's store the root does too, until
+   it has published its address. */
 static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
   return rdv->node_socket >= 0 && rdv->parent.connection.fd < 0 &&
          (!rdv->with_rank_0 || (rdv->config->client_only && rdv->root.fd_count == 0));
 }
 
-/* One try of a coordinator, at the time root.next_look: begins to connect to the root's next
-   address. Finds addresses first, if all were tried. With a launcher's store the root calls this
-   too, and publishes its address. Returns CDDP_OK while another try can succeed. */
-static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
+/* Begins to connect to the root's next address. */
+static cddp_result cddp__connect_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
-  double start = rdv->deadline - rdv->config->timeout_s; /* of the rendezvous */
-  double deadline = cddp__try_deadline(rdv),
-         /* s, between two looks into a store; in large jobs more coordinators look */
-         most_pause = 0.02 + 1e-5 * rdv->config->world_size;
+  double deadline = cddp__try_deadline(rdv);
+  const cddp__address *at = &root->addresses[root->next++];
   int fd, error;
-  cddp_result r = CDDP_OK;
-  if (cddp__now() < root->next_look) return CDDP_OK;
-  if (root->next >= root->address_count) {
-    root->next = 0;
-    r = cddp__find_addresses(rdv);
-    if (r == CDDP_NETWORK && root->address_count == 0 && root->store == NULL &&
-        (cddp__now() + 0.5 /* s: no time for another try */ > rdv->deadline ||
-         cddp__now() > start + CDDP__RESOLVE_S)) {
-      cddp__append_origin(rdv->config, r); /* MASTER_ADDR still does not resolve: no more tries */
-      return r;
-    }
-    if (r != CDDP_OK) return cddp__plan_next_look(rdv, r, false /* port_blocked */);
-    root->blocked.s[0] = 0; /* finding the addresses no longer fails */
-  }
-  if (root->fd_count > 0) return CDDP_OK; /* this rank is the root: its address is published */
-  if (root->address_count == 0) { /* the root has not published its address yet */
-    root->next_look = cddp__now() + root->pause;
-    root->pause = 2 * root->pause < most_pause ? 2 * root->pause : most_pause;
-    return CDDP_OK;
-  }
+  cddp_result r;
   if (root->try_s < 8) root->try_s *= 2; /* the next try gets more time */
-  error = cddp__connect_address(&root->addresses[root->next++], deadline, &fd);
+  error = cddp__connect_address(at, deadline, &fd);
   if (error != 0) return cddp__handle_failed_try(rdv, error);
   cddp__channel_init(rdv, &rdv->parent, fd, false /* TCP */, CDDP__END_CALLER);
   /* The text, and the time of the next try, in case the root stays silent. */
   r = cddp__fail(CDDP_NETWORK,
                  "the program at %s accepted a connection and sent nothing: it is another program, "
                  "or rank 0 has not yet called cddp_init or is suspended",
-                 cddp__describe_address(&root->addresses[root->next - 1]).s);
-  r = cddp__plan_next_look(rdv, r, false /* port_blocked */);
+                 cddp__describe_address(at).s);
+  r = cddp__plan_next_look(rdv, r);
   /* At this end's address ranks of other hosts will connect links. */
   return r == CDDP_OK ? cddp__own_address(fd, &rdv->address) : r;
 }
 
-/* This process has RANK 0, but MASTER_ADDR is no address of its host. If a process at MASTER_ADDR
-   has RANK 0 too (for example --node-rank 0 on two hosts), registering with it makes both jobs fail
-   with a text that names both processes. Else this fails with r and the text of cddp_error. */
+/* One try to reach the root, at the time root.next_look. Finds its addresses first, if all were
+   tried. With a launcher's store the root itself publishes its address here. Returns CDDP_OK while
+   another try can succeed. */
+static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
+  cddp__root_search *root = &rdv->root;
+  double start = rdv->deadline - rdv->config->timeout_s, /* of the rendezvous */
+         now = cddp__now(),
+         /* s, between two looks into a store; in large jobs more coordinators look */
+         most_pause = 0.02 + 1e-5 * rdv->config->world_size;
+  if (now < root->next_look) return CDDP_OK;
+  if (root->next >= root->address_count) {
+    cddp_result r;
+    root->next = 0;
+    r = cddp__find_addresses(rdv);
+    now = cddp__now(); /* finding them can take long */
+    if (r == CDDP_NETWORK && root->store == NULL && root->address_count == 0 &&
+        (now > start + CDDP__RESOLVE_S || now + 0.5 /* s, of a try */ > rdv->deadline)) {
+      cddp__append_origin(rdv->config, r); /* MASTER_ADDR still does not resolve: no more tries */
+      return r;
+    }
+    if (r != CDDP_OK) return cddp__plan_next_look(rdv, r);
+    root->blocked.s[0] = 0; /* finding the addresses no longer fails */
+  }
+  if (root->fd_count > 0) return CDDP_OK; /* this rank is the root: its address is published */
+  if (root->address_count > 0) return cddp__connect_root(rdv);
+  root->next_look = now + root->pause; /* the root has not published its address yet */
+  root->pause = 2 * root->pause < most_pause ? 2 * root->pause : most_pause;
+  return CDDP_OK;
+}
+
+/* This process has RANK 0, but MASTER_ADDR is no address of its host. If a process there has RANK 0
+   too (--node-rank 0 on two hosts), registering with it makes both jobs fail with a text that names
+   both processes. Else this fails with r and the text of cddp_error. */
 static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
   const cddp__rank_info *own = &rdv->registered[0].info;
   cddp__root_search *root = &rdv->root;
@@ -12377,7 +12429,7 @@ static cddp_result cddp__ask_other_root(cddp__rendezvous *rdv, cddp_result r) {
       !cddp__address_is_local(&root->addresses[0]))
     answer = cddp__try_root(rdv);
   if (c->fd >= 0) /* cddp__try_root has connected */
-    (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, NULL /* fds */, deadline);
+    (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, own, sizeof *own, deadline);
   while (answer == CDDP_OK && c->fd >= 0 && cddp__wait_fd(c->fd, POLLIN, deadline) == CDDP_OK)
     answer = cddp__receive_from_parent(rdv);
   if (answer == CDDP_INVALID_ARGUMENT) return answer; /* FAIL: names both processes */
@@ -12405,47 +12457,51 @@ static cddp_result cddp__serve_file(cddp__rendezvous *rdv) {
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", rdv->config->init_method);
 }
 
-/* Rank 0 listens for coordinators: on the launcher's listen_fd, or at the addresses of the
-   endpoint. Does nothing on other ranks, or if a launcher listens at the endpoint. */
+/* Rank 0 listens for coordinators, on the launcher's listen_fd or at the addresses of the endpoint,
+   unless a launcher listens there. */
 static cddp_result cddp__listen_endpoint(cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
   cddp__root_search *root = &rdv->root;
   cddp_result r = CDDP_OK;
   if (config->rank != 0 || config->client_only) return CDDP_OK;
   if (strncmp(config->init_method, "file:", 5) == 0) return cddp__serve_file(rdv);
-  if (config->listen_fd >= 0) /* the processes that this one forks must not use it too */
+  if (config->listen_fd >= 0) { /* the processes that this one forks must not use it too */
     cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
-  if (config->listen_fd < 0) r = cddp__find_addresses(rdv);
-  /* MASTER_ADDR can be this host's name and resolve to loopback, which others cannot reach. */
-  if (r == CDDP_OK && config->port != 0 && config->listen_fd < 0 && !cddp__one_host(config))
-    cddp__add_interface_addresses(root->addresses, &root->address_count, config->host);
+  } else {
+    r = cddp__find_addresses(rdv);
+    /* MASTER_ADDR can be this host's name and resolve to loopback, which others cannot reach. */
+    if (r == CDDP_OK && config->port != 0 && !cddp__one_host(config))
+      cddp__add_interface_addresses(root->addresses, &root->address_count, config->host);
+  }
   if (r == CDDP_OK)
     r = cddp__listen_at(root->addresses, root->address_count, config->listen_fd, root->fds,
                         &root->fd_count);
   cddp__append_origin(config, r);
   if (r != CDDP_OK && config->listen_fd_lost)
-    r = cddp__fail_in(r,
-                      "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a program between "
-                      "the launcher and this process has closed it; ", getenv("CDDP_LISTEN_FD"));
-  else if (r == CDDP_NETWORK && config->port != 0) /* MASTER_ADDR can be another host's */
-    r = cddp__ask_other_root(rdv, r);
+    return cddp__fail_in(r,
+                         "descriptor %s (CDDP_LISTEN_FD) of the launcher is closed: a program "
+                         "between the launcher and this process has closed it; ",
+                         getenv("CDDP_LISTEN_FD"));
+  if (r == CDDP_NETWORK && config->port != 0) /* MASTER_ADDR can be another host's */
+    return cddp__ask_other_root(rdv, r);
   return r;
 }
 
 /* Closes the sockets for coordinators. With `keep` rank 0 keeps its port, bound but without
-   listening, while the group lives. Otherwise the system could give it to another job, which would
-   have the same endpoint. If the root has copies of the sockets, shutdown(2) ends these too. */
+   listening, while the group lives: the system could give it to another job, which would have the
+   same endpoint. If the root has copies of the sockets, shutdown(2) ends these too. */
 static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
   cddp__root_search *root = &rdv->root;
-  bool is_rank_0 = rdv->config->rank == 0, has_address; /* has_address: `a` is the socket's */
-  cddp__address a;
+  bool is_rank_0 = rdv->config->rank == 0;
   while (root->fd_count > 0) {
     int *fd = &root->fds[--root->fd_count];
-    has_address = cddp__local_address(*fd, &a); /* a Unix socket's is no port to keep */
+    cddp__address a;
+    bool has_address = cddp__local_address(*fd, &a);
+    bool keeps = is_rank_0 && keep && !(has_address && a.sa.ss_family == AF_UNIX /* no port */);
     if (is_rank_0) shutdown(*fd, SHUT_RDWR);
-    if (is_rank_0 && keep && has_address && a.sa.ss_family != AF_UNIX)
-      (void)!bind(*fd, &a.any, a.size); /* again: shutdown(2) frees a port chosen by the system */
-    if (is_rank_0 && keep && root->fd_count == 0 && (!has_address || a.sa.ss_family != AF_UNIX))
+    if (keeps && has_address) /* again: shutdown(2) frees a port chosen by the system */
+      (void)!bind(*fd, &a.any, a.size);
+    if (keeps && root->fd_count == 0)
       rdv->job->port_fd = *fd; /* fds[0] only: one descriptor keeps the port */
     else
       cddp__close_fd(fd);
@@ -12454,8 +12510,7 @@ static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
 
 /* --- the steps of a rendezvous --- */
 
-/* Begins a rendezvous: registers this rank with itself. host->job_info exists. The deadline runs
-   from now. */
+/* Begins a rendezvous: registers this rank with itself. The deadline runs from now. */
 static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__config *config,
                                          cddp__host *host) {
   cddp__root_search *root = &rdv->root;
@@ -12481,9 +12536,8 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *rdv, const cddp__conf
   return cddp__register_rank(rdv, &rdv->job->table.info, 0 /* this node */);
 }
 
-/* Step 2 of the head: becomes the node's coordinator (node_socket), or connects to it as a client
-   (parent). Returns CDDP_OK without either if the coordinator does not accept now: the caller
-   retries. */
+/* Step 2 of the head: sets node_socket or parent. CDDP_OK without either: the coordinator does not
+   accept now, so the caller retries. */
 static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   cddp__address a;
   int error, fd;
@@ -12512,37 +12566,43 @@ static cddp_result cddp__connect_node(cddp__rendezvous *rdv) {
   return CDDP_OK;
 }
 
+/* A client that is rank 0 sends its listening sockets to its coordinator. */
+static void cddp__send_port(cddp__rendezvous *rdv) {
+  cddp__connection *up = &rdv->parent.connection;
+  const cddp__root_search *root = &rdv->root;
+  int k;
+  for (k = 0; k < root->fd_count; k++) {
+    up->send_fds[0] = root->fds[k]; /* sent with the next bytes */
+    (void)cddp__send_message(up, CDDP__RENDEZVOUS_PORT, root->proof_salt, sizeof root->proof_salt,
+                             rdv->deadline);
+  }
+}
+
 /* Sends the parent the ranks that it does not know yet, and rank 0's port. A send's error is found
-   when the parent's answer is read. If listening for links fails, RANK is sent anyway: this rank
-   then sends FAIL, which the parent accepts only after RANK. */
+   when the parent's answer is read. If listening for links fails, RANK is sent anyway: the parent
+   accepts FAIL only after it. */
 static cddp_result cddp__inform_parent(cddp__rendezvous *rdv) {
   cddp__connection *c = &rdv->parent.connection;
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && rdv->forwarded < rdv->registered_count) {
     cddp__registration *entry = &rdv->registered[rdv->forwarded++];
     cddp__text failure; /* the error text of r */
-    int k;
     /* A coordinator opens the listeners of its node: by now it knows its address. */
     if (!c->local && entry->fits) r = cddp__listen_for_links(rdv, entry);
     failure = cddp__textf("%s", cddp_error()); /* a copy: sends can fail too */
     CDDP__POINT("hello");
     (void)cddp__send_message(c, CDDP__RENDEZVOUS_RANK, &entry->info, sizeof entry->info,
-                             NULL /* fds */, rdv->deadline);
-    /* Rank 0 on a client (c->local) sends its sockets after its own RANK. Others have none. */
-    for (k = 0; k < rdv->root.fd_count && entry == rdv->registered && c->local; k++) {
-      int fds[2] = {rdv->root.fds[k], -1 /* none */};
-      (void)cddp__send_message(c, CDDP__RENDEZVOUS_PORT, rdv->root.proof_salt,
-                               sizeof rdv->root.proof_salt, fds, rdv->deadline);
-    }
+                             rdv->deadline);
+    if (c->local && entry == rdv->registered /* this rank */) cddp__send_port(rdv);
     if (r != CDDP_OK) cddp__fail(r, "%s", failure.s); /* the error text of r again */
     CDDP__POINT("greeted");
   }
   return r;
 }
 
-/* The root builds the table, rdv->net, when all ranks have registered. If the job has several
-   nodes, it opens its own node's listeners first. A node that reached it by loopback (a container
-   of the same pod) gets the root's address. */
+/* The root builds the table, rdv->net. If the job has several nodes, it opens its own node's
+   listeners first. A node that reached it by loopback (a container of the same pod) gets the root's
+   address. */
 static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
   cddp__net *net;
   cddp__address a;
@@ -12569,19 +12629,19 @@ static cddp_result cddp__build_table(cddp__rendezvous *rdv) {
   return cddp__random(net->token, 16 /* bytes of the job's token: cddp__table_bytes */);
 }
 
-/* Prepares this rank for the table's use: sets its listener and the secret for links. If another
-   process has a client's number in the table, that is a misfit: it gets FAIL, no TABLE. */
+/* Sets the listener and the secret for links. If another process has a client's number in the
+   table, the client is a misfit: it gets FAIL, no TABLE. */
 static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
   cddp__net *net = rdv->net;
+  bool has_secret = rdv->job->secret[0] != 0 && !rdv->config->launcher_secret /* not for links */;
   size_t i;
   for (i = 0; i < rdv->registered_count; i++) {
     cddp__registration *entry = &rdv->registered[i];
-    const cddp__rank_entry *listed = /* %: a misfit's number can be too large */
-        &net->ranks[entry->info.rank % (uint32_t)net->size];
-    if (!entry->fits || entry->node != 0 /* its coordinator checks it */ ||
-        (listed->host == net->host && listed->pid == entry->info.pid))
-      continue;
-    entry->fits = false; /* the table has another process with its number */
+    const cddp__rank_entry *listed;
+    if (!entry->fits || entry->node != 0 /* its coordinator checks it */) continue;
+    listed = &net->ranks[entry->info.rank];
+    if (listed->host == net->host && listed->pid == entry->info.pid) continue;
+    entry->fits = false;
     cddp__note_problem(rdv, cddp__fail_rank_taken(rdv->job, (int)entry->info.rank, listed->pid,
                                                   net->hosts[listed->host].name, entry->info.pid,
                                                   entry->info.host.name));
@@ -12591,110 +12651,119 @@ static cddp_result cddp__use_table(cddp__rendezvous *rdv) {
         rdv->children[i].rank_received && rdv->registered[rdv->children[i].entry].fits;
   net->listener = rdv->registered[0].link_fd;
   rdv->registered[0].link_fd = -1; /* the net closes it */
-  if (rdv->job->secret[0] == 0 /* none */ || rdv->config->launcher_secret /* not for links */ ||
-      net->host_count == 1 /* no links */)
-    return CDDP_OK;
+  if (!has_secret || net->host_count == 1 /* no links */) return CDDP_OK;
   net->secret = cddp__strdup(&rdv->host->allocator, rdv->job->secret);
   return net->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* A coordinator checks that it can connect to the ports of up to 32 ranks on other hosts, the next
-   ones in order of rank. All ranks wait for the coordinators, so a blocked port is reported to all,
-   not found by one rank later. */
+/* Waits until connect(2) of a link has ended: an errno, or 0. */
+static int cddp__link_result(const cddp__connection *link, double deadline) {
+  int error = 0;
+  socklen_t size = sizeof error;
+  if (link->state == CDDP__CONNECTION_ENDED && link->error != 0) return link->error;
+  if (cddp__wait_fd(link->fd, POLLOUT, deadline) != CDDP_OK) return ETIMEDOUT;
+  (void)getsockopt(link->fd, SOL_SOCKET, SO_ERROR, &error, &size);
+  return error;
+}
+
+/* Fails if a link cannot connect. After a refusal it waits for FAIL until refused_end, since the
+   rank can have died. */
+static cddp_result cddp__check_port(cddp__rendezvous *rdv, const cddp__connection *link,
+                                    double deadline, double refused_end) {
+  const cddp__rank_entry *peer = &rdv->net->ranks[link->peer];
+  const cddp__host_entry *host = &rdv->net->hosts[peer->host];
+  cddp__address a = cddp__internet_address(&host->address);
+  int error = cddp__link_result(link, deadline);
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && error == ECONNREFUSED && cddp__now() < refused_end)
+    r = cddp__poll_channels(rdv, refused_end);
+  if (r != CDDP_OK || error == 0) return r;
+  cddp__address_set_port(&a, peer->port);
+  rdv->common_failure = true;
+  return cddp__fail_blocked(
+      rdv, &a, cddp__textf("rank %d (pid %u on %s)", link->peer, peer->pid, host->name).s, error);
+}
+
+/* A coordinator checks that it can connect to the ports of the next 32 ranks on other hosts. All
+   ranks wait for the coordinators, so a blocked port is reported to all, not found by one later. */
 static cddp_result cddp__check_ports(cddp__rendezvous *rdv) {
   enum { MOST_PORTS = 32 };
   const cddp__net *net = rdv->net;
   double deadline = cddp__now() + cddp__blocked_s(rdv),
-         /* A refusal: a firewall, or the rank has died. If it has died, FAIL arrives by then. */
          refused_end = cddp__earlier_deadline(1 /* s */, deadline);
   cddp__connection *links[MOST_PORTS];
-  cddp__address a;
-  cddp__text listener;
-  socklen_t size = sizeof(int); /* of `error` */
-  int n = 0 /* number of links */, i, p, error; /* p: a rank; error: an errno, 0: connected */
+  int n = 0 /* number of links */, i;
   cddp_result r = CDDP_OK;
   /* Connects to all at the same time, and sends nothing, so NOTICE has no effect. */
   for (i = 1; i < net->size && n < MOST_PORTS; i++) {
-    p = (net->rank + i) % net->size;
-    if (net->ranks[p].host == net->host) continue; /* no links within a host */
-    if (cddp__link_connect(net, p, CDDP__LINK_NOTICE, 0 /* group */, &links[n]) != CDDP_OK)
+    int rank = (net->rank + i) % net->size;
+    if (net->ranks[rank].host == net->host) continue; /* no links within a host */
+    if (cddp__link_connect(net, rank, CDDP__LINK_NOTICE, 0 /* group */, &links[n]) != CDDP_OK)
       break; /* no memory or descriptor: checks those so far */
     n++;
   }
-  for (i = 0; i < n; i++) { /* after a failure only frees the links */
-    const cddp__connection *link = links[i];
-    const cddp__rank_entry *peer = &net->ranks[link->peer];
-    error = link->state == CDDP__CONNECTION_ENDED ? link->error : 0;
-    if (r == CDDP_OK && error == 0 && cddp__wait_fd(link->fd, POLLOUT, deadline) != CDDP_OK)
-      error = ETIMEDOUT; /* the connection is still being made */
-    /* how connect(2) has ended: */
-    if (r == CDDP_OK && error == 0) (void)getsockopt(link->fd, SOL_SOCKET, SO_ERROR, &error, &size);
-    while (r == CDDP_OK && error == ECONNREFUSED && cddp__now() < refused_end)
-      r = cddp__poll_channels(rdv, refused_end); /* if that rank has died, FAIL arrives */
-    if (r == CDDP_OK && error != 0) {
-      a = cddp__internet_address(&net->hosts[peer->host].address);
-      cddp__address_set_port(&a, peer->port);
-      listener =
-          cddp__textf("rank %d (pid %u on %s)", link->peer, peer->pid, net->hosts[peer->host].name);
-      rdv->common_failure = true;
-      r = cddp__fail_blocked(rdv, &a, listener.s, error);
-    }
+  for (i = 0; i < n; i++) {
+    if (r == CDDP_OK) r = cddp__check_port(rdv, links[i], deadline, refused_end);
     cddp__link_free(links[i]);
   }
   return r;
 }
 
-/* Fails because the deadline has passed and not all ranks have registered. The root's text names
-   the missing ranks; others say why they do not reach the root, or how many ranks are here. */
-static cddp_result cddp__fail_missing_ranks(cddp__rendezvous *rdv) {
+/* The root's text: names the missing ranks. */
+static cddp_result cddp__name_missing_ranks(const cddp__rendezvous *rdv) {
   const cddp__config *config = rdv->config;
-  /* The launcher's name for the text; NULL: a script, or not known. */
+  /* The launcher's name; NULL: a script, or not known. */
   const char *launcher = config->launcher != CDDP__LAUNCHER_SCRIPT
                              ? cddp__launchers[config->launcher].name
                          : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
                          : config->launcher_secret                         ? "cddp_spawn"
                                                                            : NULL;
-  const char *blocked = rdv->root.blocked.s;
-  bool missing[CDDP__MAX_RANKS], many, one_host = cddp__one_host(config);
-  int rank, count = 0, size = config->world_size;
-  double seconds = config->timeout_s;
-  cddp__text list, refused;
-  if (blocked[0] != 0)
-    return cddp__fail(rdv->root.port_blocked ? CDDP_NETWORK : CDDP_TIMEOUT,
-                      "timed out after %g s: %s", seconds, blocked);
-  if (!rdv->with_rank_0 || rdv->node_socket < 0) /* not the root */
-    return cddp__fail(CDDP_TIMEOUT,
-                      "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
-                      "this host%s", seconds, size, rdv->job->endpoint, (int)rdv->registered_count,
-                      rdv->parent.connection.fd < 0 ? ", rank 0 did not connect" : "");
-  memset(missing, 0, sizeof missing); /* only because gcc -O3 warns without it */
-  for (rank = 0; rank < size; rank++)
-    count += missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
-  for (rank = 0; rank < size && !missing[rank]; rank++) {} /* rank: the first that is missing */
+  bool missing[CDDP__MAX_RANKS] = {false}, many, one_host = cddp__one_host(config);
+  int rank, first = 0 /* that is missing */, count = 0, size = config->world_size;
+  cddp__text list, refused = {""};
+  for (rank = size - 1; rank >= 0; rank--) {
+    missing[rank] = cddp__find_registered(rdv, (uint32_t)rank) == NULL;
+    if (!missing[rank]) continue;
+    first = rank;
+    count++;
+  }
   many = count > 1;
   list = cddp__list_ranks(missing, size, 128 /* most bytes, so that the rest of the text fits */);
-  refused = rdv->root.refused_count > 0
-                ? cddp__textf("%d connection%s with another CDDP_SECRET, or none, or with "
-                              "CDDP_JOIN=1, %s refused; ",
-                              rdv->root.refused_count, rdv->root.refused_count > 1 ? "s" : "",
-                              rdv->root.refused_count > 1 ? "were" : "was")
-                : cddp__textf("%s", "" /* as a format it makes gcc warn */);
+  if (rdv->root.refused_count > 0)
+    refused = cddp__textf("%d connection%s with another CDDP_SECRET, or none, or with CDDP_JOIN=1, "
+                          "%s refused; ", rdv->root.refused_count,
+                          rdv->root.refused_count > 1 ? "s" : "",
+                          rdv->root.refused_count > 1 ? "were" : "was");
   if (launcher != NULL)
     return cddp__fail(CDDP_TIMEOUT,
                       "%stimed out after %g s: rank%s %s of the %d that %s started did not call "
                       "cddp_init%s: look at %s output; if %s only slow, raise CDDP_TIMEOUT_S",
-                      refused.s, seconds, many ? "s" : "", list.s, size, launcher,
+                      refused.s, config->timeout_s, many ? "s" : "", list.s, size, launcher,
                       one_host ? "" : ", or could not connect", many ? "their" : "its",
                       many ? "they are" : "it is");
   return cddp__fail(
       CDDP_TIMEOUT,
-      "%stimed out after %g s: rank%s %s of %d (%s) did not connect to %s: start "
-      "%s%.0d, or raise CDDP_TIMEOUT_S%s",
-      refused.s, seconds, many ? "s" : "", list.s, size,
+      "%stimed out after %g s: rank%s %s of %d (%s) did not connect to %s: start %s, or raise "
+      "CDDP_TIMEOUT_S%s",
+      refused.s, config->timeout_s, many ? "s" : "", list.s, size,
       config->launched ? "WORLD_SIZE" : "world_size", cddp__endpoint_name(config),
-      many ? "each with its RANK" : "it with RANK=",
-      many ? 0 : rank, /* %.0d: nothing for 0, as after "RANK"; rank 0 is here, so not missing */
+      many ? "each with its RANK" : cddp__textf("it with RANK=%d", first).s,
       one_host ? "" : "; the output of a rank that runs says what it cannot connect to");
+}
+
+/* Fails at the deadline. Ranks other than the root say why they do not reach the root, or how many
+   ranks are here. */
+static cddp_result cddp__fail_missing_ranks(const cddp__rendezvous *rdv) {
+  double seconds = rdv->config->timeout_s;
+  if (rdv->root.blocked.s[0] != 0)
+    return cddp__fail(rdv->root.port_blocked ? CDDP_NETWORK : CDDP_TIMEOUT,
+                      "timed out after %g s: %s", seconds, rdv->root.blocked.s);
+  if (rdv->with_rank_0 && rdv->node_socket >= 0) return cddp__name_missing_ranks(rdv);
+  return cddp__fail(CDDP_TIMEOUT,
+                    "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
+                    "this host%s", seconds, rdv->config->world_size, rdv->job->endpoint,
+                    (int)rdv->registered_count,
+                    rdv->parent.connection.fd < 0 ? ", rank 0 did not connect" : "");
 }
 
 /* Whether all ranks have registered: each number below the largest WORLD_SIZE. Misfits count. */
@@ -12714,52 +12783,62 @@ static bool cddp__all_registered(const cddp__rendezvous *rdv) {
   return count == rdv->expected;
 }
 
-/* Steps 2 to 4 of the head. Registers this rank and those below it with the parent, until this rank
-   has an error or the table, rdv->net. The root has the earliest deadline, since it knows the
-   missing ranks; its coordinators and clients then get its FAIL. After a misfit the root, or a
-   coordinator that has not found it, fails after CDDP__PROBLEM_S, so that the other ranks can
-   connect and get the error. */
-static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
+/* When this rank fails if ranks are missing. The root, which knows them, fails first. */
+static double cddp__missing_deadline(const cddp__rendezvous *rdv) {
   const cddp__connection *up = &rdv->parent.connection; /* fd -1: no parent */
+  if (up->fd < 0) return rdv->deadline;
+  return rdv->deadline + (up->local ? 0.5 : 0.25);
+}
+
+/* Whether no parent decides for this rank: it has none, or none that has proved the secret. */
+static bool cddp__is_alone(const cddp__rendezvous *rdv) {
+  const cddp__connection *up = &rdv->parent.connection;
+  return up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
+}
+
+/* A pass of cddp__collect_ranks, at most 50 ms. Fails if ranks are missing at the deadline, or
+   because of a misfit: after CDDP__PROBLEM_S, so that the other ranks can connect and get the
+   error, or immediately if no rank is missing. */
+static cddp_result cddp__collect_some(cddp__rendezvous *rdv) {
+  const cddp__connection *up = &rdv->parent.connection;
+  double until = cddp__missing_deadline(rdv);
+  bool late, complete; /* complete: this rank is the root, and all ranks have registered */
   cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && rdv->net == NULL) {
-    double until = rdv->deadline + 0.5; /* a client's deadline, the latest of all: see `late` */
-    bool late, mismatch, alone; /* alone: this rank has no proven parent */
-    bool complete; /* this rank is the root, and all ranks have registered */
-    if (up->fd < 0 && rdv->node_socket < 0) /* this rank is not a client or a coordinator yet */
-      r = cddp__connect_node(rdv);
-    alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING;
-    if (r == CDDP_OK && !alone) r = cddp__inform_parent(rdv);
-    if (alone) until = rdv->deadline;
-    if (cddp__looks_for_root(rdv) && rdv->root.next_look < until) until = rdv->root.next_look;
-    if (r == CDDP_OK) r = cddp__poll_channels(rdv, until);
-    if (r != CDDP_OK || rdv->net != NULL) break; /* a failure, or TABLE has arrived */
-    alone = up->fd < 0 || up->state == CDDP__CONNECTION_PROVING; /* the poll can have changed it */
-    /* The root and ranks without a parent first, then coordinators, then clients (0.5 s). */
-    late = cddp__now() >= rdv->deadline + (up->fd < 0 ? 0 : up->local ? 0.5 : 0.25);
-    complete = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 && cddp__all_registered(rdv);
-    mismatch = cddp__has_cause(&rdv->problem) && alone; /* with a parent, the root decides */
-    /* A complete job with a misfit fails immediately: no rank is missing that needs the error. */
-    if ((late && !complete) ||
-        (mismatch && (complete || cddp__now() > rdv->problem_at + CDDP__PROBLEM_S))) {
+  if (up->fd < 0 && rdv->node_socket < 0) /* this rank is not a client or a coordinator yet */
+    r = cddp__connect_node(rdv);
+  if (r == CDDP_OK && !cddp__is_alone(rdv)) r = cddp__inform_parent(rdv);
+  if (cddp__looks_for_root(rdv) && rdv->root.next_look < until) until = rdv->root.next_look;
+  if (r == CDDP_OK) r = cddp__poll_channels(rdv, until);
+  if (r != CDDP_OK || rdv->net != NULL) return r; /* a failure, or TABLE has arrived */
+  late = cddp__now() >= cddp__missing_deadline(rdv); /* anew: the parent can have changed */
+  complete = up->fd < 0 && rdv->with_rank_0 && rdv->node_socket >= 0 && cddp__all_registered(rdv);
+  if (cddp__has_cause(&rdv->problem)) {
+    bool waited = cddp__now() > rdv->problem_at + CDDP__PROBLEM_S;
+    if (late || complete || (waited && cddp__is_alone(rdv) /* else the root decides */)) {
       rdv->common_failure = true;
-      r = cddp__check_cause(&rdv->problem); /* the misfit explains more than missing ranks */
-      return r != CDDP_OK ? r : cddp__fail_missing_ranks(rdv);
+      return cddp__check_cause(&rdv->problem); /* explains more than missing ranks */
     }
-    if (complete)
-      r = cddp__build_table(rdv);
-    else if (cddp__looks_for_root(rdv)) /* rank 0 can have registered just now */
-      r = cddp__try_root(rdv);
+  } else if (complete) {
+    return cddp__build_table(rdv);
+  } else if (late) {
+    rdv->common_failure = true;
+    return cddp__fail_missing_ranks(rdv);
   }
+  return cddp__looks_for_root(rdv) ? cddp__try_root(rdv) : CDDP_OK;
+}
+
+/* Steps 2 to 4 of the head: until this rank has the table, rdv->net. */
+static cddp_result cddp__collect_ranks(cddp__rendezvous *rdv) {
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && rdv->net == NULL) r = cddp__collect_some(rdv);
   if (r == CDDP_OK) r = cddp__use_table(rdv);
   if (r == CDDP_OK && rdv->node_socket >= 0 /* a coordinator */ && rdv->net->host_count > 1)
     r = cddp__check_ports(rdv);
   return r;
 }
 
-/* Sends TABLE to the children. To clients, on Unix sockets, it carries the descriptors of the
-   memory and of the client's listening socket for links; on TCP sendmsg sends none. What the system
-   does not take now is sent while this rank waits for READY. */
+/* Sends TABLE to the children, to clients with the descriptors of the memory and of the client's
+   listening socket for links. What the system does not take now is sent by _await_ready. */
 static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
   const cddp__net *net = rdv->net;
   cddp_result r = CDDP_OK;
@@ -12771,7 +12850,7 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
     int fds[2] = {rdv->host->arena.fd, *link_fd};
     if (!child->end_is_loss) continue; /* a misfit or a stranger */
     CDDP__POINT("welcome");
-    memcpy(c->send_fds, fds, sizeof fds); /* sent with the next bytes */
+    memcpy(c->send_fds, fds, sizeof fds); /* on TCP none is sent */
     r = cddp__connection_post(c, CDDP__RENDEZVOUS_TABLE, net->token,
                               cddp__table_bytes(net->size, net->host_count));
     (void)cddp__connection_progress(c);
@@ -12782,57 +12861,73 @@ static cddp_result cddp__send_table(cddp__rendezvous *rdv) {
   return r;
 }
 
-/* Step 5 of the head: waits for READY from the children, sends READY to the parent, waits for its
-   READY, and sends that to the children. Ranks nearer to the root have the earlier deadline, since
-   they know which rank is not ready. Called again after MPI's start. */
-static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
-  cddp__connection *up = &rdv->parent.connection;
-  double deadline = rdv->deadline + 1; /* later than all in cddp__collect_ranks: at most + 0.5 */
-  cddp_result r = CDDP_OK;
-  size_t i;
-  if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
-    deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* time for other coordinators' port checks */
-  rdv->parent.end_is_loss = up->fd >= 0; /* until its READY */
-  for (i = 0; i < rdv->child_count && r == CDDP_OK;) {
-    bool waits = rdv->children[i].end_is_loss && !rdv->children[i].ready;
-    const cddp__rank_info *info = &rdv->registered[rdv->children[i].entry].info;
-    if (waits && cddp__now() >= deadline)
-      r = cddp__fail(CDDP_TIMEOUT,
-                     "timed out after %g s: rank %u (pid %u on %s)%s has connected to %s and is "
-                     "not ready: it is suspended or slow",
-                     rdv->config->timeout_s, info->rank, info->pid, info->host.name,
-                     rdv->children[i].connection.local ? "" : ", or a rank of its host,",
-                     rdv->job->endpoint);
-    else if (waits)
-      r = cddp__poll_channels(rdv, deadline);
-    i = waits ? 0 : i + 1; /* 0: the poll can have removed children, and moved others */
+/* Waits for READY from the children. */
+static cddp_result cddp__await_children(cddp__rendezvous *rdv, double deadline) {
+  size_t i = 0;
+  while (i < rdv->child_count) {
+    const cddp__channel *child = &rdv->children[i];
+    const cddp__rank_info *info = &rdv->registered[child->entry].info;
+    cddp_result r;
+    if (child->ready || !child->end_is_loss /* a misfit or a stranger */) {
+      i++;
+      continue;
+    }
+    if (cddp__now() >= deadline)
+      return cddp__fail(CDDP_TIMEOUT,
+                        "timed out after %g s: rank %u (pid %u on %s)%s has connected to %s and is "
+                        "not ready: it is suspended or slow",
+                        rdv->config->timeout_s, info->rank, info->pid, info->host.name,
+                        child->connection.local ? "" : ", or a rank of its host,",
+                        rdv->job->endpoint);
+    if ((r = cddp__poll_channels(rdv, deadline)) != CDDP_OK) return r;
+    i = 0; /* the poll can have removed children, and moved others */
   }
-  if (r == CDDP_OK && up->fd >= 0 &&
-      cddp__send_message(up, CDDP__RENDEZVOUS_READY, NULL, 0 /* body */, NULL /* fds */,
+  return CDDP_OK;
+}
+
+/* Sends READY to the parent, and waits for its READY. */
+static cddp_result cddp__await_parent(cddp__rendezvous *rdv, double deadline) {
+  cddp__connection *up = &rdv->parent.connection;
+  cddp_result r;
+  if (cddp__send_message(up, CDDP__RENDEZVOUS_READY, NULL, 0 /* body */,
                          deadline) != CDDP_OK) {
     r = cddp__receive_from_parent(rdv); /* the parent can have sent FAIL */
-    if (r == CDDP_OK) r = cddp__report_channel_lost(rdv, &rdv->parent);
+    return r != CDDP_OK ? r : cddp__report_channel_lost(rdv, &rdv->parent);
   }
   /* The parent, which can have started later, must fail first: it knows which rank is not ready. */
   if (deadline < cddp__now() + rdv->config->timeout_s + 1)
     deadline = cddp__now() + rdv->config->timeout_s + 1;
   deadline += up->local ? 1 : 0.5; /* clients after coordinators, these after the root */
-  while (r == CDDP_OK && rdv->parent.end_is_loss) {
-    if (cddp__now() < deadline)
-      r = cddp__poll_channels(rdv, deadline);
-    else
-      r = cddp__fail(CDDP_TIMEOUT,
-                     "timed out after %g s: all ranks have connected to %s, but not all have "
-                     "created their group", rdv->config->timeout_s, rdv->job->endpoint);
+  while (rdv->parent.end_is_loss) {
+    if (cddp__now() >= deadline)
+      return cddp__fail(CDDP_TIMEOUT,
+                        "timed out after %g s: all ranks have connected to %s, but not all have "
+                        "created their group", rdv->config->timeout_s, rdv->job->endpoint);
+    if ((r = cddp__poll_channels(rdv, deadline)) != CDDP_OK) return r;
   }
+  return CDDP_OK;
+}
+
+/* Step 5 of the head. Ranks nearer to the root have the earlier deadline, since they know which
+   rank is not ready. Called again after MPI's start. */
+static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
+  bool is_root = rdv->parent.connection.fd < 0;
+  double deadline = rdv->deadline + 1; /* later than all in cddp__collect_ranks: at most + 0.5 */
+  cddp_result r;
+  size_t i;
+  if (rdv->net->host_count > 1 && deadline < cddp__now() + CDDP__BLOCKED_S + 1)
+    deadline = cddp__now() + CDDP__BLOCKED_S + 1; /* time for other coordinators' port checks */
+  rdv->parent.end_is_loss = !is_root; /* until its READY */
+  r = cddp__await_children(rdv, deadline);
+  if (r == CDDP_OK && !is_root) r = cddp__await_parent(rdv, deadline);
   CDDP__POINT("all ready");
-  if (r == CDDP_OK && up->fd < 0) /* the root: a child can have failed since its READY */
+  if (r == CDDP_OK && is_root) /* a child can have failed since its READY */
     r = cddp__poll_channels(rdv, 0 /* until: does not wait */);
   for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
     cddp__channel *child = &rdv->children[i];
     if (child->end_is_loss) /* an error is ignored: if the rank died, the group finds that */
       (void)cddp__send_message(&child->connection, CDDP__RENDEZVOUS_READY, NULL, 0 /* body */,
-                               NULL /* fds */, cddp__now());
+                               cddp__now());
     child->ready = false; /* MPI's start is followed by another READY */
   }
   return r;
@@ -12843,22 +12938,21 @@ static void cddp__channel_send_failure(cddp__channel *channel, cddp_result r, co
   cddp__connection *c = &channel->connection;
   if (c->state == CDDP__CONNECTION_PROVING) return; /* perhaps a stranger: no answer would come */
   (void)cddp__send_failure(c, r, text, cddp__now() + 0.1);
-  /* true: cddp__channel_drain waits until the other side has read FAIL */
   channel->fail_sent = !c->local && shutdown(c->fd, SHUT_WR) == 0;
 }
 
-/* Waits until the other side of a TCP connection has received FAIL and closed it. Closing a socket
-   with unread bytes would reset the connection, and FAIL could be lost. */
+/* Waits until the other side of a TCP connection has read FAIL and closed it. close(2) with unread
+   bytes would reset the connection, and FAIL could be lost. */
 static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
   char unread[4096]; /* discarded */
-  if (!channel->fail_sent) return; /* no FAIL was sent, or a Unix socket delivers it anyway */
+  if (!channel->fail_sent) return;
   while (cddp__now() < deadline &&
          cddp__wait_fd(channel->connection.fd, POLLIN, deadline) == CDDP_OK &&
          recv(channel->connection.fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {}
 }
 
-/* Whether the process at the other end of a new connection has registered before, on another one:
-   it has received FAIL there, and connects for its next rendezvous. This FAIL is not for it. */
+/* Whether the process at the other end of a new connection has registered before: it has received
+   FAIL, and connects for its next rendezvous. This FAIL is not for it. */
 static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__channel *child) {
   uint32_t peer[3]; /* pid, uid, gid */
   size_t i;
@@ -12870,64 +12964,76 @@ static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__cha
   return false;
 }
 
-/* Reports failure r, with this thread's error text, to the parent, the children, and ranks that
-   have just connected or have built the group already. CDDP_OK: reports only rdv->problem, to the
-   misfits.
-     g   the group that this rank has built; NULL: none */
-static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
-  char text[CDDP__ERROR_MAX], remote[CDDP__ERROR_MAX]; /* for ranks of this host; for others */
-  cddp_result result = r != CDDP_OK ? r : cddp__check_cause(&rdv->problem); /* sets its text */
-  double deadline; /* until then TCP connections wait until FAIL is read */
-  int passes = 0; /* limited, as processes can connect again and again */
-  size_t k, draining; /* draining: number of children that have to read FAIL */
-  snprintf(text, sizeof text, "%s", cddp_error()); /* a copy: sends can fail too */
-  snprintf(remote, sizeof remote, "%s", text);
-  if (r != CDDP_OK && !rdv->common_failure) /* others need the name of the rank that failed */
-    memcpy(remote,
-           cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text).s,
-           sizeof remote);
-  if (rdv->parent.connection.fd >= 0 && r != CDDP_OK)
-    cddp__channel_send_failure(&rdv->parent, r, remote);
-  /* The children, and processes that connect meanwhile: they get the error too. */
-  do {
-    for (draining = 0, k = rdv->child_count; k-- > 0;) {
-      cddp__channel *child = &rdv->children[k];
-      bool fits = child->rank_received && rdv->registered[child->entry].fits;
-      draining += child->fail_sent;
-      if (child->fail_sent || (r == CDDP_OK && (!child->rank_received || fits)))
-        continue; /* has FAIL; or r is CDDP_OK and the child is no misfit */
-      if (!cddp__registered_before(rdv, child))
-        cddp__channel_send_failure(child, result, child->connection.local ? text : remote);
-      /* A Unix socket delivers FAIL after close(2) too; new connections need the descriptor. */
-      if (!child->fail_sent) cddp__remove_child(rdv, k);
-    }
-    if (r != CDDP_OK) (void)cddp__accept_channels(rdv, rdv->node_socket);
-  } while (r != CDDP_OK && rdv->child_count > draining /* new ones */ &&
-           passes++ < CDDP__MAX_RANKS);
-  deadline = cddp__now() + 0.2; /* for all together */
-  cddp__channel_drain(&rdv->parent, deadline);
-  for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
-  if (r == CDDP_OK) return; /* only misfits have failed: the job continues */
-  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote)); /* for ranks that use it already */
-  if (rdv->host->net != NULL) /* ranks of other hosts can use group 0 already, too */
-    cddp__send_notices(rdv->host->net, 0 /* group */, NULL /* world: the same */, rdv->net->size,
-                       (uint32_t)r, remote);
-  cddp__fail(r, "%s", text); /* this thread's error again */
+/* Sends FAIL to child k. */
+static void cddp__fail_child(cddp__rendezvous *rdv, size_t k, cddp_result r, const char *text) {
+  cddp__channel *child = &rdv->children[k];
+  if (!cddp__registered_before(rdv, child)) cddp__channel_send_failure(child, r, text);
+  /* A Unix socket delivers FAIL after close(2) too; new connections need the descriptor. */
+  if (!child->fail_sent) cddp__remove_child(rdv, k);
 }
 
-/* Ends the rendezvous with result r, which it returns. Reports a failure, and closes all
-   connections and sockets. Two stay in job_info: the rank's claim and, if r is CDDP_OK, rank 0's
-   port. g: the group that this rank has built, or NULL. */
+static void cddp__drain_channels(const cddp__rendezvous *rdv) {
+  double deadline = cddp__now() + 0.2; /* for all together */
+  size_t k;
+  cddp__channel_drain(&rdv->parent, deadline);
+  for (k = 0; k < rdv->child_count; k++) cddp__channel_drain(&rdv->children[k], deadline);
+}
+
+/* Sends rdv->problem, if there is one, to the misfits. The job continues without them. */
+static void cddp__refuse_misfits(cddp__rendezvous *rdv) {
+  cddp_result r = cddp__check_cause(&rdv->problem);
+  size_t k;
+  for (k = rdv->child_count; k-- > 0 && r != CDDP_OK;) {
+    const cddp__channel *child = &rdv->children[k];
+    if (child->rank_received && !rdv->registered[child->entry].fits)
+      cddp__fail_child(rdv, k, r, rdv->problem.text);
+  }
+  cddp__drain_channels(rdv);
+}
+
+/* Reports failure r, with this thread's error text, to the parent, the children, and ranks that
+   have just connected or have built the group already. */
+static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
+  cddp__text text = cddp__textf("%s", cddp_error()); /* a copy: sends can fail too */
+  cddp__text remote = text; /* for other hosts */
+  int passes = 0; /* limited, as processes can connect again and again */
+  size_t k, told; /* told: number of children that have to read FAIL */
+  if (!rdv->common_failure) /* others need the name of the rank that failed */
+    remote = cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text.s);
+  if (rdv->parent.connection.fd >= 0) cddp__channel_send_failure(&rdv->parent, r, remote.s);
+  do { /* the children, and processes that connect meanwhile: they get the error too */
+    told = 0;
+    for (k = rdv->child_count; k-- > 0;) {
+      const cddp__channel *child = &rdv->children[k];
+      if (child->fail_sent)
+        told++;
+      else
+        cddp__fail_child(rdv, k, r, child->connection.local ? text.s : remote.s);
+    }
+    (void)cddp__accept_channels(rdv, rdv->node_socket);
+  } while (rdv->child_count > told && passes++ < CDDP__MAX_RANKS);
+  cddp__drain_channels(rdv);
+  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote.s)); /* for ranks that use it already */
+  if (rdv->host->net != NULL) /* ranks of other hosts can use group 0 already, too */
+    cddp__send_notices(rdv->host->net, 0 /* group */, NULL /* world: the same */, rdv->net->size,
+                       (uint32_t)r, remote.s);
+  cddp__fail(r, "%s", text.s); /* this thread's error again */
+}
+
+/* Ends the rendezvous with result r, which it returns. In job_info the rank's claim stays open and,
+   if r is CDDP_OK, rank 0's port. g: the group that this rank has built, or NULL. */
 static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   const cddp_allocator *allocator = &rdv->host->allocator;
   cddp_store *store = rdv->root.store;
   size_t i;
   /* The root's copies first: after FAIL, a new rank 0 can bind the port. */
   if (rdv->config->rank != 0) cddp__close_port(rdv, false /* keep */);
-  cddp__report_failure(rdv, g, r);
-  if (r == CDDP_OK) { /* for a later rendezvous: cddp__claim_rank */
+  if (r == CDDP_OK) {
     uint32_t number = cddp__add32(&cddp__node_hash_count, 1);
     cddp__store32(&cddp__node_hashes[number % CDDP__NODE_HASHES], rdv->job->node_hash);
+    cddp__refuse_misfits(rdv);
+  } else {
+    cddp__report_failure(rdv, g, r);
   }
   while (rdv->child_count > 0) cddp__remove_child(rdv, rdv->child_count - 1);
   for (i = 0; i < rdv->registered_count; i++) cddp__close_fd(&rdv->registered[i].link_fd);
@@ -12960,10 +13066,9 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
 #define CDDP__JOB_SILENT_S 20.0
 #define CDDP__JOIN_CALLS 64 /* most connections of a joining process at the same time */
 
-/* Opens the sockets for joining processes, unless they are open. One is at this rank's socket name.
-   The first rank of a host that calls this also listens at MASTER_PORT, where the system holds back
-   silent connections. A failure is only logged: processes can join through other ranks. The caller
-   holds joins.lock. */
+/* Opens the sockets for joining processes, unless they are open. The first rank of a host that
+   calls this also listens at MASTER_PORT. A failure is only logged: processes can join through
+   other ranks. The caller holds joins.lock. */
 static void cddp__join_listen(cddp__host *host) {
   const cddp__job_info *job = host->job_info;
   cddp__address a;
@@ -12997,8 +13102,8 @@ static void cddp__join_close(cddp__host *host) {
   pthread_mutex_unlock(&joins->lock);
 }
 
-/* Accepts calls at a listener (-1: none), and begins their proofs. Returns whether few descriptors
-   are left. The caller holds joins.lock. */
+/* Accepts calls at a listener (-1: none). Returns whether few descriptors are left. The caller
+   holds joins.lock. */
 static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   cddp__connection *c;
   bool few = listener >= 0 && cddp__accept_links(&host->allocator, listener, &host->joins.calls,
@@ -13011,7 +13116,7 @@ static bool cddp__join_accept(cddp__host *host, int listener, bool local) {
   return few;
 }
 
-/* Answers a call: posts TABLE and, on a Unix socket, the memfd. A failure ends c. */
+/* Posts TABLE and, on a Unix socket, the memfd. A failure ends c. */
 static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   cddp__join_table *table = &host->job_info->table;
   table->info.fp_mode = cddp__fp_mode(); /* of this thread, which can have changed it */
@@ -13024,12 +13129,11 @@ static void cddp__join_answer(cddp__host *host, cddp__connection *c) {
   CDDP__POINT("elastic told");
 }
 
-/* Continues all calls without blocking. Frees those that ended, are answered (peer 0, else -1), or
-   are too many: the newest stay. The caller holds joins.lock.
-     waiting   [most] receives the calls that sent their first message after `begin`: their next
-               message can arrive soon
-     few       few descriptors are left: fewer calls can be silent, or prove, none past its deadline
-   Returns the number of waiting calls. */
+/* Continues all calls. Frees those that ended, are answered (peer 0, else -1), or are too many: the
+   newest stay. The caller holds joins.lock.
+     waiting   [most] receives the calls that sent their first message after `begin`, since more
+               can arrive soon. Returns their number
+     few       few descriptors are left: fewer calls stay, none past its deadline */
 static int cddp__join_continue(cddp__host *host, double begin, cddp__connection **waiting,
                                int most, bool few) {
   cddp__connection **at = &host->joins.calls, *c; /* *at is c: where the list points to it */
@@ -13037,47 +13141,56 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
   int silent = 0, proving = 0 /* `limit` is that of each */, n = 0;
   while ((c = *at) != NULL) {
     bool began = c->challenge.messages_received > 0; /* in an earlier call of this function */
+    bool sent_some, done;
     if (cddp__connection_progress(c) /* proven */ && c->peer < 0) cddp__join_answer(host, c);
-    if (!began && c->challenge.messages_received > 0) c->first_message_at = cddp__now();
-    /* Ended, answered (the system has all bytes), too late, or too many. */
-    if (c->state == CDDP__CONNECTION_ENDED || (c->peer == 0 && cddp__buffer_size(&c->out) == 0) ||
-        (few && cddp__now() > c->deadline) ||
-        (c->challenge.messages_received == 0 ? ++silent : ++proving) > limit) {
+    sent_some = c->challenge.messages_received > 0;
+    if (sent_some && !began) c->first_message_at = cddp__now();
+    done = c->state == CDDP__CONNECTION_ENDED ||
+           (c->peer == 0 /* answered */ && cddp__buffer_size(&c->out) == 0 /* all is sent */);
+    if (done || (few && cddp__now() > c->deadline) || (sent_some ? proving : silent) == limit) {
       *at = c->next;
       cddp__link_free(c);
       continue;
     }
-    if (c->challenge.messages_received > 0 && c->first_message_at >= begin && n < most)
-      waiting[n++] = c;
+    if (sent_some)
+      proving++;
+    else
+      silent++;
+    if (sent_some && c->first_message_at >= begin && n < most) waiting[n++] = c;
     at = &c->next;
   }
   return n;
 }
 
-/* Accepts and continues the calls of joining processes. waits: CDDP__JOIN_WAIT: also waits for
-   proofs that have just begun, at most CDDP__JOIN_WAIT_S. Strangers cost this rank at most a tenth
-   of its time: it pauses ten times as long as it computed, or waited. */
-static void cddp__join_serve(cddp__host *host, bool waits) {
+/* The body of cddp__join_serve. The caller holds joins.lock. */
+static void cddp__join_serve_calls(cddp__host *host, bool waits) {
   struct cddp__join_listeners *joins = &host->joins;
   cddp__connection *waiting[32]; /* calls with a proof that has just begun */
   double begin = cddp__now(), cpu_begin = cddp__thread_seconds(), now;
   bool few; /* few descriptors are left */
   int n; /* number of calls in `waiting` */
-  if (pthread_mutex_trylock(&joins->lock) != 0) return; /* another thread serves */
-  if ((joins->fd >= 0 || joins->tcp_fd >= 0) && begin >= joins->pause_end) {
-    for (;;) {
-      few = cddp__join_accept(host, joins->fd, true /* local */);
-      few = cddp__join_accept(host, joins->tcp_fd, false /* TCP */) || few;
-      n = cddp__join_continue(host, begin, waiting, 32 /* most */, few);
-      now = cddp__now();
-      if (!waits || n == 0 || now < joins->wait_end || now >= begin + CDDP__JOIN_WAIT_S) break;
-      (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0 /* listeners */,
-                                   begin + CDDP__JOIN_WAIT_S);
-    }
-    if (now > begin + CDDP__JOIN_WAIT_S / 2) /* a long wait: the next calls do not wait */
-      joins->wait_end = now + 10 * (now - begin);
-    joins->pause_end = now + 10 * (cddp__thread_seconds() - cpu_begin); /* 10 times its work */
+  for (;;) {
+    few = cddp__join_accept(host, joins->fd, true /* local */);
+    few = cddp__join_accept(host, joins->tcp_fd, false /* TCP */) || few;
+    n = cddp__join_continue(host, begin, waiting, 32 /* most */, few);
+    now = cddp__now();
+    if (!waits || n == 0 || now < joins->wait_end || now >= begin + CDDP__JOIN_WAIT_S) break;
+    (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0 /* listeners */,
+                                 begin + CDDP__JOIN_WAIT_S);
   }
+  if (now > begin + CDDP__JOIN_WAIT_S / 2) /* a long wait: the next calls do not wait */
+    joins->wait_end = now + 10 * (now - begin);
+  joins->pause_end = now + 10 * (cddp__thread_seconds() - cpu_begin); /* 10 times its work */
+}
+
+/* Accepts and continues the calls of joining processes. waits: for proofs that have just begun, at
+   most CDDP__JOIN_WAIT_S. Strangers cost this rank at most a tenth of its time: it pauses ten times
+   as long as it computed, or waited. */
+static void cddp__join_serve(cddp__host *host, bool waits) {
+  struct cddp__join_listeners *joins = &host->joins;
+  if (pthread_mutex_trylock(&joins->lock) != 0) return; /* another thread serves */
+  if ((joins->fd >= 0 || joins->tcp_fd >= 0) && cddp__now() >= joins->pause_end)
+    cddp__join_serve_calls(host, waits);
   pthread_mutex_unlock(&joins->lock);
 }
 
@@ -13090,19 +13203,49 @@ typedef struct cddp__join_search { /* a joining process's search for its job */
   double next_all; /* when to call numbers beyond WORLD_SIZE again; 0: now */
   double pause; /* seconds between two such calls */
   double seen; /* when a rank last listened, or a process held the name of a first rank's socket */
+  double deadline; /* of the search */
   double far_until; /* a rank has answered by TCP: until then one of this host is preferred, as it
                        has memory to share; 0: none has answered */
-  cddp__text blocked; /* the last error of a connection to MASTER_ADDR, or "" */
+  cddp__text blocked; /* " (ERROR)", the last of a connection to MASTER_ADDR, or "" */
 } cddp__join_search;
 
-/* Calls, that is, connects to, the ranks on this host and the addresses of MASTER_ADDR that listen
-   and are not in `calls` yet. Numbers beyond WORLD_SIZE, of ranks that joined, are rare and many to
-   try: they are called less often, and only while no other rank listens. */
+/* Whether `rank` (as in .peer) has been called already, or is another job's address. */
+static bool cddp__join_skips(const cddp__job_info *job, const cddp__join_search *search, int rank) {
+  int i;
+  for (i = 0; i < search->count; i++)
+    if (search->calls[i].peer == rank) return true;
+  return rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0;
+}
+
+/* Calls, that is, connects to `rank` (as in .peer), if it listens. */
+static cddp_result cddp__join_call(const cddp__host *host, cddp__join_search *search, int rank) {
+  const cddp__job_info *job = host->job_info;
+  cddp__connection *c = &search->calls[search->count];
+  cddp__address at =
+      rank < 0 ? search->addresses[-1 - rank] : cddp__rank_socket(job, "join-", rank);
+  int fd, error;
+  cddp_result r;
+  error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 1 /* s */ : 0 /* local */), &fd);
+  if (rank < 0 && error > 0 /* an errno */) /* for the error text of the search */
+    search->blocked = cddp__textf(" (%s: %s)", cddp__describe_address(&at).s, strerror(error));
+  if (error != 0) return CDDP_OK; /* no rank listens there, or not now */
+  search->count++;
+  cddp__connection_begin(c, &host->allocator, fd, CDDP__END_CALLER);
+  /* local: the connection accepts the job's memfd. Not if this process has a memfd already. */
+  c->local = rank >= 0 && host->arena.fd < 0;
+  c->peer = rank;
+  r = cddp__connection_begin_proof(c, job->secret, "join", NULL, 0 /* context */);
+  (void)cddp__connection_progress(c);
+  return r;
+}
+
+/* Calls the ranks on this host and the addresses of MASTER_ADDR. Numbers beyond WORLD_SIZE, of
+   ranks that joined, are many to try: they are called less often, and only while no other rank
+   listens. */
 static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_search *search) {
   const cddp__job_info *job = host->job_info;
   double now = cddp__now();
-  int rank_end = (int)job->table.info.world_size;
-  int rank, i, fd, error; /* rank: -1 - i is address i of MASTER_ADDR, as in .peer */
+  int rank_end = (int)job->table.info.world_size, rank;
   cddp_result r = CDDP_OK;
   if (now >= search->next_all && search->count == 0) {
     rank_end = CDDP__MAX_RANKS;
@@ -13114,25 +13257,8 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     search->next_resolve = now + (search->address_count > 0 ? 5 : 0.5 /* does not resolve yet */);
   }
   for (rank = search->far_until == 0 ? -search->address_count : 0;
-       rank < rank_end && search->count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++) {
-    cddp__connection *c = &search->calls[search->count];
-    cddp__address at =
-        rank < 0 ? search->addresses[-1 - rank] : cddp__rank_socket(job, "join-", rank);
-    for (i = 0; i < search->count && search->calls[i].peer != rank; i++) {}
-    if (i < search->count || (rank < 0 && (job->foreign >> (-1 - rank) & 1) != 0))
-      continue; /* already called, or another job's address */
-    error = cddp__connect_address(&at, cddp__now() + (rank < 0 ? 1 /* s */ : 0 /* local */), &fd);
-    if (rank < 0 && error > 0 /* an errno */) /* for the error text of the search */
-      search->blocked = cddp__textf("%s: %s", cddp__describe_address(&at).s, strerror(error));
-    if (error != 0) continue; /* no rank listens there, or not now */
-    search->count++;
-    cddp__connection_begin(c, &host->allocator, fd, CDDP__END_CALLER);
-    /* local: the connection accepts the job's memfd. Not if this process has a memfd already. */
-    c->local = rank >= 0 && host->arena.fd < 0;
-    c->peer = rank;
-    r = cddp__connection_begin_proof(c, job->secret, "join", NULL, 0 /* context */);
-    (void)cddp__connection_progress(c);
-  }
+       rank < rank_end && search->count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++)
+    if (!cddp__join_skips(job, search, rank)) r = cddp__join_call(host, search, rank);
   return r;
 }
 
@@ -13155,22 +13281,26 @@ static bool cddp__check_join_table(cddp__join_table *table) {
      CDDP_UNAUTHORIZED   a process with a rank's socket name on this host has another secret */
 static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, int *fd,
                                       cddp__join_table *table) {
+  cddp__join_table received;
   cddp__address here; /* this end's address */
   cddp__message *m = cddp__receive_message(c, sizeof *table);
-  bool valid; /* m is TABLE, with numbers in range */
-  if (m == NULL && c->state == CDDP__CONNECTION_ENDED &&
-      c->challenge.state > CDDP__CHALLENGE_PROVEN) { /* failed: another job or a stranger */
-    if (c->peer >= 0)
+  bool valid;
+  if (m == NULL) {
+    bool refused = /* another job or a stranger */
+        c->state == CDDP__CONNECTION_ENDED && c->challenge.state > CDDP__CHALLENGE_PROVEN;
+    if (refused && c->peer >= 0)
       return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
-    job->foreign |= 1u << (-1 - c->peer); /* peer -1 - i: address i of MASTER_ADDR */
+    if (refused) job->foreign |= 1u << (-1 - c->peer); /* peer -1 - i: address i of MASTER_ADDR */
+    return CDDP_NETWORK;
   }
-  if (m == NULL) return CDDP_NETWORK; /* not yet, or the connection has ended */
   valid = m->head.number == CDDP__RENDEZVOUS_TABLE && m->head.size == sizeof *table;
-  if (valid) memcpy(table, m + 1, sizeof *table);
-  valid = valid && cddp__check_join_table(table);
+  if (valid) memcpy(&received, m + 1, sizeof received);
   cddp__free(c->in.allocator, m);
-  if (!valid) cddp__connection_end(c, EPROTO);
-  if (!valid) return CDDP_NETWORK; /* another rank can answer */
+  if (!valid || !cddp__check_join_table(&received)) {
+    cddp__connection_end(c, EPROTO);
+    return CDDP_NETWORK;
+  }
+  *table = received; /* which can have another rank's answer */
   if (c->peer < 0 /* by TCP */ && cddp__local_address(c->fd, &here))
     cddp__set_scope(&table->lead.self.address, &here); /* if it is link-local */
   *fd = c->fds[0];
@@ -13187,40 +13317,41 @@ static double cddp__job_gone_s(const cddp__job_info *job, const cddp__join_searc
   return here || foreign ? CDDP__JOB_GONE_S : CDDP__JOB_SILENT_S;
 }
 
-/* CDDP_OK while the search for the job continues. Fails at the deadline, or if no sign of the job
-   was seen for cddp__job_gone_s. */
-static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_search *search,
-                                         double deadline) {
-  const cddp__job_info *job = host->job_info;
+/* Whether a rank listens, or a process holds a first rank's name. */
+static bool cddp__sees_job(const cddp__job_info *job, const cddp__join_search *search) {
   const cddp__rank_info *own = &job->table.info;
-  const char *blocked = search->blocked.s;
-  bool alive = search->count > 0; /* a rank listens, or below: a process holds a rank's name */
+  int rank, fd, error;
+  if (search->count > 0) return true;
+  /* The job has answered this process before: then only ranks of its model can help. */
+  if (job->table.lead.model.params != 0) return false;
+  for (rank = 0; rank < (int)own->world_size; rank++) {
+    cddp__address a = cddp__rank_socket(job, own->world_size > 1 ? "" : "alone-", rank);
+    if (rank == (int)own->rank) continue; /* can be this process's own socket */
+    error = cddp__listen_address(&a, &fd);
+    cddp__close_fd(&fd);
+    if (error == EADDRINUSE) return true;
+  }
+  return false;
+}
+
+/* Fails at the deadline, or if no sign of the job was seen for cddp__job_gone_s. */
+static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_search *search) {
+  const cddp__job_info *job = host->job_info;
+  bool seen = cddp__sees_job(job, search);
   bool has_master = job->port != 0; /* the search includes MASTER_ADDR; false: only this host */
-  /* The job has answered this process before: only ranks of its model count, and are in `calls`. */
-  bool has_model = job->table.lead.model.params != 0;
-  double now = cddp__now(), gone_s = cddp__job_gone_s(job, search);
-  int rank, fd;
-  if (!has_model) /* else a process that only holds a name cannot help this one */
-    for (rank = 0; rank < (int)own->world_size && !alive; rank++) {
-      cddp__address a = cddp__rank_socket(job, own->world_size > 1 ? "" : "alone-", rank);
-      if (rank == (int)own->rank) continue; /* can be this process's own socket */
-      alive = cddp__listen_address(&a, &fd) == EADDRINUSE; /* a process holds the name */
-      cddp__close_fd(&fd);
-    }
-  if (alive) search->seen = now;
-  if (!alive && (now >= deadline || now - search->seen > gone_s))
+  double now = cddp__now();
+  if (seen) search->seen = now;
+  if (!seen && (now >= search->deadline || now - search->seen > cddp__job_gone_s(job, search)))
     return cddp__fail(
         CDDP_PEER_LOST,
-        "CDDP_JOIN: found for %.0f s no rank of a job at %s on this host (%s)%s%s%s%s%s: the "
-        "job has ended, or has not started (unset CDDP_JOIN to start one), or has another "
-        "CDDP_SECRET%s",
+        "CDDP_JOIN: found for %.0f s no rank of a job at %s on this host (%s)%s%s%s: the job has "
+        "ended, or has not started (unset CDDP_JOIN to start one), or has another CDDP_SECRET%s",
         now - search->seen, job->endpoint, host->name, has_master ? " or at " : "",
-        has_master ? job->master : "",
-        blocked[0] != 0 ? " (" : "", blocked, blocked[0] != 0 ? ")" : "",
+        has_master ? job->master : "", search->blocked.s,
         has_master ? ", or a firewall blocks this port; if the job runs, set MASTER_ADDR to "
                      "a host where one of its ranks runs"
                    : "");
-  if (now < deadline) return CDDP_OK;
+  if (now < search->deadline) return CDDP_OK;
   return cddp__fail(CDDP_TIMEOUT,
                     search->count > 0
                         ? "CDDP_JOIN: timed out after %g s: no rank has answered yet: ranks run at "
@@ -13233,12 +13364,29 @@ static cddp_result cddp__join_check_time(const cddp__host *host, cddp__join_sear
 /* Whether a call to a rank of this host has no answer yet. */
 static bool cddp__join_calls_here(const cddp__join_search *search) {
   int i;
-  for (i = 0; i < search->count && search->calls[i].peer < 0;) i++;
-  return i < search->count;
+  for (i = 0; i < search->count; i++)
+    if (search->calls[i].peer >= 0) return true;
+  return false;
 }
 
-/* Connects to ranks of the job until one has answered with *table, preferably one of this host. *fd
-   receives the memory of this host's ranks; -1: the rank that answered is on another host. */
+/* Receives the answer to call i, if it has arrived. Removes a call that has ended; the last call
+   moves to i. *here: a rank of this host has answered. */
+static cddp_result cddp__join_continue_call(cddp__job_info *job, cddp__join_search *search, int i,
+                                            int *fd, cddp__join_table *table, bool *here) {
+  cddp__connection *call = &search->calls[i];
+  cddp_result r = call->ready ? cddp__join_receive(job, call, fd, table) : CDDP_NETWORK;
+  *here = r == CDDP_OK && call->peer >= 0;
+  if (r == CDDP_OK && !*here && search->far_until == 0)
+    search->far_until = cddp__earlier_deadline(CDDP__JOB_SILENT_S, search->deadline);
+  if (call->state == CDDP__CONNECTION_ENDED) {
+    cddp__connection_close(call);
+    *call = search->calls[--search->count];
+  }
+  return r == CDDP_NETWORK ? CDDP_OK : r; /* NETWORK: no answer yet */
+}
+
+/* Calls ranks of the job until one has answered with *table, preferably one of this host. *fd
+   receives the memory of this host's ranks; -1: the rank is on another host. */
 static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
                                   cddp__join_table *table) {
   cddp__connection *polled[CDDP__JOIN_CALLS]; /* &search.calls[i], for cddp__connections_poll */
@@ -13246,34 +13394,24 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
   int i;
   bool answered = false; /* *table is set, and stays */
   cddp_result r = CDDP_OK;
+  *fd = -1;
   memset(&search, 0, sizeof search);
   search.calls =
       (cddp__connection *)cddp__calloc(&host->allocator, CDDP__JOIN_CALLS, sizeof *search.calls);
-  if (search.calls == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (search.calls == NULL) return CDDP_OUT_OF_MEMORY;
   search.seen = cddp__now();
+  search.deadline = deadline;
   search.pause = 0.5; /* s, at first: it doubles */
-  *fd = -1;
+  for (i = 0; i < CDDP__JOIN_CALLS; i++) polled[i] = &search.calls[i];
   while (r == CDDP_OK && !answered) {
     r = cddp__join_call_ranks(host, &search);
-    if (r == CDDP_OK) r = cddp__join_check_time(host, &search, deadline);
-    for (i = 0; i < search.count; i++) polled[i] = &search.calls[i];
+    if (r == CDDP_OK) r = cddp__join_check_time(host, &search);
     if (r == CDDP_OK)
       r = cddp__connections_poll(&host->allocator, polled, (size_t)search.count,
                                  NULL, 0 /* listeners */,
                                  cddp__earlier_deadline(0.1 /* s */, deadline));
-    /* Backwards, since a call that has ended is replaced by the last one. */
-    for (i = search.count; i-- > 0 && r == CDDP_OK && !answered;) {
-      if (polled[i]->ready) {
-        r = cddp__join_receive(host->job_info, polled[i], fd, table);
-        answered = r == CDDP_OK && polled[i]->peer >= 0;
-        if (r == CDDP_OK && !answered && search.far_until == 0)
-          search.far_until = cddp__earlier_deadline(CDDP__JOB_SILENT_S, deadline);
-        if (r == CDDP_NETWORK) r = CDDP_OK; /* no answer yet */
-      }
-      if (polled[i]->state != CDDP__CONNECTION_ENDED) continue; /* the call stays */
-      cddp__connection_close(polled[i]);
-      *polled[i] = search.calls[--search.count]; /* the last call moves here */
-    }
+    for (i = search.count; i-- > 0 && r == CDDP_OK && !answered;) /* backwards: one can move to i */
+      r = cddp__join_continue_call(host->job_info, &search, i, fd, table, &answered);
     if (search.far_until > 0 && /* it does not wait for a rank of this host any more */
         (!cddp__join_calls_here(&search) || cddp__now() >= search.far_until))
       answered = true;
@@ -13283,13 +13421,13 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
   return r;
 }
 
-/* Finds the running job, and fills in job_info.table with its answer. Fails if this process does
-   not match the job. *fd: see cddp__find_job. */
+/* Finds the running job, which this process must match, and fills in job_info.table. *fd: see
+   cddp__find_job. */
 static cddp_result cddp__join_find(cddp__host *host, int *fd) {
   cddp__job_info *job = host->job_info;
   cddp__join_table table;
   cddp_result r = cddp__find_job(host, cddp__now() + job->timeout_s, fd, &table);
-  if (r == CDDP_OK) /* this process must match the rank that has answered */
+  if (r == CDDP_OK)
     r = cddp__compare_ranks(&table.info, &job->table.info);
   if (r != CDDP_OK) {
     cddp__close_fd(fd);

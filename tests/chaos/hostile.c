@@ -472,8 +472,8 @@ static int flood_root(int slot, void *arg) {
   while (!cddp__connection_progress(&c) && c.state != CDDP__CONNECTION_ENDED) ranks_sleep(0.001);
   for (k = 1; slot == RANKS && k < 20000; k++) {
     m = rank_frame_of(k);
-    if (cddp__send_message(&c, CDDP__RENDEZVOUS_RANK, &m.info, sizeof m.info, NULL,
-                           cddp__now() + 5) != CDDP_OK)
+    if (cddp__send_message(&c, CDDP__RENDEZVOUS_RANK, &m.info, sizeof m.info, cddp__now() + 5) !=
+        CDDP_OK)
       break;
   }
   m = rank_frame_of((uint32_t)slot);
