@@ -2739,6 +2739,9 @@ static void cddp__poll_all_groups(cddp_group *g);
 static void cddp__hosts_disconnect(cddp_group *g);
 static void cddp__hosts_query_arrivals(cddp_group *g);
 
+/* >>failure: reads a field of /proc/PID/stat. */
+static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value);
+
 /* >>rendezvous: answers joining processes, and closes the listeners for them. */
 /* Values of `bool waits`. JOIN_WAIT: waits a moment for processes that have begun their proof. */
 enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT };
@@ -6473,41 +6476,38 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
    Owns: the flag that CDDP_LISTEN_FD was used. Touches: the environment, /proc.
    Entry points: cddp__discover, _discover_timeout; cddp__env, _env_int, _env_ranks, _one_host and
    _backend_name.
-   How it works:
-     1. A table lists the variables of each launcher. The first launcher that has set both a rank
-        and a size counts.
-     2. Without MASTER_ADDR and MASTER_PORT, variables that identify the launcher's job are hashed
-        to the name of a Unix socket, or to a port. */
+   A table lists the variables of each launcher. The first launcher that has set both a rank and a
+   size counts. Without MASTER_ADDR and MASTER_PORT, variables that identify the launcher's job are
+   hashed to the name of a Unix socket, or to a port. */
 
-enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE }; /* index in variables[] */
+enum { CDDP__VAR_RANK, CDDP__VAR_SIZE, CDDP__VAR_LOCAL_SIZE, CDDP__VAR_LOCAL_ALIAS };
 
-typedef struct cddp__launcher { /* names of environment variables; NULL: there is none */
+typedef struct cddp__launcher { /* with names of environment variables; NULL: there is none */
   const char *name;         /* of the launcher, for error texts */
-  const char *variables[4]; /* by CDDP__VAR_*; [3]: another name of the local size */
+  const char *variables[4]; /* by CDDP__VAR_*; LOCAL_ALIAS: another name of the local size */
   const char *cure; /* for error texts: options of its command that give rank 0's address */
   const char *job[5]; /* variables that identify a job; those from [3] on differ between nodes */
 } cddp__launcher;
 
 typedef struct cddp__config {
-  int rank, world_size;   /* 0 and 1 if neither desc nor the environment sets them */
-  int local_world_size;   /* number of ranks on this host, as the launcher tells; -1: unknown */
-  int joins;              /* CDDP_JOIN; 1: joins a running job; rank can be >= world_size.
-                             An int, not a bool, as cddp__env_int writes it */
-  bool launched;          /* a launcher has set rank and world_size */
-  int launcher;           /* its index in cddp__launchers; not launched: 0, LAUNCHER_SCRIPT */
+  int rank, world_size; /* 0 and 1 if neither desc nor the environment sets them */
+  int local_world_size; /* number of ranks on this host, as the launcher tells; -1: unknown */
+  int joins; /* CDDP_JOIN; 1: joins a running job; rank can be >= world_size */
+  bool launched; /* a launcher has set rank and world_size */
+  int launcher; /* its index in cddp__launchers; not launched: LAUNCHER_SCRIPT */
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "": one rank */
-  char host[256];         /* of "tcp://host:port" */
-  int port;               /* of "tcp://host:port"; 0: another scheme */
-  const char *host_origin, *port_origin; /* for error texts: the variables that gave host and port;
-                                            NULL: init_method is the caller's */
-  bool client_only;     /* torchrun's agent serves the store, so rank 0 must not */
-  int listen_fd;        /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
-  bool listen_fd_lost;  /* CDDP_LISTEN_FD is set, but is no such socket any more */
-  char run[128];        /* prefix of this job's keys in a launcher's store */
-  const char *secret;   /* of the caller or the environment; "": none */
+  char host[256]; /* of "tcp://host:port" */
+  int port; /* of "tcp://host:port"; 0: another scheme */
+  /* For error texts: the variables that gave host and port; NULL: init_method is the caller's. */
+  const char *host_origin, *port_origin;
+  bool client_only; /* torchrun's agent serves the store, so rank 0 must not */
+  int listen_fd; /* a socket that cddp_spawn or cddprun bound for rank 0, or -1 */
+  bool listen_fd_lost; /* CDDP_LISTEN_FD is set, but is no such socket any more */
+  char run[128]; /* prefix of this job's keys in a launcher's store */
+  const char *secret; /* of the caller or the environment; "": none */
   bool launcher_secret; /* the secret is CDDP_JOB_SECRET: only for the rendezvous */
-  char backend[16];     /* "cpu", "nccl" or "mpi" */
-  double timeout_s;     /* of every wait */
+  char backend[16]; /* "cpu", "nccl" or "mpi" */
+  double timeout_s; /* of every wait */
 } cddp__config;
 
 /* The value of an environment variable; NULL if it is unset or empty, or if name is NULL. */
@@ -6520,8 +6520,8 @@ static const char *cddp__backend_name(const cddp_group_desc *desc) { /* NULL: th
   return desc->backend != NULL ? desc->backend : cddp__env("CDDP_BACKEND");
 }
 
-/* Sets *out to the value of a variable, a whole number from low to high in plain digits. If it is
-   unset, *out is unchanged. strtol alone would accept " 1", "+1" and "01". */
+/* Sets *out to the value of a variable, a whole number in plain digits: strtol alone would accept
+   " 1", "+1" and "01". If it is unset, *out is unchanged. */
 static cddp_result cddp__env_int(const char *name, long low, long high, int *out) {
   const char *text = cddp__env(name), *digits = text;
   size_t n;
@@ -6538,11 +6538,10 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
   return CDDP_OK;
 }
 
-/* In order of precedence. A row: name, {rank, size, local size, its other name}, cure, {variables
-   that identify a job, the last two on one node only}. mpirun precedes schedulers, because in an
-   allocation the scheduler's variables describe mpirun's daemon. Sources: flux-environment(7);
-   MVAPICH2's guide, "MPIRUN_RSH Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's
-   mpi/cray_shasta and scripts of Aurora's users for PALS. */
+/* In order of precedence. mpirun precedes schedulers, because in an allocation the scheduler's
+   variables describe mpirun's daemon. Sources: flux-environment(7); MVAPICH2's guide, "MPIRUN_RSH
+   Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's mpi/cray_shasta and scripts of
+   Aurora's users for PALS. */
 static const cddp__launcher cddp__launchers[] = {
     {"torchrun, cddprun or a script", {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}, "", {NULL}},
     {"Open MPI's mpirun",
@@ -6581,22 +6580,19 @@ CDDP__STATIC_ASSERT(sizeof cddp__launchers / sizeof *cddp__launchers == CDDP__LA
 
 /* Whether this process is a command in the shell of an srun --pty: it has the variables of task 0,
    the shell, but is no task. Either it has another session than the task (setsid), or the shell's
-   job control gave it a process group. The task, or a command in its script, has the session's
-   group. A task of a step that was started from that shell inherits SLURM_PTY_PORT, but has its own
-   SLURM_TASK_PID and no terminal. */
+   job control gave it a process group. A task of a step that was started from that shell inherits
+   SLURM_PTY_PORT, but has its own SLURM_TASK_PID and no terminal. */
 static bool cddp__in_slurm_shell(void) {
   const char *task = cddp__env("SLURM_TASK_PID");
-  int fd, session = 0, terminal = 0; /* the task's: fields 6, 7 of its stat; 0: none */
-  char path[64], stat[512] = ""; /* of /proc: see proc(5) */
-  FILE *file = NULL;
+  uint32_t pid = task != NULL ? (uint32_t)strtoul(task, NULL, 10) : 0 /* no process has it */;
+  uint64_t session = 0, terminal = 0; /* the task's; 0: none, or not known */
+  char state; /* not used */
+  int fd;
   if (cddp__env("SLURM_PTY_PORT") == NULL) return false;
-  snprintf(path, sizeof path, "/proc/%.20s/stat", task != NULL ? task : "");
-  if (task != NULL) file = fopen(path, "re");
-  /* Fields 3 and later: field 2, "(name)", can contain spaces and parentheses. */
-  if (file != NULL && fgets(stat, sizeof stat, file) != NULL && strrchr(stat, ')') != NULL)
-    (void)sscanf(strrchr(stat, ')'), ") %*c %*d %*d %d %d", &session, &terminal);
-  if (file != NULL) fclose(file);
-  if (terminal != 0 && session != (int)getsid(0)) return true; /* a command after setsid */
+  if (cddp__process_stat(pid, 6 /* session */, &state, &session) &&
+      cddp__process_stat(pid, 7 /* terminal */, &state, &terminal) && terminal != 0 &&
+      session != (uint64_t)getsid(0))
+    return true; /* a command after setsid */
   fd = open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC);
   if (fd < 0) return false; /* no terminal: a task */
   close(fd);
@@ -6604,24 +6600,23 @@ static bool cddp__in_slurm_shell(void) {
 }
 
 /* Whether this process is a task of an srun. A batch script and an salloc shell have the variables
-   of task 0 but no step. The steps that Slurm creates itself (batch, interactive, extern) have the
-   highest numbers. */
+   of task 0, but no step or one of Slurm's own, which have the highest numbers. */
 static bool cddp__in_slurm_step(void) {
   const char *step = cddp__env("SLURM_STEP_ID");
   return cddp__env("SLURM_PROCID") != NULL && step != NULL &&
-         strtoul(step, NULL, 10) < 0xfffffff0ul /* the first of the highest */;
+         strtoul(step, NULL, 10) < 0xfffffff0ul;
 }
 
-/* Whether srun --mpi=... has set this rank variable of another launcher. Slurm is recognized by
-   PMIx's namespace, or else because the variable, which is set, equals Slurm's rank. */
+/* Whether srun --mpi=... has set this rank variable of another launcher: PMIx's namespace tells, or
+   the variable, which is set, equals Slurm's rank. */
 static bool cddp__is_set_by_slurm(const char *name) {
   const char *pmix = strcmp(name, "PMIX_RANK") == 0 ? cddp__env("PMIX_NAMESPACE") : NULL;
   if (pmix != NULL) return strncmp(pmix, "slurm.pmix.", 11 /* characters */) == 0;
   return cddp__in_slurm_step() && strcmp(cddp__env(name), cddp__env("SLURM_PROCID")) == 0;
 }
 
-/* Whether launcher i has set the rank of this process. False if another launcher has set launcher
-   i's variable too (PMI_RANK, PALS_RANKID): then its own variables count. */
+/* Whether launcher i has set the rank of this process, not another launcher that sets the same
+   variable (PMI_RANK, PALS_RANKID). */
 static bool cddp__is_launched_by(int i) {
   const char *name = cddp__launchers[i].variables[CDDP__VAR_RANK];
   if (cddp__env(name) == NULL) return false;
@@ -6634,32 +6629,39 @@ static bool cddp__is_launched_by(int i) {
   return i != CDDP__LAUNCHER_PALS || !cddp__is_set_by_slurm(name);
 }
 
-/* Rejects a rank without a size, and a size without a rank: else each rank would train alone, on
-   all data. PMIx, ALPS, Hydra's -pmi-port and PALS with PMIx set a rank only; Slurm's
-   variables beside those of PMIx can belong to a daemon. launched: a launcher has set both. */
-static cddp_result cddp__check_rank_variables(bool launched) {
-  /* rank variables of launchers that set no size */
+/* Rejects a rank variable of a launcher that sets no size: PMIx, ALPS, Hydra's -pmi-port and PALS
+   with PMIx. */
+static cddp_result cddp__check_lone_ranks(void) {
   static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
-  /* A RANK without a launcher lacks WORLD_SIZE: then the second loop refuses that instead. */
-  bool check_lone = launched || cddp__env("RANK") == NULL;
   int i;
   for (i = 0; i < 4 /* size of `lone` */; i++)
-    if (check_lone && cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
+    if (cddp__env(lone[i]) != NULL && !cddp__is_set_by_slurm(lone[i]))
       return CDDP__REFUSE("%s is %.20s, but its launcher does not tell the number of ranks. Export "
                           "RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) and "
                           "MASTER_PORT (a free port there); for one process unset %s",
                           lone[i], cddp__env(lone[i]), lone[i], lone[i]);
-  if (launched) return CDDP_OK; /* neither rank nor size is missing */
+  return CDDP_OK;
+}
+
+/* Rejects a rank without a size, and a size without a rank: each rank would train alone, on all
+   data. launched: Slurm has set both, perhaps for a daemon of a launcher that sets a rank only. */
+static cddp_result cddp__check_rank_variables(bool launched) {
+  /* Without a launcher a RANK lacks WORLD_SIZE: the loop refuses that. */
+  bool check_lone = launched || cddp__env("RANK") == NULL;
+  cddp_result r = check_lone ? cddp__check_lone_ranks() : CDDP_OK;
+  int i;
+  if (launched || r != CDDP_OK) return r;
   for (i = 0; i < CDDP__LAUNCHER_COUNT; i++) {
     const char *rank = cddp__launchers[i].variables[CDDP__VAR_RANK],
-               *size = cddp__launchers[i].variables[CDDP__VAR_SIZE];
-    /* PALS is skipped: its size, PMI_SIZE, is Hydra's too, and its rank is in `lone`. */
-    bool pals = i == CDDP__LAUNCHER_PALS;
-    bool lacks_rank = cddp__env(rank) == NULL && cddp__env(size) != NULL && !pals &&
-                      i != CDDP__LAUNCHER_SLURM; /* salloc sets Slurm's size */
-    const char *set = lacks_rank ? size : rank, *unset = lacks_rank ? rank : size;
-    /* No launcher has set both. So if launcher i has set the rank, it has not set the size. */
-    if (!lacks_rank && (pals || !cddp__is_launched_by(i))) continue;
+               *size = cddp__launchers[i].variables[CDDP__VAR_SIZE], *set = rank, *unset = size;
+    if (i == CDDP__LAUNCHER_PALS) continue; /* its size is Hydra's too, and its rank a lone one */
+    if (cddp__env(rank) == NULL && cddp__env(size) != NULL &&
+        i != CDDP__LAUNCHER_SLURM /* salloc sets its size */) {
+      set = size;
+      unset = rank;
+    } else if (!cddp__is_launched_by(i)) { /* else i has set the rank, and so not the size */
+      continue;
+    }
     if (i != CDDP__LAUNCHER_SCRIPT)
       return CDDP__REFUSE("%s is set but %s is not; %s sets both: unset it for a single process",
                           set, unset, cddp__launchers[i].name);
@@ -6670,9 +6672,9 @@ static cddp_result cddp__check_rank_variables(bool launched) {
   return CDDP_OK;
 }
 
-/* Rejects RANK=0 and WORLD_SIZE=1, as a shell's startup file may export them, in a process that
-   another launcher has started as one of several: each would train alone. With LOCAL_RANK they are
-   torchrun's or cddprun's, and count even under mpirun. */
+/* Rejects RANK=0 and WORLD_SIZE=1, as of a shell's startup file, in a process that another launcher
+   has started as one of several: each would train alone. With LOCAL_RANK they are torchrun's or
+   cddprun's, and count even under mpirun. */
 static cddp_result cddp__check_alone(const cddp__config *config) {
   int i, size = 1; /* launcher i's number of processes; 1: not set */
   if (!config->launched || config->launcher != CDDP__LAUNCHER_SCRIPT || config->world_size != 1 ||
@@ -6689,43 +6691,48 @@ static cddp_result cddp__check_alone(const cddp__config *config) {
   return CDDP_OK;
 }
 
-/* Sets rank, world_size, launched and launcher from the environment; one process if it sets none.
-   RANK or WORLD_SIZE must not contradict another launcher. */
+/* Reads the rank or size (variable: CDDP__VAR_*) that a launcher has set. RANK or WORLD_SIZE must
+   not contradict it. cddp__env_ranks checks the rank. */
+static cddp_result cddp__env_number(const cddp__launcher *launcher, int variable, int *out) {
+  const char *name = launcher->variables[variable],
+             *plain = cddp__launchers[CDDP__LAUNCHER_SCRIPT].variables[variable];
+  int plain_value;
+  cddp_result r = variable == CDDP__VAR_SIZE ? cddp__env_int(name, 1, CDDP__MAX_RANKS, out)
+                                             : cddp__env_int(name, INT_MIN, INT_MAX, out);
+  if (r != CDDP_OK) return r;
+  plain_value = *out; /* no contradiction if `plain` is unset, or no number */
+  (void)cddp__env_int(plain, 0, INT_MAX, &plain_value);
+  if (plain_value == *out) return CDDP_OK;
+  return CDDP__REFUSE(
+      "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both", plain,
+      plain_value, name, *out, launcher->name, plain);
+}
+
+/* Sets rank, world_size, launched and launcher from the environment. */
 static cddp_result cddp__env_ranks(cddp__config *config) {
-  const cddp__launcher *script = cddp__launchers /* its first entry, CDDP__LAUNCHER_SCRIPT */,
-                       *end = script + CDDP__LAUNCHER_COUNT, *launcher = script;
-  int numbers[2] = {0, 1}, k; /* rank and size, by k, CDDP__VAR_*; not launched: 0 and 1 */
-  bool in_range; /* whether the rank is */
+  const cddp__launcher *launcher = cddp__launchers;
   cddp_result r = CDDP_OK;
-  /* the first launcher that has set both rank and size; `end`: none */
-  while (launcher < end && (!cddp__is_launched_by((int)(launcher - script)) ||
-                            cddp__env(launcher->variables[CDDP__VAR_SIZE]) == NULL))
-    launcher++;
-  config->launched = launcher < end;
-  config->launcher = config->launched ? (int)(launcher - script) : CDDP__LAUNCHER_SCRIPT;
-  if (!config->launched || config->launcher == CDDP__LAUNCHER_SLURM)
+  int i = 0;
+  /* the first launcher that has set both rank and size */
+  while (i < CDDP__LAUNCHER_COUNT &&
+         (!cddp__is_launched_by(i) ||
+          cddp__env(cddp__launchers[i].variables[CDDP__VAR_SIZE]) == NULL))
+    i++;
+  config->launched = i < CDDP__LAUNCHER_COUNT;
+  config->launcher = config->launched ? i : CDDP__LAUNCHER_SCRIPT;
+  config->rank = 0;
+  config->world_size = 1;
+  if (!config->launched || i == CDDP__LAUNCHER_SLURM)
     r = cddp__check_rank_variables(config->launched);
-  /* Reads both, if set (launched). The size first: if both are wrong, the error names it. */
-  for (k = CDDP__VAR_SIZE; k >= CDDP__VAR_RANK && config->launched && r == CDDP_OK; k--) {
-    const char *name = launcher->variables[k], *plain = script->variables[k]; /* RANK, ... */
-    bool is_size = k == CDDP__VAR_SIZE;
-    int plain_value;
-    /* Any rank is read here, to be named by the error below. */
-    r = cddp__env_int(name, is_size ? 1 : INT_MIN, is_size ? CDDP__MAX_RANKS : INT_MAX,
-                      &numbers[k]);
-    plain_value = numbers[k]; /* no contradiction if `plain` is unset, or no number */
-    if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &plain_value);
-    if (r == CDDP_OK && plain_value != numbers[k])
-      r = CDDP__REFUSE(
-          "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both", plain,
-          plain_value, name, numbers[k], launcher->name, plain);
-  }
-  config->rank = numbers[CDDP__VAR_RANK];
-  config->world_size = numbers[CDDP__VAR_SIZE];
+  if (!config->launched || r != CDDP_OK) return r;
+  launcher += i;
+  /* The size first: if both are wrong, the error names it. */
+  r = cddp__env_number(launcher, CDDP__VAR_SIZE, &config->world_size);
+  if (r == CDDP_OK) r = cddp__env_number(launcher, CDDP__VAR_RANK, &config->rank);
   if (r == CDDP_OK && !config->joins /* a joining rank is not alone */)
     r = cddp__check_alone(config);
-  in_range = config->rank >= 0 && (config->rank < config->world_size || config->joins);
-  if (r != CDDP_OK || in_range /* always, if not launched: `launcher` is valid below */) return r;
+  if (r != CDDP_OK) return r;
+  if (config->rank >= 0 && (config->rank < config->world_size || config->joins)) return CDDP_OK;
   return CDDP__REFUSE("%s is %d but %s is %d; ranks go from 0 to %d",
                       launcher->variables[CDDP__VAR_RANK], config->rank,
                       launcher->variables[CDDP__VAR_SIZE], config->world_size,
@@ -6733,7 +6740,7 @@ static cddp_result cddp__env_ranks(cddp__config *config) {
 }
 
 /* Writes the first host of a Slurm node list to out[capacity]: "n[03-07,9]x[1-2],m" gives n03x1.
-   Returns false if the text is not a node list, or the name is too long. */
+   false: the text is no node list, or the name is too long. */
 static bool cddp__first_host(const char *list, char *out, size_t capacity) {
   size_t n = 0 /* characters in out */, length /* of the next part of the name */;
   while (*list != 0 && *list != ',') {
@@ -6756,19 +6763,20 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
 static bool cddp__one_host(const cddp__config *config) {
   static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
                                       "SLURM_NNODES"};
-  const char *node_count = NULL; /* the text of the number of nodes; NULL: unknown */
+  const char *node_count = NULL; /* as text; NULL: not known */
   int i;
   if (config->launcher == CDDP__LAUNCHER_FLUX) node_count = cddp__env("FLUX_JOB_NNODES");
-  if (config->launcher != CDDP__LAUNCHER_SLURM && node_count == NULL)
-    return config->local_world_size == config->world_size;
-  for (i = 0; i < 3 && node_count == NULL; i++) node_count = cddp__env(names[i]); /* Slurm's */
-  return node_count != NULL && strcmp(node_count, "1") == 0;
+  if (config->launcher == CDDP__LAUNCHER_SLURM)
+    for (i = 0; i < 3 && node_count == NULL; i++) node_count = cddp__env(names[i]);
+  if (node_count != NULL) return strcmp(node_count, "1") == 0;
+  return config->launcher != CDDP__LAUNCHER_SLURM &&
+         config->local_world_size == config->world_size;
 }
 
-/* Hashes the variables that identify the launcher's job; all its ranks get the same key. Returns 0
-   if the launcher sets none. here: all ranks are on this host. Then variables that differ between
-   hosts count too. Hydra can set none, but its PMI_FD is one end of a socket pair. The kernel knows
-   the process that created the pair: the proxy that started the ranks of this host. */
+/* Hashes the variables that identify the launcher's job; 0 if it sets none. here: all ranks are on
+   this host. Then variables that differ between hosts count too. Hydra can set none, but its PMI_FD
+   is one end of a socket pair. The kernel knows the process that created the pair: the proxy that
+   started the ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
   const char *pmi_fd = launcher == CDDP__LAUNCHER_HYDRA && here ? cddp__env("PMI_FD") : NULL;
   uint32_t creator[3]; /* pid, uid, gid */
@@ -6785,13 +6793,12 @@ static uint64_t cddp__job_key(int launcher, bool here) {
   return key;
 }
 
-/* pid of the process that used CDDP_LISTEN_FD; 0: none yet. Set by the caller that listens on it. A
-   forked child has the parent's value, which is not its own pid. */
+/* pid of the process that listens on CDDP_LISTEN_FD; 0: none yet. A forked child has the parent's
+   value, which is not its own pid. */
 static cddp__atomic_u32 cddp__listen_fd_user;
 
-/* Sets listen_fd, the socket that the launcher bound for rank 0 (else -1). A process uses it once,
-   and only if the descriptor is still a socket that listens on this port; else it sets
-   listen_fd_lost, and rank 0 must listen itself. */
+/* Sets listen_fd, the socket that the launcher bound for rank 0, or listen_fd_lost, if the
+   descriptor is no socket any more that listens on this port. A process uses it once. */
 static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   cddp__address bound;
   socklen_t size = sizeof(int); /* of `listening` */
@@ -6807,16 +6814,15 @@ static cddp_result cddp__env_listen_fd(cddp__config *config, int port) {
   return CDDP_OK;
 }
 
-/* The node of rank 0 in a Slurm step on several nodes: the first node of the step's list; "" if no
-   list is set. The lists of heterogeneous jobs (pack jobs before Slurm 20.02) are sorted, so rank 0
-   can be on another node. */
+/* The node of rank 0 in a Slurm step on several nodes: the first of the step's list; "" if no list
+   is set. The lists of heterogeneous jobs (pack jobs before Slurm 20.02) are sorted: rank 0 can be
+   on another node. */
 static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capacity) {
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                       "SLURM_NODELIST"};
-  const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME"),
-             *list = NULL /* the variable with the list */,
-             *unordered = NULL /* why rank 0 can be on another node than the list's first */;
-  int i;
+  const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME");
+  const char *unordered = NULL; /* why rank 0 can be on another node than the list's first */
+  int i = 0;
   if (layout != NULL && strcmp(layout, "arbitrary") == 0)
     unordered = "srun -m arbitrary (SLURM_DISTRIBUTION)";
   if (cddp__env("SLURM_HET_SIZE") != NULL) unordered = "heterogeneous job (SLURM_HET_SIZE)";
@@ -6825,17 +6831,16 @@ static cddp_result cddp__slurm_host(cddp__config *config, char *out, size_t capa
     return CDDP__REFUSE("Slurm's %s does not tell the ranks on which node rank 0 is; add "
                         "--export=ALL,MASTER_ADDR=HOST to srun's command, HOST being rank 0's",
                         unordered);
-  for (i = 0; i < 3 && list == NULL; i++)
-    if (cddp__env(lists[i]) != NULL) list = lists[i];
-  if (list == NULL) return CDDP_OK;
-  config->host_origin = list;
-  if (!cddp__first_host(cddp__env(list), out, capacity))
-    return CDDP__REFUSE("%s is \"%s\", not a node list; set MASTER_ADDR to rank 0's host", list,
-                        cddp__env(list));
+  while (i < 3 && cddp__env(lists[i]) == NULL) i++;
+  if (i == 3) return CDDP_OK; /* no list is set */
+  config->host_origin = lists[i];
+  if (!cddp__first_host(cddp__env(lists[i]), out, capacity))
+    return CDDP__REFUSE("%s is \"%s\", not a node list; set MASTER_ADDR to rank 0's host", lists[i],
+                        cddp__env(lists[i]));
   if (config->rank == 0 && here != NULL && strcmp(here, out) != 0)
     return CDDP__REFUSE("rank 0 is on node %s, but the other ranks look for it on %s, the first of "
                         "%s; add --export=ALL,MASTER_ADDR=%s to srun's command",
-                        here, out, list, here);
+                        here, out, lists[i], here);
   return CDDP_OK;
 }
 
@@ -6855,16 +6860,16 @@ static int cddp__derive_port(cddp__config *config) {
   return 20000 + (int)(cddp__hash64(0 /* seed */, pmix, strlen(pmix)) % 9973);
 }
 
-/* Sets init_method: the address of rank 0, from MASTER_ADDR and MASTER_PORT. Under Slurm or mpirun
-   both can be unset. On one host the address is then a Unix socket, named by a hash of the job and
-   of MASTER_PORT, which separates two programs of one job. On several hosts it is Slurm's first
-   node, and a port derived from the job. key: cddp__job_key. */
+/* Sets init_method: the address of rank 0, from MASTER_ADDR and MASTER_PORT. With a launcher both
+   can be unset. On one host the address is then a Unix socket, named by a hash of the job and of
+   MASTER_PORT, which separates two programs of one job. On several hosts it is Slurm's first node,
+   and a port derived from the job. */
 static cddp_result cddp__env_master(cddp__config *config, uint64_t key) {
   const cddp__launcher *launcher = &cddp__launchers[config->launcher];
   const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE");
   bool script = config->launcher == CDDP__LAUNCHER_SCRIPT;
   bool has_port; /* the text of host includes a port */
-  char node[256] = ""; /* Slurm's first; "": unknown */
+  char node[256] = "";
   int port = 0; /* 0: not known */
   cddp_result r = cddp__env_int("MASTER_PORT", 1, 65535, &port);
   if (r != CDDP_OK) return r;
@@ -6926,48 +6931,47 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
       text);
 }
 
-/* A longer TORCHELASTIC_RUN_ID becomes a hash, so that config.run has space for it. */
-#define CDDP__RUN_MAX 80 /* bytes */
+#define CDDP__RUN_MAX 80 /* bytes; a longer TORCHELASTIC_RUN_ID becomes a hash */
 
 /* Sets the prefix of the job's keys: two jobs that use one store by mistake (the same port) must
-   not mix up their ranks. key: cddp__job_key. Without one (jobs started by hand, Hydra's on several
+   not mix up their ranks. key: cddp__job_key. With key 0 (jobs started by hand, Hydra's on several
    hosts) jobs share a prefix, unless torchrun gives them different run ids. */
 static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
   const char *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
-  if (cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL)
-    restart = NULL; /* each agent of torchrun counts its own restarts: hosts could differ */
+  /* Each agent of torchrun counts its own restarts: hosts could differ. */
+  if (restart == NULL || cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL) restart = "0";
   if (run == NULL) run = "0";
   if (key != 0)
     snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/0" /* no restarts */, key);
   else if (strlen(run) <= CDDP__RUN_MAX)
-    snprintf(config->run, sizeof config->run, "cddp/%s/%.20s", run, restart ? restart : "0");
+    snprintf(config->run, sizeof config->run, "cddp/%s/%.20s", run, restart);
   else
     snprintf(config->run, sizeof config->run, "cddp/%016" PRIx64 "/%.20s",
-             cddp__hash64(0 /* seed */, run, strlen(run)), restart ? restart : "0");
+             cddp__hash64(0 /* seed */, run, strlen(run)), restart);
 }
 
 /* Sets the secret. CDDP_JOB_SECRET is "PORT:SECRET", made by cddp_spawn or cddprun for ranks on one
-   host, so that other users of the host cannot take part. It is used with that MASTER_PORT if the
-   user has set no secret. */
+   host, to keep other users out. It is used with that MASTER_PORT if the user has set no secret.
+   Not for an init_method of the caller (port_origin NULL): its port can be another one. Not for
+   torchrun's store, which cannot prove a secret. */
 static void cddp__discover_secret(cddp__config *config, const char *given) {
   const char *of_launcher = cddp__env("CDDP_JOB_SECRET"), *port = cddp__env("MASTER_PORT");
   size_t digits = port != NULL ? strlen(port) : 0; /* characters of port */
-  bool fits = of_launcher != NULL && digits > 0 && strncmp(of_launcher, port, digits) == 0 &&
-              of_launcher[digits] == ':' && of_launcher[digits + 1] != 0; /* has this MASTER_PORT */
   config->secret = given != NULL ? given : cddp__env("CDDP_SECRET");
-  /* Not for an init_method of the caller (port_origin NULL): its port can be another one. Not for
-     torchrun's store, which cannot prove a secret. */
-  config->launcher_secret =
-      config->secret == NULL && fits && config->port_origin != NULL && !config->client_only;
-  if (config->launcher_secret) config->secret = of_launcher + digits + 1;
-  if (config->secret == NULL) config->secret = "";
+  if (config->secret != NULL) return;
+  config->secret = "";
+  if (of_launcher == NULL || config->port_origin == NULL || config->client_only) return;
+  if (digits == 0 || strncmp(of_launcher, port, digits) != 0 || of_launcher[digits] != ':' ||
+      of_launcher[digits + 1] == 0 /* no secret */)
+    return; /* of another MASTER_PORT */
+  config->launcher_secret = true;
+  config->secret = of_launcher + digits + 1;
 }
 
-/* Checks rank and world size. given: the caller has set them in desc; else they are the
-   environment's, in the range that cddp__env_ranks checks. method: desc.init_method or env://. */
+/* Checks rank and world size. given: the caller has set them in desc; those of the environment are
+   in range. method: desc.init_method or env://. */
 static cddp_result cddp__check_ranks(const cddp__config *config, const char *method, bool given) {
-  bool alone = !given && !config->launched; /* one process, as nothing sets rank or size */
   /* a variable of a job of several processes; NULL: none is set */
   const char *name = cddp__env("MASTER_ADDR") != NULL   ? "MASTER_ADDR"
                      : cddp__env("MASTER_PORT") != NULL ? "MASTER_PORT"
@@ -6978,32 +6982,31 @@ static cddp_result cddp__check_ranks(const cddp__config *config, const char *met
   if (config->joins && config->rank >= CDDP__MAX_RANKS)
     return CDDP__REFUSE("CDDP_JOIN: the rank is %d; it must be below %d", config->rank,
                         CDDP__MAX_RANKS);
-  if (config->joins && alone)
+  if (given || config->launched) return CDDP_OK; /* else nothing sets rank or size */
+  if (config->joins)
     return CDDP__REFUSE("CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
                         "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
-  if (alone && strcmp(method, "env://") == 0 && name != NULL) /* half of a job's variables */
+  if (strcmp(method, "env://") == 0 && name != NULL) /* half of a job's variables */
     return CDDP__REFUSE("%s is set, but RANK and WORLD_SIZE are not set. For one process unset %s; "
                         "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
                         name, name);
   return CDDP_OK;
 }
 
-/* Sets local_world_size, if the launcher tells it. given: the caller has set world_size. */
+/* Sets local_world_size, if the launcher tells it. given: the caller has set world_size; if that is
+   not the launcher's, local_world_size stays -1 (unknown). */
 static cddp_result cddp__env_local_size(cddp__config *config, bool given) {
   const char *const *variables = cddp__launchers[config->launcher].variables;
   const char *size = cddp__env(variables[CDDP__VAR_SIZE]);
-  int k = 3; /* the local size's other name; CDDP__VAR_LOCAL_SIZE, if set, overrides it */
-  cddp_result r = CDDP_OK;
-  /* If the caller's world size is not the launcher's, the launcher's local size means nothing: it
-     stays -1 (unknown). */
+  cddp_result r;
   if (given && (size == NULL || atoi(size) != config->world_size)) return CDDP_OK;
-  for (; k >= CDDP__VAR_LOCAL_SIZE && r == CDDP_OK; k--)
-    r = cddp__env_int(variables[k], 1, INT_MAX, &config->local_world_size);
-  return r;
+  r = cddp__env_int(variables[CDDP__VAR_LOCAL_ALIAS], 1, INT_MAX, &config->local_world_size);
+  if (r != CDDP_OK) return r;
+  return cddp__env_int(variables[CDDP__VAR_LOCAL_SIZE], 1, INT_MAX, &config->local_world_size);
 }
 
 /* Sets init_method to `method`, which is valid, or (env://) from the environment; of a TCP address
-   also host and port. key: cddp__job_key. */
+   also host and port. */
 static cddp_result cddp__discover_address(cddp__config *config, const char *method, uint64_t key) {
   const char *name;
   cddp_result r = CDDP_OK;
@@ -7019,13 +7022,12 @@ static cddp_result cddp__discover_address(cddp__config *config, const char *meth
   return r;
 }
 
-/* Fills `config` from desc, else from the environment. The strings of desc and of the environment
-   that it points to (secret, origins) must outlive it. */
+/* Fills `config` from desc, else from the environment. It points to strings of both. */
 static cddp_result cddp__discover(cddp__config *config, const cddp_group_desc *desc) {
   const char *method = desc->init_method ? desc->init_method : "env://";
   const char *name; /* the part behind the scheme; not used here */
   const char *backend = cddp__backend_name(desc);
-  bool given = desc->world_size > 0; /* rank and size are the caller's, else the environment's */
+  bool given = desc->world_size > 0; /* rank and size are the caller's */
   bool cuda = desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0; /* a GPU */
   uint64_t key; /* cddp__job_key; 0: nothing identifies the job */
   int first, last; /* ports of CDDP_PORTS; not used here */
