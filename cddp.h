@@ -26128,57 +26128,54 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *file, cons
 
 /* >>spawn --------------------------------------------------------------------------------------
    Job: starts ranks as processes (cddp_spawn) or as threads (cddp_run_threads).
-   Owns: the children of cddp_spawn and their pidfds; the groups and threads of cddp_run_threads.
+   Owns: the children of cddp_spawn; the groups and threads of cddp_run_threads.
    Entry points: the public functions; cddp__notify_supervisor.
-   Processes: all children are forked and wait on a pipe, so that they begin together. The parent
-   sleeps in poll(2) on their pidfds. It reaps them by their pids, because other children belong to
-   the program. After the first failure the other children have 1 s to report it. Then they
-   get SIGTERM, and 5 s later SIGKILL. In an elastic job a child that fails after the model exists
-   is forked again instead, to join. Before that all children end, and all are forked again.
-   Threads: all groups are created before the first thread starts. A thread marks its slot as dead
-   if its function fails: the others' waits end. */
+   Processes: all children wait on a pipe, so that they begin together. The parent sleeps in poll(2)
+   on their pidfds. It reaps them by their pids, because other children belong to the program. After
+   the first failure the other children have 1 s to report it. Then they get SIGTERM, and 5 s later
+   SIGKILL. In an elastic job a child that fails after the model exists is forked again instead, to
+   join. Before that all children end, and all are forked again.
+   Threads: all groups are created before the first thread starts. */
 
 #define CDDP__NOTICE_S 1.0 /* time in which the other ranks report a failure themselves */
 #define CDDP__GRACE_S 5.0  /* between SIGTERM and SIGKILL */
 
 typedef struct cddp__child {
-  pid_t pid;      /* 0: not forked, or ended; -1: cddp__wait_children may fork it again */
-  bool joins;     /* forked to join the running job; false: one of the first n */
+  pid_t pid; /* 0: not forked, or ended; -1: lost, for cddp__restart_children */
+  bool joins; /* forked to join the running job; false: one of the first n */
   bool has_model; /* the child has created its elastic model */
 } cddp__child;
 
 typedef struct cddp__spawn_job {
   int (*fn)(int rank, void *arg); /* the program's; a child exits with its result */
   void *arg;
-  int n;               /* number of children */
+  int n; /* number of children */
   int port, listen_fd; /* rank 0 listens on listen_fd, which has this port */
-  int start[2];        /* a pipe: a child begins when it has read a byte */
-  bool elastic;           /* a child that fails is forked again */
-  int restarts;           /* remaining number of restarts */
-  bool succeeded;         /* a child has returned 0. Elastic: then training is complete, and no
-                             later failure counts */
-  bool has_model;         /* elastic: a child has the model */
-  bool again;             /* the first failure ends all children, and all are forked again */
-  char secret[64];        /* CDDP_JOB_SECRET, "PORT:SECRET" */
-  char supervisor[64];    /* CDDP_SUPERVISOR: "NAME:TOKEN-", the rank follows; "": not elastic */
-  pid_t parent; /* this process: a child exits if it is dead */
+  int start[2]; /* a pipe: a child begins when it has read a byte */
+  bool elastic; /* a child that fails is forked again */
+  int restarts; /* remaining number of restarts */
+  bool succeeded; /* a child has returned 0. Elastic: no later failure counts */
+  bool has_model; /* elastic: a child has the model */
+  bool again; /* the first failure ends all children, and all are forked again */
+  char secret[64]; /* CDDP_JOB_SECRET, "PORT:SECRET" */
+  char supervisor[64]; /* CDDP_SUPERVISOR: "NAME:TOKEN-", the rank follows; "": not elastic */
+  pid_t parent; /* this process */
   cddp__child *children; /* [n] by rank, in the memory of fds */
   int alive; /* children that are not reaped yet */
-  bool blind;                 /* a child has no pidfd, so its end wakes no poll: all are checked
-                                 every 10 ms */
-  struct pollfd *fds;         /* [n + 1] pidfds, -1: none; the last: CDDP_SUPERVISOR's socket */
-  cddp_result result;         /* the first failure; CDDP_OK: none */
+  bool blind; /* a child has no pidfd, so its end wakes no poll */
+  struct pollfd *fds; /* [n + 1] pidfds, -1: none; the last: CDDP_SUPERVISOR's socket */
+  cddp_result result; /* the first failure; CDDP_OK: none */
   char text[CDDP__ERROR_MAX]; /* the error text of `result` */
-  bool by_signal;             /* `result` is of a child that a signal killed */
-  int next_signal;            /* sent to the living at `deadline`; 0: the job has not failed */
-  double deadline;            /* by cddp__now(): for next_signal, if not 0 */
+  bool by_signal; /* `result` is of a child that a signal killed */
+  int next_signal; /* sent to the living at `deadline`; 0: the job has not failed */
+  double deadline; /* by cddp__now(): for next_signal, if not 0 */
 } cddp__spawn_job;
 
 /* --- elastic jobs: whether the model exists --- */
 
-/* Tells the supervisor, cddp_spawn_elastic or cddprun --elastic, that the elastic model exists:
-   from now on processes can join. CDDP_SUPERVISOR is "NAME:TEXT", for a datagram TEXT to the
-   abstract Unix socket NAME. Unlike a descriptor, a name survives exec and closefrom. */
+/* Tells cddp_spawn_elastic or cddprun --elastic that the model exists: from now on processes can
+   join. CDDP_SUPERVISOR is "NAME:TEXT", for a datagram TEXT to the abstract Unix socket NAME.
+   Unlike a descriptor, a name survives exec and closefrom. */
 static void cddp__notify_supervisor(const cddp__host *host) {
   const char *name = cddp__env("CDDP_SUPERVISOR");
   const char *text = name != NULL ? strchr(name, ':') : NULL; /* the colon; TEXT follows */
@@ -26201,55 +26198,54 @@ static void cddp__notify_supervisor(const cddp__host *host) {
   cddp__close_fd(&fd);
 }
 
-/* Opens the socket for cddp__notify_supervisor, with a random name, and a token that only the
-   children know. */
+/* Opens the socket for cddp__notify_supervisor. Only the children know its token. */
 static cddp_result cddp__open_notice_socket(cddp__spawn_job *job) {
   uint64_t bytes[2]; /* random: in the name; the token */
   cddp__address address;
+  cddp_result r = cddp__random(bytes, sizeof bytes);
   int fd;
-  CDDP__TRY(cddp__random(bytes, sizeof bytes));
+  if (r != CDDP_OK) return r;
   snprintf(job->supervisor, sizeof job->supervisor, "cddp-%016" PRIx64 ":%016" PRIx64 "-",
            bytes[0], bytes[1]);
-  cddp__unix_name(&address, cddp__textf("%.21s" /* NAME: "cddp-", 16 digits */, job->supervisor).s);
+  cddp__unix_name(&address, cddp__textf("cddp-%016" PRIx64, bytes[0]).s);
   fd = cddp__above_stdio( /* a closed stdout must not become this socket */
       socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0 /* protocol */));
   job->fds[job->n].fd = fd;
   job->fds[job->n].events = POLLIN;
-  return fd >= 0 && bind(fd, &address.any, address.size) == 0 ? CDDP_OK
-                                                              : cddp__fail_errno("socket");
+  if (fd < 0 || bind(fd, &address.any, address.size) != 0) return cddp__fail_errno("socket");
+  return CDDP_OK;
 }
 
-/* Reads all notices that have arrived: which children have the model. `most` limits them, as any
-   process of the host can send. */
+/* Reads all notices that have arrived: which children have the model. */
 static void cddp__read_notices(cddp__spawn_job *job) {
-  const char *token = strchr(job->supervisor, ':'); /* the colon; "TOKEN-" follows */
-  char text[64];
-  int most = CDDP__MAX_RANKS /* as many as a notice from each child */, rank;
-  ssize_t n;
-  while (most-- > 0 && (n = recv(job->fds[job->n].fd, text, sizeof text - 1, 0 /* flags */)) >= 0) {
+  const char *token = strchr(job->supervisor, ':') + 1; /* "TOKEN-" */
+  char text[64]; /* "TOKEN-RANK" */
+  int i, rank;
+  for (i = 0; i < CDDP__MAX_RANKS; i++) { /* a limit, as any process of the host can send */
+    ssize_t n = recv(job->fds[job->n].fd, text, sizeof text - 1, 0 /* flags */);
+    if (n < 0) return; /* no more notices now */
     text[n] = 0;
-    if (strncmp(text, token + 1, strlen(token + 1)) != 0) continue; /* from a stranger */
-    rank = atoi(text + strlen(token + 1)); /* it follows the token */
+    if (strncmp(text, token, strlen(token)) != 0) continue; /* from a stranger */
+    rank = atoi(text + strlen(token));
     if (rank < 0 || rank >= job->n) continue; /* no rank of this job */
     job->children[rank].has_model = job->has_model = true;
   }
 }
 
-/* Whether the job continues without the children that have ended: the model exists, and one of its
-   ranks lives. A child can die at the very end of cddp_ddp_create: then the others' notices have
-   0.2 s to arrive. */
+/* Whether the model exists, and one of its ranks lives. A child can die at the very end of
+   cddp_ddp_create: then the others' notices have 0.2 s to arrive. */
 static bool cddp__spawn_continues(cddp__spawn_job *job) {
-  int i, members = 0; /* alive, with weights */
+  int i;
   cddp__read_notices(job);
   if (!job->has_model && job->alive > 0 &&
       cddp__poll(&job->fds[job->n] /* the notices' socket */, 1, 200 /* ms */) > 0)
     cddp__read_notices(job);
-  for (i = 0; i < job->n; i++) {
+  for (i = 0; i < job->n && job->has_model; i++) {
     const cddp__child *child = &job->children[i];
     /* a first rank has the model, or is about to; one that joins can still wait for the weights */
-    members += child->pid > 0 /* lives */ && (!child->joins || child->has_model);
+    if (child->pid > 0 /* lives */ && (!child->joins || child->has_model)) return true;
   }
-  return job->has_model && members > 0;
+  return false;
 }
 
 static void cddp__setenv_int(const char *name, int value) {
@@ -26259,9 +26255,8 @@ static void cddp__setenv_int(const char *name, int value) {
 }
 
 /* Functions of OpenMP and OpenBLAS; NULL: not in the program. A forked child would wait forever for
-   the threads of GNU's OpenMP, so the parent ends them before it forks (omp_pause_resource_all).
-   Both libraries read OMP_NUM_THREADS when the program starts, so a child also sets the number of
-   threads by a call. */
+   the threads of GNU's OpenMP, so the parent ends them (omp_pause_resource_all). Both libraries
+   read OMP_NUM_THREADS when the program starts, so a child also sets the number by a call. */
 #define CDDP__WEAK(result, name, arguments, symbol) \
   static result name arguments __attribute__((weakref(symbol)))
 CDDP__WEAK(int, cddp__omp_pause, (int), "omp_pause_resource_all");
@@ -26273,16 +26268,17 @@ CDDP__WEAK(int, cddp__blas_threads, (void), "openblas_get_num_threads");
 CDDP__WEAK(void, cddp__blas_set_threads, (int), "openblas_set_num_threads");
 
 /* Sets OpenMP's and OpenBLAS's number of threads to 1, as torchrun does, unless the user (by a
-   variable) or the program has set a number: then it differs from the number of processors. */
+   variable) or the program has set a number: then it differs from the number of processors, the
+   default. */
 static void cddp__limit_math_threads(void) {
-  bool omp = cddp__omp_procs != NULL && cddp__omp_threads != NULL && cddp__omp_set_threads != NULL;
-  bool blas =
-      cddp__blas_procs != NULL && cddp__blas_threads != NULL && cddp__blas_set_threads != NULL;
   if (cddp__env("OMP_NUM_THREADS") != NULL) return; /* the user has set it, for both */
-  setenv("OMP_NUM_THREADS", "1", 1 /* replace */);
-  if (omp && cddp__omp_threads() == cddp__omp_procs() /* the default */) cddp__omp_set_threads(1);
+  cddp__setenv_int("OMP_NUM_THREADS", 1);
+  if (cddp__omp_procs != NULL && cddp__omp_threads != NULL && cddp__omp_set_threads != NULL &&
+      cddp__omp_threads() == cddp__omp_procs())
+    cddp__omp_set_threads(1);
   if (cddp__env("OPENBLAS_NUM_THREADS") != NULL) return; /* the user has set it */
-  if (blas && cddp__blas_threads() == cddp__blas_procs() /* the default */)
+  if (cddp__blas_procs != NULL && cddp__blas_threads != NULL && cddp__blas_set_threads != NULL &&
+      cddp__blas_threads() == cddp__blas_procs())
     cddp__blas_set_threads(1);
 }
 
@@ -26296,16 +26292,14 @@ static int cddp__call_fn(const cddp__spawn_job *job, int rank)
   return job->fn(rank, job->arg);
 }
 
-/* Ends a child after its fn, also after pthread_exit. _exit: the atexit functions are the parent's.
-   */
+/* Ends a child after its fn. _exit: the atexit functions are the parent's. */
 static void cddp__end_child(void *code) {
   int value = *(const int *)code;
   fflush(NULL); /* all streams: _exit does not */
   _exit(value >= 0 && value <= 255 ? value : 255); /* others would be cut to 8 bits, perhaps 0 */
 }
 
-/* The main function of a child; never returns. Waits for the parent's byte, sets the variables that
-   cddp_init reads, and calls fn. joins: it joins a running job. */
+/* The main function of a child; never returns. joins: it joins a running job. */
 static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   static char line[8192]; /* stdout's buffer: musl's has 1,024 bytes */
   char byte;
@@ -26331,7 +26325,7 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   if (job->elastic)
     setenv("CDDP_SUPERVISOR", cddp__textf("%s%d", job->supervisor, rank).s, 1 /* replace */);
   if (joins) /* the parent has closed listen_fd */
-    setenv("CDDP_JOIN", "1", 1 /* replace */);
+    cddp__setenv_int("CDDP_JOIN", 1);
   else if (rank == 0) /* its server takes over the listener: no other process can take the port */
     cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
   else
@@ -26346,8 +26340,8 @@ static void cddp__run_child(const cddp__spawn_job *job, int rank, bool joins) {
   pthread_cleanup_pop(1 /* run it */);
 }
 
-/* Records the first failure, r with the thread's error text, or one that replaces it. From now on
-   the job fails: cddp__wait_children sends the other children SIGTERM after `seconds`. */
+/* Records the first failure, r with the thread's error text, or one that replaces it. The other
+   children get SIGTERM after `seconds`. */
 static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double seconds) {
   job->result = r;
   snprintf(job->text, sizeof job->text, "%s", cddp__error_text);
@@ -26355,29 +26349,53 @@ static void cddp__spawn_note_failure(cddp__spawn_job *job, cddp_result r, double
   job->deadline = cddp__now() + seconds;
 }
 
+/* Reaps child i. Returns whether it has ended. *known: *status is its exit status; false: that is
+   lost. wait: for all children together. */
+static bool cddp__reap_child(cddp__spawn_job *job, int i, cddp__wait *wait, bool *known,
+                             int *status) {
+  pid_t pid = job->children[i].pid, got; /* got: waitpid's result */
+  if (pid <= 0) return false; /* not running */
+  got = waitpid(pid, status, WNOHANG);
+  if (got == 0) return false; /* the child lives */
+  /* got < 0: another thread reaps it. Until then the pid exists; after that the pidfd has the
+     status. */
+  while (got < 0 && kill(pid, 0 /* only checks */) == 0 && cddp__wait_pause(wait)) {}
+  /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
+     6.15 and later still have the status. */
+  *known = got > 0 || cddp__exit_status(job->fds[i].fd, (uint32_t)pid, status);
+  job->children[i].pid = 0;
+  job->alive--;
+  cddp__close_fd(&job->fds[i].fd);
+  return true;
+}
+
+/* Child i, with this pid, has failed. An elastic job can continue without it; any other fails. */
+static void cddp__handle_child_failure(cddp__spawn_job *job, int i, pid_t pid, int status) {
+  if (job->elastic && (job->succeeded /* no failure counts */ || cddp__spawn_continues(job))) {
+    job->children[i].pid = -1; /* cddp__restart_children forks it again, unless succeeded */
+    return;
+  }
+  cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s%s", i, (int)pid,
+             cddp__describe_status(status).s,
+             !job->elastic    ? ""
+             : job->has_model ? ": no rank that has the elastic model is left"
+                              : " before the ranks had created the elastic model");
+  cddp__spawn_note_failure(job, CDDP_PEER_LOST, CDDP__NOTICE_S);
+  job->by_signal = WIFSIGNALED(status);
+  job->again = job->elastic && !job->has_model; /* no rank can join: all must start again */
+}
+
 /* Reaps the children that have ended. Of several, one that a signal has killed counts as the first
    failure: the survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
-  bool none_before = job->next_signal == 0; /* no failure before this call */
-  bool known; /* `status` is the child's exit status; false: it is lost */
+  bool failed_before = job->next_signal != 0;
+  bool known;
   cddp__wait wait;
   int i, status;
-  cddp__wait_begin(&wait, 0.1 /* s */); /* for all children together; used only if got < 0 */
+  cddp__wait_begin(&wait, 0.1 /* s */);
   for (i = 0; i < job->n; i++) {
-    cddp__child *child = &job->children[i];
-    pid_t pid = child->pid, got; /* waitpid's result */
-    if (pid <= 0) continue; /* not running */
-    got = waitpid(pid, &status, WNOHANG);
-    if (got == 0) continue; /* the child lives */
-    /* got < 0: another thread reaps it. Until then the pid exists; after that the pidfd has the
-       status. */
-    while (got < 0 && kill(pid, 0 /* only checks */) == 0 && cddp__wait_pause(&wait)) {}
-    /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
-       6.15 and later still have the status. */
-    known = got > 0 || cddp__exit_status(job->fds[i].fd, (uint32_t)pid, &status);
-    child->pid = 0;
-    job->alive--;
-    cddp__close_fd(&job->fds[i].fd);
+    pid_t pid = job->children[i].pid;
+    if (!cddp__reap_child(job, i, &wait, &known, &status)) continue;
     if (!known && job->result == CDDP_OK /* no child has failed */) {
       job->result = CDDP_SYSTEM; /* replaced if a child fails later */
       snprintf(job->text, sizeof job->text,
@@ -26386,26 +26404,15 @@ static void cddp__reap_children(cddp__spawn_job *job) {
                "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child", i, (int)pid);
     }
     if (known && status == 0) job->succeeded = true;
-    if (!known || status == 0 || !none_before) continue; /* no failure, or a later one */
+    if (!known || status == 0 || failed_before) continue; /* no failure, or a later one */
     /* of several failures in this call: the first one, or the first by a signal */
-    if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
-    if (job->elastic && (job->succeeded /* no failure counts */ || cddp__spawn_continues(job))) {
-      child->pid = -1; /* cddp__wait_children forks it again, or not if the job has succeeded */
-      continue;
-    }
-    cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s%s", i, (int)pid,
-               cddp__describe_status(status).s,
-               !job->elastic    ? ""
-               : job->has_model ? ": no rank that has the elastic model is left"
-                                : " before the ranks had created the elastic model");
-    cddp__spawn_note_failure(job, CDDP_PEER_LOST, CDDP__NOTICE_S);
-    job->by_signal = WIFSIGNALED(status);
-    job->again = job->elastic && !job->has_model; /* no rank can join: all must start again */
+    if (job->next_signal == 0 || (WIFSIGNALED(status) && !job->by_signal))
+      cddp__handle_child_failure(job, i, pid, status);
   }
 }
 
 enum { CDDP__CHILD_STARTS, CDDP__CHILD_JOINS }; /* values of `bool joins` */
-/* Forks child i, which becomes rank i and waits for its byte on the pipe. */
+/* Forks rank i, which waits for its byte on the pipe. */
 static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   pid_t pid = fork();
   if (pid < 0) return cddp__fail_errno("fork");
@@ -26418,7 +26425,7 @@ static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
 }
 
 /* Opens the child's pidfd. The child must not have begun, because its exit status can be available
-   only there. All children must have been forked, so that none inherits the pidfd. */
+   only there. All children must have been forked, so that none inherits it. */
 static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   job->fds[i].events = POLLIN;
   job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->children[i].pid, 0u);
@@ -26430,8 +26437,26 @@ static cddp_result cddp__open_child_pidfd(cddp__spawn_job *job, int i) {
   return CDDP_OK;
 }
 
-/* Waits until all children have ended, and returns the first failure. After one it ends the others.
-   Forks a lost child of an elastic job again, if others live that it can join. */
+/* Forks the lost children of an elastic job (pid -1) again, if others live that they can join. */
+static void cddp__restart_children(cddp__spawn_job *job) {
+  int i;
+  for (i = 0; i < job->n; i++) {
+    if (job->children[i].pid >= 0) continue;
+    job->children[i].pid = 0; /* ended, unless it is forked below */
+    if (job->next_signal != 0 /* the job has failed */ || job->alive == 0 /* none to join */ ||
+        job->succeeded /* training is complete */ || job->restarts == 0 /* none left */)
+      continue;
+    job->restarts--;
+    fflush(NULL); /* else the child prints the buffered text again */
+    if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK)
+      continue; /* the job continues without the child: its pid is 0, so it is not tried again */
+    if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true; /* its end wakes no poll */
+    if (write(job->start[1], "", 1) != 1) /* the child waits for this byte */
+      cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0 /* s */);
+  }
+}
+
+/* Waits until all children have ended, which it ends after a failure. Returns the first failure. */
 static cddp_result cddp__wait_children(cddp__spawn_job *job) {
   int i, ms; /* ms: limit of poll */
   while (job->alive > 0) {
@@ -26449,28 +26474,30 @@ static cddp_result cddp__wait_children(cddp__spawn_job *job) {
       cddp__sleep(0.01); /* poll fails with more descriptors than ulimit -n */
     if (job->elastic) cddp__read_notices(job);
     cddp__reap_children(job);
-    for (i = 0; i < job->n; i++) {
-      if (job->children[i].pid >= 0) continue; /* only -1 is to be forked again */
-      job->children[i].pid = 0; /* ended, unless it is forked below */
-      if (job->next_signal != 0 /* the job has failed */ || job->alive == 0 /* none to join */ ||
-          job->succeeded /* training is complete */ || job->restarts == 0 /* none left */)
-        continue;
-      job->restarts--;
-      fflush(NULL); /* else the child prints the buffered text again */
-      if (cddp__fork_child(job, i, CDDP__CHILD_JOINS) != CDDP_OK)
-        continue; /* the job continues without the child: its pid is 0, so it is not tried again */
-      if (cddp__open_child_pidfd(job, i) != CDDP_OK) job->blind = true; /* its end wakes no poll */
-      if (write(job->start[1], "", 1) != 1) /* the child waits for this byte */
-        cddp__spawn_note_failure(job, cddp__fail_errno("write"), 0 /* s */);
-    }
+    cddp__restart_children(job);
   }
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
 
-/* Starts the job: forks all children, and waits for their end. Called again if it must start anew
-   (job->again). */
-static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
+/* Forks all children, and lets them begin. */
+static cddp_result cddp__start_children(cddp__spawn_job *job) {
   char bytes[CDDP__MAX_RANKS] = {0}; /* one for each child, which begins when it has read it */
+  cddp_result r = CDDP_OK;
+  int i;
+  /* Else each child prints the buffered text again; if stdout is closed, into the pipe below, which
+     can be descriptor 1. */
+  fflush(NULL);
+  if (syscall(SYS_pipe2, job->start, O_CLOEXEC) != 0) return cddp__fail_errno("pipe2");
+  if (job->elastic) r = cddp__open_notice_socket(job);
+  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, CDDP__CHILD_STARTS);
+  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__open_child_pidfd(job, i);
+  if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
+    r = cddp__fail_errno("write");
+  return r;
+}
+
+/* Forks all children, and waits for their end. Called again if all must start anew. */
+static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   uint64_t secret[2]; /* 128 random bits */
   cddp_result r;
   int i;
@@ -26483,17 +26510,12 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
   if ((r = cddp__listen_loopback(&job->listen_fd, &job->port)) != CDDP_OK) return r;
   snprintf(job->secret, sizeof job->secret, "%d:%016" PRIx64 "%016" PRIx64, job->port, secret[0],
            secret[1]);
-  fflush(NULL); /* else each child prints the buffered text again; if stdout is closed, into
-                   the pipe below, which can be descriptor 1 */
-  if (syscall(SYS_pipe2, job->start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
-  if (r == CDDP_OK && job->elastic) r = cddp__open_notice_socket(job);
-  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, CDDP__CHILD_STARTS);
-  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__open_child_pidfd(job, i);
-  if (r == CDDP_OK && write(job->start[1], bytes, (size_t)job->n) != job->n)
-    r = cddp__fail_errno("write"); /* else all begin now */
-  if (r != CDDP_OK) cddp__spawn_note_failure(job, r, 0 /* s */);
+  r = cddp__start_children(job);
+  if (r != CDDP_OK) {
+    cddp__spawn_note_failure(job, r, 0 /* s */);
+    cddp__close_fd(&job->start[1]); /* children exit without a byte */
+  }
   close(job->listen_fd); /* rank 0 has a copy, and serves on it */
-  if (r != CDDP_OK) cddp__close_fd(&job->start[1]); /* children exit without a byte */
   r = cddp__wait_children(job);
   cddp__close_fd(&job->start[0]);
   cddp__close_fd(&job->start[1]);
@@ -26502,8 +26524,7 @@ static cddp_result cddp__spawn_all(cddp__spawn_job *job) {
 }
 
 enum { CDDP__NOT_ELASTIC, CDDP__ELASTIC }; /* values of `bool elastic` */
-/* cddp_spawn and cddp_spawn_elastic (caller: the name, for texts). restarts: most children that are
-   forked again, or new starts of all. */
+/* caller: for texts. restarts: most children that are forked again, or new starts of all. */
 static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
                                int nprocs, bool elastic, int restarts) {
   cddp__spawn_job job;
@@ -26546,18 +26567,24 @@ CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg
 
 /* A rank of cddp_run_threads. Its thread writes code, returned and text. */
 typedef struct cddp__thread_rank {
-  int (*fn)(cddp_group *g, void *arg); /* the program's; not 0: the rank has failed */
+  int (*fn)(cddp_group *g, void *arg); /* the program's */
   void *arg;
   pthread_t thread;
-  cddp_group *group; /* passed to fn: the group of all ranks, as this rank has it */
+  cddp_group *group; /* passed to fn */
   cddp__host *host; /* kept until all threads are joined: others can still read its memory */
   int code; /* fn's result; not set unless `returned` */
-  bool returned;              /* false: fn called pthread_exit, or was cancelled */
-  cddp__atomic_u32 *first;    /* shared: 1 + the rank that failed first; 0: none */
+  bool returned; /* false: fn called pthread_exit, or was cancelled */
+  cddp__atomic_u32 *first; /* shared: 1 + the rank that failed first; 0: none */
   char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's error text */
 } cddp__thread_rank;
 
-/* After a thread's fn, also after pthread_exit: leaves the group. If fn failed, ends the others'
+/* Tells ranks that wait for this one in group g that it has ended. */
+static void cddp__end_slot(cddp_group *g, uint32_t state) {
+  cddp__compare_swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN, state);
+  cddp__wake_all(g); /* the others see the state, and stop waiting for this rank */
+}
+
+/* After a thread's fn, also after pthread_exit: leaves its groups. If fn failed, ends the others'
    waits. */
 static void cddp__thread_rank_end(void *p) {
   cddp__thread_rank *thread = (cddp__thread_rank *)p;
@@ -26568,14 +26595,12 @@ static void cddp__thread_rank_end(void *p) {
   if (failed) /* unless another rank has failed before */
     cddp__compare_swap32(thread->first, 0 /* none yet */, (uint32_t)host->index + 1);
   pthread_mutex_lock(&host->lock);
-  for (g = host->groups; g != NULL; g = g->next) {
-    /* Without a failure marks only models' groups on the host: the program's are left below. */
-    if (!failed && (!g->of_model || g->backend->on_device)) continue;
-    cddp__compare_swap32(&cddp__slot_of(g, g->rank)->state, CDDP__SLOT_TAKEN,
-                 failed ? CDDP__SLOT_DEAD : CDDP__SLOT_LEFT);
-    cddp__wake_all(g); /* the others see the state, and stop waiting for this rank */
-  }
-  do { /* leaves what fn has not destroyed, newest first; a model's group has been marked above */
+  for (g = host->groups; g != NULL; g = g->next)
+    if (failed)
+      cddp__end_slot(g, CDDP__SLOT_DEAD);
+    else if (g->of_model && !g->backend->on_device) /* the program's groups are left below */
+      cddp__end_slot(g, CDDP__SLOT_LEFT);
+  do { /* leaves what fn has not destroyed, newest first */
     for (g = host->groups; g != NULL && g->of_model; g = g->next) {}
     pthread_mutex_unlock(&host->lock); /* cddp__group_leave locks it itself */
     if (g != NULL) cddp__group_leave(g);
@@ -26584,7 +26609,6 @@ static void cddp__thread_rank_end(void *p) {
   pthread_mutex_unlock(&host->lock);
 }
 
-/* p: a cddp__thread_rank. */
 static void *cddp__thread_rank_main(void *p) {
   cddp__thread_rank *thread = (cddp__thread_rank *)p;
   pthread_cleanup_push(cddp__thread_rank_end, thread);
@@ -26594,64 +26618,70 @@ static void *cddp__thread_rank_main(void *p) {
   return NULL;
 }
 
+/* Creates the host object and the group of rank i of cddp_run_threads: ranks[i]. */
+static cddp_result cddp__create_thread_rank(cddp__thread_rank *ranks, int i, int n, char *block,
+                                            uint64_t job, double timeout_s) {
+  cddp__host *host = cddp__host_create(NULL /* malloc */, NULL /* no log */, n, i);
+  cddp_result r;
+  ranks[i].host = host;
+  if (host == NULL) return CDDP_OUT_OF_MEMORY;
+  host->one_process = true;
+  host->lead = ranks[0].host; /* counts the users of all hosts, and frees them */
+  if (i > 0) {
+    ranks[i - 1].host->sibling = host;
+    host->lead->refs++;
+  }
+  r = cddp__record_open(&host->record, job, i, n, 0 /* join */);
+  if (r != CDDP_OK) return r;
+  return cddp__group_build(&ranks[i].group, host, i, n, NULL /* members: all */, block, timeout_s);
+}
+
+/* The failure of the rank that failed first. */
+static cddp_result cddp__fail_thread_rank(const cddp__thread_rank *failed, int rank) {
+  return cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", rank,
+                    failed->returned ? cddp__textf("returned %d", failed->code).s
+                                     : "did not return: pthread_exit or pthread_cancel",
+                    failed->text[0] ? "; its last error: " : "", failed->text);
+}
+
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
-  cddp__thread_rank *ranks, *failed; /* [n] by rank; the element that failed first */
+  cddp__thread_rank *ranks; /* [n] by rank */
   char *block; /* control block of the group of all ranks */
   cddp__atomic_u32 first = {0}; /* the ranks' `first` points to it */
   uint64_t job = cddp__record_job(); /* number in the names of flight records */
   double timeout_s; /* of the group */
   cddp_result r = cddp__discover_timeout(0 /* unset: CDDP_TIMEOUT_S or the default */, &timeout_s);
-  int i, started = 0;
+  int i, started = 0, failed; /* failed: 1 + a rank, see first */
   CDDP__CHECK(fn != NULL, "fn is NULL");
   CDDP__CHECK(n >= 1 && n <= CDDP__MAX_RANKS, "n is %d; it must be from 1 to %d", n,
               CDDP__MAX_RANKS);
   ranks = (cddp__thread_rank *)calloc((size_t)n, sizeof *ranks);
   block = cddp__map_memory(-1 /* fd: private */, 0 /* base */, cddp__block_bytes(n, n));
-  if (ranks == NULL || block == NULL)
-    r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
-  /* each rank has a host object and a group; all groups have one control block */
+  if (ranks == NULL || block == NULL) {
+    if (block != NULL) munmap(block, cddp__block_bytes(n, n));
+    free(ranks);
+    return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
+  }
   for (i = 0; r == CDDP_OK && i < n; i++) {
     ranks[i].fn = fn;
     ranks[i].arg = arg;
     ranks[i].first = &first;
-    if ((ranks[i].host = cddp__host_create(NULL /* malloc */, NULL /* no log */, n, i)) == NULL) {
-      r = CDDP_OUT_OF_MEMORY;
-      break;
-    }
-    ranks[i].host->one_process = true;
-    ranks[i].host->lead = ranks[0].host; /* counts the users of all hosts, and frees them */
-    if (i > 0) {
-      ranks[i - 1].host->sibling = ranks[i].host;
-      ranks[0].host->refs++; /* for ranks[i].host */
-    }
-    r = cddp__record_open(&ranks[i].host->record, job, i, n, 0 /* join */);
-    if (r == CDDP_OK)
-      r = cddp__group_build(&ranks[i].group, ranks[i].host, i, n, NULL /* members: all */,
-                            block, timeout_s);
+    r = cddp__create_thread_rank(ranks, i, n, block, job, timeout_s);
   }
   while (r == CDDP_OK && started < n) {
     r = cddp__thread_start(&ranks[started].thread, cddp__thread_rank_main, &ranks[started],
                            CDDP__THREAD_OF_USER);
     if (r == CDDP_OK) started++;
   }
-  /* If a thread could not start: peers see the ranks without a thread as lost. */
-  if (ranks != NULL)
-    for (i = started; i < n; i++) {
-      if (ranks[i].host != NULL) cddp__record_discard(ranks[i].host->record, 0 /* join */);
-      if (ranks[i].group != NULL) cddp__group_leave(ranks[i].group);
-    }
-  for (i = 0; i < started; i++) pthread_join(ranks[i].thread, NULL);
-  if (r == CDDP_OK && cddp__load32(&first) != 0) {
-    failed = &ranks[cddp__load32(&first) - 1];
-    r = cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", (int)(failed - ranks),
-                   failed->returned ? cddp__textf("returned %d", failed->code).s
-                                    : "did not return: pthread_exit or pthread_cancel",
-                   failed->text[0] ? "; its last error: " : "", failed->text);
+  for (i = started; i < n; i++) { /* peers see the ranks without a thread as lost */
+    if (ranks[i].host != NULL) cddp__record_discard(ranks[i].host->record, 0 /* join */);
+    if (ranks[i].group != NULL) cddp__group_leave(ranks[i].group);
   }
-  if (ranks != NULL)
-    for (i = 0; i < n; i++) cddp__host_release(ranks[i].host); /* NULL: no effect */
-  /* n = 1: if the rank had a group, leaving it has unmapped the block */
-  if (block != NULL && (n > 1 || ranks == NULL || ranks[0].group == NULL))
+  for (i = 0; i < started; i++) pthread_join(ranks[i].thread, NULL);
+  failed = (int)cddp__load32(&first);
+  if (r == CDDP_OK && failed != 0) r = cddp__fail_thread_rank(&ranks[failed - 1], failed - 1);
+  for (i = 0; i < n; i++) cddp__host_release(ranks[i].host); /* NULL: no effect */
+  if (n > 1 || ranks[0].group == NULL) /* else leaving the group of one rank has unmapped it */
     munmap(block, cddp__block_bytes(n, n));
   free(ranks);
   cddp__await_nccl_threads(); /* of GPU groups: the program can end now */
