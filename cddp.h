@@ -6775,8 +6775,8 @@ static bool cddp__one_host(const cddp__config *config) {
 
 /* Hashes the variables that identify the launcher's job; 0 if it sets none. here: all ranks are on
    this host. Then variables that differ between hosts count too. Hydra can set none, but its PMI_FD
-   is one end of a socket pair. The kernel knows the process that created the pair: the proxy that
-   started the ranks of this host. */
+   is one end of a socket pair, of which the kernel knows the creator: the proxy that started the
+   ranks of this host. */
 static uint64_t cddp__job_key(int launcher, bool here) {
   const char *pmi_fd = launcher == CDDP__LAUNCHER_HYDRA && here ? cddp__env("PMI_FD") : NULL;
   uint32_t creator[3]; /* pid, uid, gid */
@@ -6933,9 +6933,9 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
 
 #define CDDP__RUN_MAX 80 /* bytes; a longer TORCHELASTIC_RUN_ID becomes a hash */
 
-/* Sets the prefix of the job's keys: two jobs that use one store by mistake (the same port) must
-   not mix up their ranks. key: cddp__job_key. With key 0 (jobs started by hand, Hydra's on several
-   hosts) jobs share a prefix, unless torchrun gives them different run ids. */
+/* Sets the prefix of the job's keys: two jobs that use one store by mistake must not mix up their
+   ranks. With key 0 (jobs started by hand, Hydra's on several hosts) they share a prefix, unless
+   torchrun gives them different run ids. */
 static void cddp__set_key_prefix(cddp__config *config, uint64_t key) {
   const char *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
@@ -11329,8 +11329,8 @@ static cddp_result cddp__spell_endpoint(const cddp__config *config, char *out, s
   return CDDP_OK;
 }
 
-/* Sets the name of the node's socket: "cddp-" and 32 hex digits, equal for exactly the ranks of one
-   node and job. With a secret ("": none) strangers cannot predict it. */
+/* Sets the name of the node's socket, equal for exactly the ranks of one node and job. With a
+   secret ("": none) strangers cannot predict it. */
 static cddp_result cddp__node_name(const cddp__config *config, const char *secret, char name[48],
                                    bool *endpoint_here) {
   const char *id = cddp__env("CDDP_HOST_ID");
@@ -11411,8 +11411,7 @@ static cddp__address cddp__rank_socket(const cddp__job_info *job, const char *pu
   return a;
 }
 
-/* Fails because a system call, `what`, had this error. If it lacked a descriptor, the text says how
-   many files a process needs. */
+/* Fails because a system call, `what`, had this error. */
 static cddp_result cddp__fail_descriptors(const cddp__rendezvous *rdv, int error,
                                           const char *what) {
   int size = rdv->config->world_size;
@@ -11516,8 +11515,8 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *rdv) {
   return CDDP_OK; /* not bound: only this check is lost */
 }
 
-/* In a job of one rank: binds the rank's socket, to show joining processes that the job lives. Its
-   prefix differs from that in larger jobs, since such a job can start at the same endpoint. */
+/* In a job of one rank: binds the rank's socket, to show joining processes that the job lives. A
+   larger job can start at the same endpoint, so its prefix differs. */
 static void cddp__hold_name(cddp__job_info *job) {
   cddp__address a = cddp__rank_socket(job, "alone-", (int)job->table.info.rank);
   job->rank_claim_fd = cddp__socket(AF_UNIX);
@@ -11688,8 +11687,7 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *rdv,
                     net != NULL ? net->hosts[net->ranks[0].host].name /* the root's */ : "");
 }
 
-/* Makes `channel` a connection at socket fd; -1: none. Begins the proof of the secret on TCP (not
-   local). caller: CDDP__END_*. */
+/* fd -1: no connection. Begins the proof of the secret on TCP (not local). caller: CDDP__END_*. */
 static void cddp__channel_init(cddp__rendezvous *rdv, cddp__channel *channel, int fd, bool local,
                                bool caller) {
   cddp__connection *c = &channel->connection;
@@ -11721,9 +11719,8 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   return CDDP_OK;
 }
 
-/* Listens for ranks on other hosts at address *at and a free port, which *port receives.
-     wide   other hosts can reach this one at another address: listens at all addresses, IPv6 and
-            IPv4. Not if the job has one host, or CDDP_IFNAME is set */
+/* Listens for ranks on other hosts at address *at and a free port, which *port receives. wide: at
+   all addresses, IPv6 and IPv4, unless the job has one host or CDDP_IFNAME is set. */
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cddp__address *at,
                                            bool wide, int *fd, int *port) {
   struct sockaddr_in6 all;
@@ -11749,8 +11746,7 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *rdv, const cd
   return r == CDDP_OK ? r : cddp__fail_in(r, "cannot listen for ranks on other hosts: ");
 }
 
-/* Opens a listening socket for the links of a rank on this node, and writes its address and port
-   into the rank's info. */
+/* Opens a listening socket for the links of a rank on this node; info gets its address and port. */
 static cddp_result cddp__listen_for_links(cddp__rendezvous *rdv, cddp__registration *entry) {
   const char *method = rdv->config->init_method;
   /* true: a name or a file has led to the root by loopback, and other hosts need another address of
@@ -12953,8 +12949,8 @@ static void cddp__channel_drain(const cddp__channel *channel, double deadline) {
          recv(channel->connection.fd, unread, sizeof unread, MSG_DONTWAIT) > 0) {}
 }
 
-/* Whether the process at the other end of a new connection has registered before: it has received
-   FAIL, and connects for its next rendezvous. This FAIL is not for it. */
+/* Whether the process of a new connection has registered before: it has received FAIL, and connects
+   for its next rendezvous. This FAIL is not for it. */
 static bool cddp__registered_before(const cddp__rendezvous *rdv, const cddp__channel *child) {
   uint32_t peer[3]; /* pid, uid, gid */
   size_t i;
@@ -13068,9 +13064,9 @@ static cddp_result cddp__rendezvous_end(cddp__rendezvous *rdv, cddp_group *g, cd
 #define CDDP__JOB_SILENT_S 20.0
 #define CDDP__JOIN_CALLS 64 /* most connections of a joining process at the same time */
 
-/* Opens the sockets for joining processes, unless they are open. The first rank of a host that
-   calls this also listens at MASTER_PORT. A failure is only logged: processes can join through
-   other ranks. The caller holds joins.lock. */
+/* Opens the sockets for joining processes, unless they are open; the first rank of a host also at
+   MASTER_PORT. A failure is only logged: processes can join through other ranks. The caller holds
+   joins.lock. */
 static void cddp__join_listen(cddp__host *host) {
   const cddp__job_info *job = host->job_info;
   cddp__address a;
@@ -13206,8 +13202,9 @@ typedef struct cddp__join_search { /* a joining process's search for its job */
   double pause; /* seconds between two such calls */
   double seen; /* when a rank last listened, or a process held the name of a first rank's socket */
   double deadline; /* of the search */
-  double far_until; /* a rank has answered by TCP: until then one of this host is preferred, as it
-                       has memory to share; 0: none has answered */
+  /* A rank has answered by TCP: until then one of this host is preferred, as it has memory to
+     share. 0: none has answered. */
+  double far_until;
   cddp__text blocked; /* " (ERROR)", the last of a connection to MASTER_ADDR, or "" */
 } cddp__join_search;
 
@@ -13277,10 +13274,9 @@ static bool cddp__check_join_table(cddp__join_table *table) {
          lead->port <= 65535;
 }
 
-/* Continues a call, without blocking.
-     CDDP_OK             the rank has answered with *table; *fd is its memory, or -1
-     CDDP_NETWORK        not yet, or the connection has ended: another rank can answer
-     CDDP_UNAUTHORIZED   a process with a rank's socket name on this host has another secret */
+/* CDDP_OK: the rank has answered with *table; *fd is its memory, or -1. CDDP_NETWORK: not yet, or
+   the connection has ended: another rank can answer. Else a process with a rank's socket name on
+   this host has another secret. */
 static cddp_result cddp__join_receive(cddp__job_info *job, cddp__connection *c, int *fd,
                                       cddp__join_table *table) {
   cddp__join_table received;
@@ -22607,8 +22603,8 @@ static cddp_result cddp__send_report(cddp__meeting *m, int leader, const cddp__m
   return r;
 }
 
-/* In a joining process that knows no member: enters the leader that the answer in cddp_init named.
-   Once that was used, asks ranks of the job again. */
+/* In a joining process that knows no member: enters the leader that the answer in cddp_init named,
+   or asks ranks of the job again. */
 static cddp_result cddp__find_leader(cddp__meeting *m, double deadline) {
   cddp__host *host = m->group->host;
   cddp__leader_info *lead = &host->job_info->table.lead;
@@ -22712,8 +22708,8 @@ static void cddp__meeting_forget_members(cddp__meeting *m) {
   cddp__drop_all_links(m);
 }
 
-/* Waits for a member's confirmation, or for the leader's answer. false: that rank is lost or late,
-   or asks to meet again. */
+/* Waits for a member's confirmation, or for the leader's answer. false: it is lost or late, or asks
+   to meet again. */
 static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadline) {
   cddp__message *message = cddp__meeting_receive(m, member, 0 /* max_bytes */, deadline);
   bool confirmed = message != NULL && message->head.number == CDDP_OK;
