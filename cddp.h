@@ -565,7 +565,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer whose desc.ddp is NULL can then step another model that has the same
    params array. If d was broken, destroy the optimizer too: ranks can have stepped it
-   differently. */
+   differently. In an unfinished step of a model with comm_hook call cddp_barrier first: otherwise
+   ranks that are still in the step before can fail (CDDP_ABORTED). */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
@@ -1281,9 +1282,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each
    other in different groups. cddp finds such a deadlock if each rank uses cddp from one thread,
    and has no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a
-   time-out. cddp knows only threads that have called it. So let each new thread first call
-   cddp_synchronize: else cddp believes that the rank has one thread, and can report a deadlock
-   where there is none.
+   time-out.
+
+   cddp knows only threads that have called it. So let each new thread first call cddp_synchronize:
+   else cddp believes that the rank has one thread, and can report a deadlock where there is none.
+   Pass a group that no other thread is using: the call waits for the group's operations.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
    without a handle blocks while 128 messages of this rank in this group, or 256 MiB of copies of
