@@ -1330,9 +1330,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    calls in the step before. If not, all get CDDP_MISMATCH, or only a new rank if it alone differs.
 
    Hanging ranks: a rank that hangs, as in a data loader, is not lost. After timeout_s the others
-   end with CDDP_TIMEOUT, their replacements cannot join, and cddp_spawn_elastic or cddprun waits for
-   the hanging rank. Let it kill itself: call alarm(60) before the work on a shard, and alarm(0)
-   after it.
+   end with CDDP_TIMEOUT, their replacements cannot join, and cddp_spawn_elastic or cddprun waits
+   for the hanging rank. Let it kill itself: call alarm(60) before the work on a shard, and
+   alarm(0) after it.
 
    Several hosts: if processes die, even all of a host, the others continue, down to the last rank.
    A host can still be alive if it does not answer for 20 s, or if all connections to it were reset,
