@@ -9562,14 +9562,16 @@ static const char *cddp__failure_text(const cddp_group *g) {
 
 static cddp_result cddp__check_failure(cddp_group *g) {
   cddp_result r = (cddp_result)(cddp__load32(&g->block->broken) & 255); /* upper bits: the slot */
-  cddp__net *net; /* NULL: the job has one host */
+  cddp__net *net; /* NULL: one host */
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
   net = g->hosts != NULL ? g->hosts->net /* can be an elastic model's */ : g->host->net;
-  pthread_mutex_lock(&g->fail_lock); /* one thread of this rank does the following, once */
-  if (!g->failed && r == CDDP_PEER_LOST && net != NULL) /* other groups send it as early notice */
-    cddp__set_cause(&net->loss, r, cddp__failure_text(g));
-  if (!g->failed && g->hosts != NULL) cddp__hosts_disconnect(g); /* so that other hosts notice */
-  g->failed = true;
+  pthread_mutex_lock(&g->fail_lock);
+  if (!g->failed) { /* one thread of this rank does this, once */
+    if (r == CDDP_PEER_LOST && net != NULL) /* other groups send it as early notice */
+      cddp__set_cause(&net->loss, r, cddp__failure_text(g));
+    if (g->hosts != NULL) cddp__hosts_disconnect(g); /* so that other hosts notice */
+    g->failed = true;
+  }
   pthread_mutex_unlock(&g->fail_lock);
   return cddp__fail(r, "%s", cddp__failure_text(g));
 }
@@ -9588,7 +9590,7 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
   return first;
 }
 
-/* Values of `bool notify_hosts`. HOSTS_KNOW: the other hosts have found the failure themselves. */
+/* Values of `bool notify_hosts`. HOSTS_KNOW: they have found the failure themselves. */
 enum { CDDP__HOSTS_KNOW, CDDP__NOTIFY_HOSTS };
 
 /* Wakes this host's ranks, which then find the failure. notify_hosts: tells the other hosts too. */
@@ -9737,7 +9739,7 @@ static enum cddp__end cddp__remote_rank_end(const cddp_group *g, int rank) {
   wait_s = cddp__notice_seconds(g, peer);
   if (wait_s > 0 && cddp__now() < peer->lost_at + wait_s) return CDDP__IS_ALIVE;
   end = cddp__end_from_error(peer->error);
-  /* IS_ALIVE: the error does not tell about the process, but its connection has ended. */
+  /* IS_ALIVE: the error tells nothing about the process, but its connection has ended. */
   return end == CDDP__IS_ALIVE ? CDDP__HAS_ENDED : end;
 }
 
@@ -9786,10 +9788,10 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
       ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0)
     return false;
   *status = (int)info.exit_code; /* a wait status */
-  return (info.mask & PIDFD_EXIT) != 0; /* not set: the process lives, or the kernel is older */
+  return (info.mask & PIDFD_EXIT) != 0; /* 0: it lives, or the kernel is older */
 }
 
-/* Example: "was killed by signal 9 (Killed)". status: a wait status. */
+/* Example: "was killed by signal 9 (Killed)" */
 static cddp__text cddp__describe_status(int status) {
   if (!WIFSIGNALED(status)) return cddp__textf("exited with code %d", WEXITSTATUS(status));
   return cddp__textf("was killed by signal %d (%s)%s", WTERMSIG(status),
@@ -9818,7 +9820,7 @@ static cddp__text cddp__describe_remote_end(const cddp_group *g, int rank) {
   const cddp__net *net = g->hosts->net;
   const cddp__rank_entry *entry = &net->ranks[g->world[rank]];
   cddp__address address = cddp__internet_address(&net->hosts[entry->host].address);
-  int error = g->hosts->peers[rank].error; /* errno; 0: the rank has closed the connection */
+  int error = g->hosts->peers[rank].error; /* 0: the rank has closed it */
   cddp__text listens_at;
   cddp__address_set_port(&address, entry->port);
   listens_at = cddp__describe_address(&address);
@@ -9894,7 +9896,7 @@ static cddp_result cddp__break_lost(cddp_group *g, int rank, const char *doing) 
   cddp__text loss;
   int p = 0;
   if ((left || remote) && cddp__has_cause(cause))
-    return cddp__break(g, cddp__check_cause(cause) /* makes its text this thread's error */);
+    return cddp__break(g, cddp__check_cause(cause) /* sets the error text */);
   loss = cddp__textf("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
   if (left) { /* appends the first rank that died: `rank` can have left because of it */
     while (p < g->size && (p == g->rank || cddp__rank_end(g, p) < CDDP__HAS_ENDED)) p++;
@@ -9944,7 +9946,7 @@ static cddp_result cddp__check_peers(cddp_group *g) {
 /* Called before copies from or to peers' memory. With full fences here and in cddp__publish_failure
    a failing rank sees this rank's `inside`, or this rank sees the failure. */
 static cddp_result cddp__begin_access(cddp_group *g) {
-  cddp__exchange32(&cddp__slot_of(g, g->rank)->inside, 1); /* a full fence */
+  cddp__exchange32(&cddp__slot_of(g, g->rank)->inside, 1);
   CDDP__POINT("inside");
   return cddp__check_group(g);
 }
@@ -9956,14 +9958,14 @@ static cddp_result cddp__end_access(cddp_group *g, cddp_result r) {
   cddp__wait w;
   int p;
   CDDP__POINT("exit");
-  cddp__store32(&cddp__slot_of(g, g->rank)->inside, 0); /* this rank's copies have ended */
+  cddp__store32(&cddp__slot_of(g, g->rank)->inside, 0);
   if (CDDP__LIKELY(r == CDDP_OK)) return r; /* the caller's rounds order the accesses */
   cddp__wait_begin(&w, CDDP__STOPPED_S);
   for (p = 0; p < g->size; p++) {
     const cddp__atomic_u32 *inside = &cddp__slot_of(g, p)->inside; /* on other hosts always 0 */
     while (cddp__load32(inside) != 0 && !cddp__rank_gone(g, p)) {
       if (cddp__wait_pause(&w)) continue;
-      cddp__arena_quarantine(g->host); /* the wait's limit has passed: the peer is stopped */
+      cddp__arena_quarantine(g->host); /* the peer is stopped */
       return r;
     }
   }
@@ -10002,7 +10004,7 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__slot *slot = cddp__wait_slot(g, rank);
   char where[CDDP__WHERE_MAX];
   bool waits, multithreaded;
-  cddp__text none = {""}; /* not known */
+  cddp__text none = {""};
   if (slot == NULL) return none;
   waits = cddp__load64(&slot->wait) != 0;
   cddp__copy_text(where, slot->where, sizeof where);
@@ -13623,7 +13625,7 @@ enum cddp__read_for { CDDP__FOR_RECEIVES, CDDP__FOR_FRAME /* a posted one */ };
    Received bytes wake this rank's threads. */
 static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__read_for purpose) {
   cddp__hosts *hosts = g->hosts;
-  size_t got_before = link->got; /* bytes of the next frame that were already read */
+  size_t got_before = link->got; /* bytes of the next frame */
   bool received = false; /* a whole frame */
   uint64_t one = 1; /* a write adds it to the eventfd */
   cddp__message *m;
@@ -13831,7 +13833,7 @@ static void cddp__hosts_detach_receive(cddp_group *g, cddp_work *work) {
     m = (cddp__message *)cddp__malloc(&net->allocator, sizeof *m + (size_t)link->in_head.size);
   if (m != NULL) {
     *m = *link->message; /* the sender and the head */
-    memcpy(m + 1, work->call.recv, link->got - sizeof link->in_head); /* bytes so far */
+    memcpy(m + 1, work->call.recv, link->got - sizeof link->in_head);
   } else {
     cddp__connection_end(link, ENOMEM); /* no effect if it has ended */
   }
@@ -13851,7 +13853,7 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
     at = &m->next;
   if (m == NULL) return NULL;
   *at = m->next;
-  if (m->next == NULL) hosts->stored_end = at; /* it was the last */
+  if (m->next == NULL) hosts->stored_end = at;
   hosts->stored_bytes -= m->head.size;
   return m;
 }
@@ -14747,8 +14749,8 @@ static const cddp__carrier cddp__hosts_carrier = {
 /* Numbers the hosts of the group by their lowest ranks, and sets all that depends on it: peers,
    group_hosts, ranks, staging buffers. index: scratch, [net.host_count] zeros. */
 static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
-  int p, h, first = 0; /* first: index in hosts.ranks of the next host's lowest rank */
-  size_t at = 0; /* offset of the next host's headers in hosts.headers */
+  int p, h, first = 0; /* first: of the next host's ranks in hosts.ranks */
+  size_t at = 0; /* of the next host's headers in hosts.headers */
   for (p = 0; p < g->size; p++) {
     int *number = &index[hosts->net->ranks[g->world[p]].host]; /* 1 + its index in g; 0: none */
     if (*number == 0) *number = ++hosts->count;
@@ -14763,7 +14765,7 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *hosts, int *index) {
     if (host->size > hosts->max_locals) hosts->max_locals = host->size;
     if (host->size < hosts->min_locals) hosts->min_locals = host->size;
   }
-  for (p = g->size - 1; p >= 0; p--) { /* downward: the last remote rank seen is the lowest */
+  for (p = g->size - 1; p >= 0; p--) { /* downward: lowest_remote is set last */
     hosts->ranks[hosts->group_hosts[hosts->peers[p].host].first + hosts->peers[p].local_rank] = p;
     if (g->host_index[p] < 0) hosts->lowest_remote = p;
   }
