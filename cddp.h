@@ -17876,7 +17876,7 @@ static void cddp__rows_pack(cddp__sparse *sparse, size_t n, cddp_dtype dtype, ch
   }
 }
 
-/* Opens the list that begins at list->packet, and moves list->packet behind it. */
+/* Opens the list at list->packet, and moves list->packet behind it. */
 static void cddp__row_list_open(const cddp__sparse *sparse, cddp__row_list *list) {
   const cddp__row_head *head = (const cddp__row_head *)(const void *)list->packet;
   list->n = (size_t)head->n;
@@ -18769,7 +18769,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    collectives: cddp__broadcast_arrays, _run_model_collective, _local_barrier; cddp__break_model,
    _ddp_set_cause, _drain_buckets, _mean_factor.
    Threads: the training thread calls everything except cddp_ddp_ready (any thread) and
-   cddp__run_bucket (the engine of d->comm). d->lock guards the data of several threads.
+   cddp__run_bucket (the engine of d->comm).
    The model is the sequence of all gradients, dtype by dtype, last parameter first. An offset into
    it determines an element's part (cddp__part_count), norm block (_count_norm_blocks), place in a
    slot, and states. A gradient is in its rank's arena, or in the caller's memory if all ranks can
@@ -18790,7 +18790,7 @@ struct cddp__ddp_memory {
   void (*free)(cddp_ddp *d);         /* the device's memory; NULL: all is host memory */
   /* *out: memory of this kind, valid until the next call of `scratch`. */
   cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out);
-  /* Sets *no_round if ranks need no round before this wait or step: NCCL's watchers compare
+  /* Sets *no_round if ranks need no round before this wait or step, as NCCL's watchers compare
      `check`, or a graph is being captured. It then refuses if a gradient of this rank is not
      ready. NULL: they always need one. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *no_round);
@@ -19012,8 +19012,8 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   return r == CDDP_OK ? r : cddp__break(g, r); /* the others can have mapped all: tells them */
 }
 
-/* The address here of a rank's gradient element at offset `at` of the model, of parameter i. Here
-   and below `rank` is an index on this host (elastic: in the epoch's groups). */
+/* The address here of a rank's gradient of parameter i at offset `at` of the model. Here and below
+   `rank` is an index on this host (elastic: in the epoch's groups). */
 static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
   return d->addresses.gradients[(size_t)rank * (size_t)d->count + (size_t)i] +
          (at - d->tensors[i].offset);
@@ -19051,8 +19051,7 @@ static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
   size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-  /* Ranks cannot all read each other's gradients: buckets go to other hosts, or through MPI. */
-  bool exchanged = !g->carrier->shares_memory;
+  bool exchanged = !g->carrier->shares_memory; /* buckets go to other hosts, or through MPI */
   bool copied = bytes == 0 || d->desc.elastic || d->desc.comm_hook != NULL ||
                 (exchanged && (d->shards.uses_slots || bytes < CDDP__IN_PLACE_BYTES));
   cddp__ref ref;
@@ -19073,8 +19072,8 @@ static bool cddp__all_share(const cddp__ref *refs, size_t stride, int ranks) {
   return true;
 }
 
-/* Maps these references of this host's ranks. table[local * count] receives the address of the
-   rank with index `local` on this host. */
+/* Maps these references of this host's ranks. table[i * count] receives the address of the i-th of
+   these. */
 static cddp_result cddp__map_refs(cddp_group *g, const cddp__ref *refs, size_t stride, char **table,
                                   size_t count) {
   cddp_result r = CDDP_OK;
@@ -19159,14 +19158,18 @@ static cddp_result cddp__run_model_collective(cddp_ddp *d, const cddp__call *c) 
   return (g->backend->start)(g, c, NULL /* no handle */);
 }
 
-/* A round of this host's ranks: returns when all of them have reached `phase`. */
+/* A round without data: returns when all ranks of g have reached `phase`. */
+static cddp_result cddp__barrier(cddp_group *g, int kind, enum cddp__phase phase) {
+  return cddp__round(g, kind, phase, 0 /* count */, NULL, 0 /* no payload */);
+}
+
+/* The same for this host's ranks. */
 static cddp_result cddp__local_barrier(cddp_ddp *d, int kind, enum cddp__phase phase) {
   return cddp__local_round(d->control, kind, phase, 0 /* count */);
 }
 
 /* Sends arrays from rank `root` to all. parts > 0: only their elements in part `part` of `parts`.
-   On a device a broadcast of device memory is not started, but added to d->scratch.calls, of which
-   *calls are in use. */
+   A broadcast of device memory is only added to d->scratch.calls, of which *calls are in use. */
 static cddp_result cddp__broadcast_from(cddp_ddp *d, const cddp_param *arrays, int count, int root,
                                         int parts, int part, int *calls) {
   cddp_result r = CDDP_OK;
@@ -19252,8 +19255,7 @@ static char *cddp__slot_at(const cddp_ddp *d, int rank, int slot, size_t at) {
          cddp__wide_bytes(d, 0, at);
 }
 
-/* The address of offset `at` of the model in a node: in `slot`, or (-1) in the rank's gradient of
-   parameter i. */
+/* The same in a node: in `slot`, or (-1) in the rank's gradient of parameter i. */
 static char *cddp__node_at(const cddp_ddp *d, int rank, int slot, int i, size_t at) {
   return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__slot_at(d, rank, slot, at);
 }
@@ -19374,8 +19376,8 @@ static cddp_result cddp__exchange_nodes(cddp_ddp *d, cddp_dtype wide, size_t at,
   return r;
 }
 
-/* Takes the mean of a chunk, n elements for each rank, from offset `at` of the model, into `out`:
-   each rank takes that of its n elements, then all gather the means. */
+/* Takes the mean of a chunk from offset `at` of the model on into `out`: each rank that of its n
+   elements, then all gather the means. */
 static cddp_result cddp__gather_chunk(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
                                       int most_nodes) {
   bool alone = d->control->size == 1; /* this rank has all nodes */
@@ -19457,7 +19459,7 @@ static void cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
   }
 }
 
-/* Appends the added rows of `shard` to this rank's packet of the step. */
+/* Appends the added rows of `shard` to this rank's packet. */
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__host *host = d->group->host;
   size_t needed = d->rows.bytes + cddp__packed_bytes(d);
@@ -19484,8 +19486,8 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp_result r = CDDP_OK;
   int i, n = 0; /* n: shards that count */
   for (i = 0; i < d->shards.count; i++) d->rows.lists[i].packet = NULL; /* until it is found */
-  /* A packet has its rank's shards in the order in which the rank computed them. So pass i reads
-     the next shard of i's owner, which need not be i; in the end all are read. */
+  /* A packet has its rank's shards in the order in which it computed them. So pass i reads the next
+     shard of i's owner, which need not be i. */
   for (i = 0; i < d->shards.count; i++) {
     head = (cddp__shard_head *)(void *)packets[d->shards.owner[i]];
     packets[d->shards.owner[i]] += head->bytes;
@@ -19502,8 +19504,7 @@ static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   return (d->memory->place_rows)(d); /* on a device kernels read the mean */
 }
 
-/* Gathers the packets of ranks that cannot read each other's memory, in `longest` bytes each, and
-   merges them. */
+/* Gathers all packets, in `longest` bytes each, and merges them. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
@@ -19522,7 +19523,7 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   return r;
 }
 
-/* Several hosts: merges the packets, after a round with their sizes. */
+/* Several hosts: merges packets, after a round with their sizes. */
 static cddp_result cddp__send_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   size_t longest = 0;
@@ -19533,8 +19534,8 @@ static cddp_result cddp__send_rows(cddp_ddp *d, int kind) {
   r = cddp__round(g, kind, CDDP__PHASE_ROWS, 0 /* count */, size, sizeof size);
   if (r != CDDP_OK) return r;
   for (i = 0; i < g->size; i++)
-    longest = cddp__max(
-        longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
+    longest =
+        cddp__max(longest, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
   return cddp__gather_rows(d, longest);
 }
 
@@ -19595,7 +19596,7 @@ static int cddp__by_offset(const void *a, const void *b) {
   return x < y ? 1 : x > y ? -1 : 0;
 }
 
-/* Assigns the parameters to buckets. order: in which gradients became ready; NULL: reverse order of
+/* Assigns the parameters to buckets. order: of the gradients' arrival; NULL: reverse order of
    declaration. */
 static void cddp__set_plan(cddp_ddp *d, const int *order) {
   int b, i, param, in_arena; /* in_arena: parameters of the bucket, so far */
@@ -19629,8 +19630,8 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
   return bytes;
 }
 
-/* Writes the mean of adjacent gradients, `bytes` from offset `at` of parameter i on, over the ranks
-   that have data, to all ranks. Headers of the bucket's first round say which ranks are absent. */
+/* Writes the mean of adjacent gradients, `bytes` from offset `at` of parameter i on, to all ranks.
+   Headers of the bucket's first round say which ranks are absent: without data. */
 static void cddp__reduce_range(cddp_ddp *d, int i, size_t at, size_t bytes) {
   const cddp_group *g = d->comm;
   cddp_dtype dtype = d->params[i].dtype;
@@ -19687,7 +19688,7 @@ static cddp_result cddp__average_ranges(cddp_ddp *d, const cddp__bucket_state *b
   return r;
 }
 
-/* Collective: all ranks get the mean of the bucket. Runs in the engine of d->comm. */
+/* Collective, in the engine of d->comm: all ranks get the mean of the bucket. */
 static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_group *g = d->comm;
   uint64_t index = (uint64_t)(b - d->plan.buckets), record; /* index: ranks compare it */
@@ -19913,7 +19914,7 @@ static void cddp__end_sharing(cddp_optim *optim) {
   cddp__arena_free(d->group->host, optim->own_shared);
 }
 
-/* Local: copies the shared states to this rank's own memory, for cddp_optim_step. */
+/* Local: copies the shared states to own memory, for cddp_optim_step. */
 static cddp_result cddp__copy_shared(cddp_optim *optim) {
   const cddp_ddp *d = optim->shared_by;
   int i;
@@ -19925,8 +19926,8 @@ static cddp_result cddp__copy_shared(cddp_optim *optim) {
       d, optim, optim->shared_states, 0, d->layout.model_bytes, CDDP__FROM_SHARED);
 }
 
-/* Commits the pages of this rank's part of the shared states. A page at the border of two parts is
-   committed twice, which does no harm. */
+/* Commits the pages of this rank's part of the shared states. One at the border of two parts is
+   committed twice. */
 static cddp_result cddp__commit_shared(cddp_ddp *d, const cddp_optim *optim, char *states) {
   size_t stride = d->layout.state_stride, unit = cddp__page_unit(stride), from, to;
   cddp_result r = CDDP_OK;
@@ -19959,8 +19960,8 @@ static cddp__sharing_header cddp__sharing_header_of(const cddp_group *g, int ran
   return header;
 }
 
-/* Collective, after that round: maps the states of the host's first rank, and commits this rank's
-   part. here: the call, for a text. */
+/* Collective, after that round: maps the states of the host's first rank, and commits the part that
+   this rank steps. here: the call, for a text. */
 static cddp_result cddp__map_states(cddp_ddp *d, const cddp_optim *optim, const char *here,
                                     void **states) {
   cddp_group *g = d->control;
@@ -19984,8 +19985,7 @@ static cddp_result cddp__map_states(cddp_ddp *d, const cddp_optim *optim, const 
 }
 
 /* Collective, at optim's first step by this model: moves the states of this host's ranks to one
-   shared copy. The host's first rank allocates it, as LAZY memory: each rank commits the part that
-   it steps. */
+   shared copy. The host's first rank allocates it, as LAZY memory. */
 static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *optim) {
   cddp_group *g = d->control;
   size_t bytes = (size_t)optim->state_count * d->layout.state_stride, begin, end;
@@ -20119,17 +20119,17 @@ static size_t cddp__norm_block_of(const cddp__tensor *tensor, size_t at) {
    grad: its mean gradient from `begin` on. */
 static void cddp__set_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   double *sums = d->addresses.squares[d->me];
+  cddp_dtype dtype = d->params[i].dtype;
   size_t at, n;
   for (at = begin; at < end; at += n) {
     size_t block = cddp__norm_block_of(&d->tensors[i], at);
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
-    sums[block] = cddp__sum_squares(
-        grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype), d->params[i].dtype);
+    sums[block] = cddp__sum_squares(grad + (at - begin), n / cddp__dtype_size(dtype), dtype);
   }
 }
 
 /* Returns the factor of a clip, and sets d->step.norm. sums[p]: the squares of the norm blocks of
-   part p. All ranks add the same squares in the same order, so they get the same factor. */
+   part p. All ranks add them in the same order. */
 static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sums, int parts) {
   size_t begin, end, block, n;
   double sum = 0, factor;
@@ -20151,7 +20151,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, double *const *sum
   d->step.norm = (sqrt)(sum);
   d->step.has_norm = true;
   if (max_norm > DBL_MAX) return 1; /* infinite: only the norm is wanted */
-  factor = max_norm / (d->step.norm + 1e-6); /* 1e-6 as in PyTorch; a norm of NaN makes all NaN */
+  factor = max_norm / (d->step.norm + 1e-6); /* as in PyTorch; a norm of NaN makes all NaN */
   return factor >= 1 ? 1 : factor;
 }
 
@@ -20230,7 +20230,7 @@ static void cddp__take_mean(cddp_ddp *d, int i, void *out, size_t at, size_t n) 
   cddp__reduce(out, d->scratch.sources, d->step.active_count, n, d->params[i].dtype, CDDP_AVG);
 }
 
-/* Where the pass keeps the mean of parameter i at offset `at` of the model. */
+/* Where the pass keeps the mean at offset `at`, of parameter i. */
 static char *cddp__mean_at(const cddp__pass *pass, int i, size_t at) {
   return pass->means != NULL ? pass->means + at : cddp__gradient_at(pass->d, pass->d->me, i, at);
 }
@@ -20273,8 +20273,8 @@ static void cddp__copy_near(char *to, const char *from, size_t bytes) {
 }
 
 /* Writes `bytes` of new weights of parameter i, from offset `at`, to all ranks of the host, and
-   zeroes the gradients. But private weights are written to this rank's gradients, from where the
-   other ranks copy them: cddp__fetch_weights. */
+   zeroes the gradients. But private weights are written to this rank's gradients, for
+   cddp__fetch_weights. */
 static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, size_t at,
                                 size_t bytes) {
   const cddp__tensor *tensor = &d->tensors[i];
@@ -20316,17 +20316,12 @@ static cddp__update cddp__pass_update(const cddp__pass *pass, int i) {
   return cddp__update_of(optim, i, states, 1 /* stride */);
 }
 
-/* Whether cddp__fuse_loop steps parameter i. It takes the means itself. */
+/* Whether cddp__fuse_loop, which takes the means itself, steps parameter i. */
 static bool cddp__fuses(const cddp__pass *pass, int i, const cddp__update *u) {
   const cddp__tensor *tensor = &pass->d->tensors[i];
   return pass->can_fuse && u->loop != NULL && u->stored == CDDP_F32 &&
          tensor->used /* else its gradient is not a mean */ &&
          tensor->shared /* the loop writes weights to all ranks */;
-}
-
-/* Elements of a block from `at` on, to a multiple of block_bytes or to `end`. */
-static size_t cddp__block_count(size_t at, size_t end, size_t block_bytes, size_t esize) {
-  return cddp__min(block_bytes - at % block_bytes, end - at) / esize;
 }
 
 /* Steps the bytes [at, end) of the model, all of parameter i. */
@@ -20338,7 +20333,7 @@ static void cddp__step_range(const cddp__pass *pass, int i, size_t at, size_t en
     return;
   }
   for (; at < end; at += n * esize) {
-    n = cddp__block_count(at, end, CDDP__STEP_BLOCK, esize);
+    n = cddp__min(CDDP__STEP_BLOCK - at % CDDP__STEP_BLOCK, end - at) / esize;
     cddp__step_block(pass, i, &u, at, n);
   }
 }
@@ -20352,7 +20347,7 @@ static void cddp__mean_range(const cddp__pass *pass, int i, size_t at, size_t en
     fuses = cddp__fuses(pass, i, &u);
   }
   for (; at < end; at += n * esize) {
-    n = cddp__block_count(at, end, CDDP__BLOCK_BYTES, esize);
+    n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at) / esize;
     cddp__mean_block(pass, i, at, n, fuses);
   }
 }
@@ -20372,7 +20367,7 @@ static void cddp__run_pass(const cddp__pass *pass, size_t begin, size_t end) {
   }
 }
 
-/* A new pass: for means, without a clip, until the caller sets its other fields. */
+/* A pass for means, without a clip, until the caller sets other fields. */
 static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *optim, bool averaged) {
   cddp__pass pass;
   memset(&pass, 0, sizeof pass);
@@ -20479,9 +20474,9 @@ static cddp_result cddp__partitioned_step(cddp__pass *pass) {
   return r == CDDP_OK ? (optim->backend->copy)(optim) : r; /* to desc.copies */
 }
 
-/* memory->step. optim NULL, reduce_scatter: takes the means of this rank's part, in its gradients.
-   Else updates that part of the weights on all ranks, and fetches the other parts. After a failure
-   the caller ends the access to peers' memory. */
+/* memory->step. optim NULL, reduce_scatter: takes the means of this rank's part. Else updates that
+   part of the weights on all ranks, and fetches the others. After a failure the caller ends the
+   access to peers' memory. */
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged, bool wrote) {
   int size = d->group->local_size, kind = optim ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
   bool shares_states = optim != NULL && optim->state_count > 0 && !optim->partitioned;
@@ -20509,9 +20504,8 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
 
 /* cddp_ddp_all_gather: publishes this rank's partitions, fetches the others. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
-  cddp_result r = cddp__round( /* all ranks have stepped */
-      d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL, 0 /* count */, NULL,
-      0 /* no payload */);
+  cddp_result r = cddp__barrier( /* all ranks have stepped */
+      d->control, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL);
   int i;
   if (r == CDDP_OK) r = cddp__begin_access(d->control);
   if (r != CDDP_OK) return r;
@@ -20641,10 +20635,9 @@ static cddp_result cddp__next_shard(cddp_ddp *d) {
   return r;
 }
 
-/* Starts full buckets in order, up to one that is not full: all ranks start them in the same order.
-   d->lock held. */
+/* Starts full buckets, in the same order on all ranks: up to one that is not full. d->lock held. */
 static cddp_result cddp__launch_buckets(cddp_ddp *d) {
-  bool is_mean = /* one rank's gradients are the mean already, unless a hook or slots change them */
+  bool is_mean = /* one rank's gradients are, unless a hook or slots change them */
       d->group->size == 1 && d->desc.comm_hook == NULL && !d->shards.uses_slots;
   cddp_result r = CDDP_OK;
   if (is_mean) return CDDP_OK;
@@ -20671,7 +20664,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   const cddp_group *g;
   cddp__tensor *tensor;
   cddp__host *host;
-  bool noted, twice; /* called under no_sync; or for the second time in this step */
+  bool noted, twice = false; /* called under no_sync; or for the second time in this step */
   cddp_result r = CDDP_OK;
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(param >= 0 && param < d->count, "param is %d; it must be from 0 to %d", param,
@@ -20682,14 +20675,16 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   host = d->group->host;
   CDDP__POINT("ready");
   cddp__detect_second_thread(host);
-  /* Under no_sync nothing runs on a device, so none is selected. After an error of enter nothing
-     has changed: the caller can repeat the call. */
+  /* Under no_sync nothing runs on a device. After an error nothing has changed: the caller can
+     repeat the call. */
   if (!d->no_sync && (r = d->memory->enter(d)) != CDDP_OK) return r;
   pthread_mutex_lock(&d->lock);
   noted = d->no_sync; /* the gradient grows until a later call counts */
-  twice = !noted && tensor->ready;
-  if (noted) tensor->noted = true;
-  else if (!twice) {
+  if (noted) {
+    tensor->noted = true;
+  } else if (tensor->ready) {
+    twice = true;
+  } else {
     tensor->ready = true;
     d->plan.arrival[d->plan.arrived++] = param;
   }
@@ -20713,11 +20708,11 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   d->plan.buckets[tensor->bucket].remaining--;
   if (d->step.reduces_early) r = cddp__launch_buckets(d);
   pthread_mutex_unlock(&d->lock);
-  return r == CDDP_OK ? r : cddp__break_model(d, r); /* the bucket counts as started: no retry */
+  return r == CDDP_OK ? r : cddp__break_model(d, r);
 }
 
-/* Sets bit 0 of a hash of the optimizer's settings, which CDDP__OPTIM_HASH has cleared, if the
-   optimizer's states are shared. */
+/* Sets bit 0 of a hash of the optimizer's settings, which CDDP__OPTIM_HASH has cleared, if its
+   states are shared. */
 static uint64_t cddp__add_sharing(const cddp_optim *optim, uint64_t hash) {
   return hash | (uint64_t)(optim != NULL && optim->shared_by != NULL);
 }
@@ -20734,8 +20729,7 @@ static cddp__step_header cddp__step_header_of(const cddp_ddp *d, int rank) {
   return header;
 }
 
-/* The name of an optimizer's number `at`, for texts. The numbers: settings, lr_scales [count],
-   weight_decays [count]. */
+/* The name of an optimizer's number `at`: settings, lr_scales [count], weight_decays [count]. */
 static cddp__text cddp__setting_name(const cddp_ddp *d, size_t at) {
   size_t count = (size_t)d->count, of_params = at - CDDP__SETTING_COUNT; /* index in both lists */
   if (at < CDDP__SETTING_COUNT) return cddp__textf("%s", cddp__setting_names[at]);
@@ -20790,7 +20784,7 @@ static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *optim, in
   }
   if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine); /* the broadcast sends `theirs` */
   r = cddp__broadcast(g, theirs, n * sizeof *theirs, first);
-  /* An absent rank gets the others' lr, number 0: it compares from the next one on. */
+  /* An absent rank gets the others' lr, number 0. */
   k = d->uneven.absent != 0 ? CDDP__SETTING_LR + 1 : 0;
   while (k < n && memcmp(&mine[k], &theirs[k], sizeof *mine) == 0) k++; /* equal bits */
   if (optim != NULL && k < n) { /* NULL: in cddp_ddp_join without one */
@@ -20876,8 +20870,8 @@ static bool cddp__flag_missing(unsigned char flag) {
   return flag == 0 || flag == CDDP__FLAG_NOTED;
 }
 
-/* Fails with a list of the first gradients that are missing, from scratch.flags. CDDP_MISMATCH: one
-   is missing on some ranks only; else CDDP_INVALID_ARGUMENT. */
+/* Fails with a list of missing gradients, from scratch.flags. CDDP_MISMATCH: one is missing on some
+   ranks only; else CDDP_INVALID_ARGUMENT. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
   int i, p, shown = 0; /* shown: in the list */
   bool any_noted = false;
@@ -20995,12 +20989,12 @@ static bool cddp__reduces_early(const cddp_ddp *d, bool stepped) {
   const cddp_group *g = d->group;
   bool one_pass = /* cddp__run_pass can read all gradients */
       d->desc.comm_hook == NULL && g->carrier->shares_memory && !g->backend->on_device;
-  if (d->shards.uses_slots || d->desc.elastic) return false; /* the last shard must end first */
+  if (d->shards.uses_slots || d->desc.elastic) return false; /* shards end first */
   return !one_pass || (g->size > 1 && !stepped);
 }
 
-/* Counts the step and prepares the next. After the first one buckets follow the order in which
-   gradients arrived on the first rank with data. stepped: by an optimizer's pass or kernel. */
+/* Counts the step and prepares the next. After the first one buckets follow the order of arrival on
+   the first rank with data. stepped: by an optimizer's pass or kernel. */
 static cddp_result cddp__complete(cddp_ddp *d, bool stepped) {
   cddp_result r = CDDP_OK;
   d->step.reduces_early = cddp__reduces_early(d, stepped);
@@ -21106,8 +21100,8 @@ static cddp_result cddp__reduce_gradients(cddp_ddp *d, int kind, const cddp_opti
   return r;
 }
 
-/* Whether NCCL reduces each part of the next step's buckets only to the rank that steps it, not to
-   all. Buckets start before the next call is known: it is assumed to be like this one. */
+/* Whether NCCL reduces each part of the next step's buckets only to the rank that steps it. Buckets
+   start before the next call is known: it is assumed to be like this one. */
 static bool cddp__scatters_next(const cddp_ddp *d, int kind, const cddp_optim *optim) {
   /* With a hook, a clip or sums of shards each rank needs the whole mean. */
   return cddp__needs_part_only(kind, optim) && d->group->backend->enqueues &&
@@ -21178,7 +21172,7 @@ static cddp_result cddp__check_pair(cddp_ddp *d, cddp_optim *optim) {
   for (i = 0; i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(optim, i)) != CDDP_OK) return r;
   optim->number = ++d->pairings;
-  for (i = 0; i < d->count; i++) /* masters of a file, or of another model, are taken as current */
+  for (i = 0; i < d->count; i++) /* masters of a file or another model count as current */
     if (cddp__keeps_master(optim, i)) d->tensors[i].last_optim = optim->number;
   optim->paired = d->id;
   return CDDP_OK;
@@ -21253,8 +21247,8 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
         Before the next cddp_ddp_step weights and states come from a rank that has data. If all
         ranks are absent they come from the last one that called cddp_ddp_join. */
 
-/* On an absent rank: makes the call that the ranks with data made, as the header of the first of
-   them (lead) says. optim: the one passed to cddp_ddp_join. */
+/* On an absent rank: makes the call that the ranks with data made, as the header of the first one
+   (lead) says. optim: of cddp_ddp_join. */
 static cddp_result cddp__match_call(cddp_ddp *d, cddp_optim *optim, uint64_t missing) {
   int lead = d->step.active[0];
   uint32_t kind = /* of the call of `lead`, in its header of the meeting */
@@ -21401,8 +21395,7 @@ static void cddp__describe_settings(const cddp_ddp *d, cddp__model_info *out) {
 
 #define CDDP__SETTINGS (-1) /* instead of a parameter's index */
 
-/* Hash and text of the properties of parameter i that must be equal on all ranks, or of the
-   settings (i: CDDP__SETTINGS). */
+/* The same of parameter i, or of the settings (i: CDDP__SETTINGS). */
 static cddp__model_info cddp__describe(const cddp_ddp *d, int i) {
   cddp__model_info info;
   const char *name = i >= 0 && d->params[i].name != NULL ? d->params[i].name : "";
@@ -21445,11 +21438,11 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info 
       "elements than on the ranks of the job", d->group->rank);
 }
 
-/* Where the first setting that differs begins in two texts of settings, separated by ", ". */
+/* Where the first setting that differs begins in two texts of settings. */
 static size_t cddp__first_difference(const char *mine, const char *theirs) {
   size_t begin = 0, i;
   for (i = 0; mine[i] != 0 && mine[i] == theirs[i]; i++)
-    if (mine[i] == ' ' && mine[i - 1] == ',') begin = i + 1;
+    if (mine[i] == ' ' && mine[i - 1] == ',') begin = i + 1; /* ", " separates them */
   return begin;
 }
 
@@ -21486,7 +21479,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 
 static cddp__atomic_u32 cddp__models_made; /* in this process: for cddp_ddp.id */
 
-/* Gives an optimizer private states again, since the model that shares them is destroyed. */
+/* Gives an optimizer private states again. */
 static void cddp__unshare_states(cddp_ddp *d, cddp_optim *optim) {
   /* A failed model can have states that are stepped in part: the optimizer starts without any. */
   if (cddp__has_cause(&d->failure) || cddp__is_broken(d->control) ||
@@ -21505,8 +21498,8 @@ static void cddp__leave_private(const cddp_ddp *d, cddp_group *g) {
   if (g != NULL && g != d->group) cddp__group_leave(g);
 }
 
-/* Local: leaves the model's groups and frees its memory. d can be half made, after a failure of
-   cddp__ddp_new or _setup. Keeps this thread's error text. */
+/* Local: leaves the model's groups and frees its memory. d can be half made. Keeps this thread's
+   error text. */
 static void cddp__ddp_free(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   const cddp_allocator *a = &host->allocator;
@@ -21538,7 +21531,7 @@ static void cddp__ddp_free(cddp_ddp *d) {
   if (d->rows.sparse != NULL)
     for (i = 0; i < d->count; i++) cddp__sparse_free(a, d->rows.sparse[i]);
   g = d->group;
-  cddp__free(a, d); /* with the arrays, which are in the same allocation */
+  cddp__free(a, d); /* with the arrays */
   cddp__group_hold(g, CDDP__REMOVE_USE); /* frees g if the program has destroyed it */
   memcpy(cddp__error_text, text, sizeof text);
 }
@@ -21595,8 +21588,7 @@ static size_t cddp__bucket_limit(double mb) {
   return mb * 1048576 < (double)SIZE_MAX ? (size_t)(mb * 1048576) : SIZE_MAX;
 }
 
-/* The first half of creation, local: fields that depend on the arguments alone. NULL: no memory,
-   text set. */
+/* The first half of creation: local. NULL: no memory, text set. */
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
   double cap = desc->bucket_cap_mb, first = desc->first_bucket_mb; /* 0: the default */
@@ -21654,8 +21646,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   return d;
 }
 
-/* Whether another rank is a thread of this process. As the locks on the memfd are the process's, an
-   elastic model would free memory that the other thread still reads. */
+/* Whether another rank is a thread of this process. The locks on the memfd are the process's, so an
+   elastic model would free memory that the thread reads. */
 static bool cddp__shares_process(const cddp_group *g) {
   int k;
   if (g->host->joined) return false; /* its group has no other rank */
@@ -21666,8 +21658,7 @@ static bool cddp__shares_process(const cddp_group *g) {
   return false;
 }
 
-/* What `elastic` excludes, for a text; NULL: nothing does. other: a setting that `shards` excludes
-   too. */
+/* What `elastic` excludes here; NULL: nothing. other: a setting that `shards` excludes too. */
 static const char *cddp__elastic_clash(const cddp_ddp *d, const char *other) {
   const cddp_group *g = d->group;
   if (g->id != 0) return "a group of cddp_group_split";
@@ -21725,10 +21716,9 @@ static void cddp__place_partitions(cddp_ddp *d) {
   }
 }
 
-/* Collective. *out: a group that reduces buckets or that a hook uses. With NCCL, which enqueues
-   their calls, the caller's group: one order of calls, one set of connections. Else, or if the
-   model is elastic, a private one. check: ranks compare it. No split by the program passes such a
-   number, so a rank that calls another split of d->group is found. */
+/* Collective. *out: a group that reduces buckets or that a hook uses. With NCCL the caller's, for
+   one order of calls and one set of connections, else (or elastic) a private one. check: ranks
+   compare it. No split by the program passes such a number. */
 static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_group **out) {
   cddp_group *g = d->group;
   cddp_result r;
@@ -21741,8 +21731,8 @@ static cddp_result cddp__private_group(const cddp_ddp *d, uint64_t check, cddp_g
   return CDDP_OK;
 }
 
-/* Collective: creates the model's groups, compares the models, maps weights and gradients. Each
-   cddp__agree makes a failure of one rank the result of all. */
+/* Collective: creates the groups, compares the models, maps weights and gradients. Each cddp__agree
+   makes a failure of one rank the result of all. */
 static cddp_result cddp__connect_model(cddp_ddp *d) {
   cddp_group *g = d->group;
   cddp_result r = cddp__split( /* not cddp__split_group: control needs no device context */
@@ -21776,8 +21766,8 @@ static cddp_result cddp__share_model(cddp_ddp *d) {
   return r;
 }
 
-/* The second half of creation: collective; in a joining process (joins) local. There d->control is
-   NULL, and cddp__agree returns its argument. After a failure the caller frees d. */
+/* The second half: collective; in a joining process (joins) local. There d->control is NULL, and
+   cddp__agree returns its argument. After a failure the caller frees d. */
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_result r = d->memory->select_device(d);
   if (r == CDDP_OK) r = joins ? cddp__check_shards(d) : cddp__connect_model(d);
@@ -22933,7 +22923,7 @@ static void cddp__elastic_begin_step(cddp_ddp *d) {
   cddp__assign_shards(d->shards.owner, d->shards.count, d->step.active_count);
 }
 
-/* Clears the gradients for another shard. A sum in them moves into a slot. */
+/* Clears the gradients. A sum in them moves into a slot. */
 static cddp_result cddp__elastic_clear_gradients(cddp_ddp *d) {
   cddp__shard_node *nodes = d->shards.own_nodes;
   int slot = cddp__free_slot(nodes, d->shards.own_node_count), i = 0;
@@ -23017,7 +23007,7 @@ static int cddp__rank_of_window(const cddp_group *g, int window) {
 /* Breaks this process's groups, such as that of cddp_init, with the lost process of this window: no
    call may read its memory. */
 static void cddp__break_groups_of(cddp__host *host, int window) {
-  char saved_text[CDDP__ERROR_MAX]; /* a caller can report its own failure after this */
+  char saved_text[CDDP__ERROR_MAX]; /* of the caller's own failure */
   cddp_group *g;
   memcpy(saved_text, cddp__error_text, sizeof saved_text);
   pthread_mutex_lock(&host->lock);
@@ -23044,7 +23034,7 @@ static bool cddp__group_in_use(cddp_group *g) {
 /* Makes the control block of a broken group private, at the same address. false: no memory, nothing
    has changed. Lock: host.lock. */
 static bool cddp__make_block_private(cddp_group *g) {
-  size_t bytes = cddp__head_bytes(g->size, g->local_size); /* without the staging buffers */
+  size_t bytes = cddp__head_bytes(g->size, g->local_size);
   char *copy = cddp__map_memory(-1 /* fd: private */, 0 /* base */, bytes);
   if (copy == NULL) return false;
   memcpy(copy, g->block, bytes);
@@ -23057,8 +23047,8 @@ static bool cddp__make_block_private(cddp_group *g) {
   return true;
 }
 
-/* Whether this process can still access a lost process's memory: a call uses it, or another model's
-   optimizer can have states there. Control blocks there become private. */
+/* Whether this process can still access a lost process's memory: by a call, or another model's
+   optimizer with states there. Control blocks there become private. */
 static bool cddp__window_in_use(const cddp_ddp *d, int window) {
   cddp__host *host = d->group->host;
   cddp_group *g;
@@ -23097,8 +23087,8 @@ static void cddp__elastic_note_lost(cddp_ddp *d) {
   }
 }
 
-/* Whether a process that was lost in `step` or later still lives: it is stopped, or failed for a
-   local reason. It can still write to the control blocks of groups that it was in. */
+/* Whether a process that was lost in `step` or later still lives (stopped, or failed for a local
+   reason): it can still write to the control blocks of its groups. */
 static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   cddp__process *p = NULL;
   if (host->arena.fd < 0) return false; /* nothing is shared */
@@ -23107,8 +23097,7 @@ static bool cddp__lost_lives(cddp__host *host, uint64_t step) {
   return false;
 }
 
-/* Frees the control blocks of groups that were left before this step, if no process that was lost
-   in them still lives. */
+/* Frees the control blocks of groups left before this step, unless lost processes still live. */
 static void cddp__free_lost_blocks(cddp__elastic *elastic, cddp__host *host) {
   size_t i, kept = 0; /* kept: blocks that stay in the list */
   for (i = 0; i < elastic->lost_count; i++) {
@@ -23122,7 +23111,7 @@ static void cddp__free_lost_blocks(cddp__elastic *elastic, cddp__host *host) {
 }
 
 /* In a reduction that all members have entered: frees memory of processes and groups lost before
-   this step. No rank reads the means of those steps any more. */
+   this step, of which no rank reads means any more. */
 static void cddp__free_lost(cddp_ddp *d) {
   cddp__host *host = d->group->host;
   cddp__process *p, *next;
@@ -23213,8 +23202,7 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
 
 /* --- the reduction --- */
 
-/* Fails unless `other`, the last update of `member`, is the same call as this rank's. The members
-   fail alone or together: cddp__check_updates decides. */
+/* Fails unless `other`, the last update of `member`, is the same call as this rank's. */
 static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *other,
                                         int member) {
   const cddp__elastic_call *mine = &d->elastic->last_update;
@@ -23261,8 +23249,8 @@ static uint64_t cddp__since(const cddp_ddp *d, int k) {
   return d->elastic->meeting.members[d->elastic->member_of_rank[k]].since;
 }
 
-/* Checks that the last update of each member was the same call as that of the oldest member that
-   has made one. A member that differs and joined later fails alone, and is lost. Else all fail. */
+/* Compares the last update of each member with that of the oldest one that has made any. A member
+   that differs and joined later fails alone, and is lost. Else all fail. */
 static cddp_result cddp__check_updates(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp__elastic_call call; /* kind 0: no update yet: the job's first step, or the member joined */
@@ -23293,13 +23281,13 @@ static cddp_result cddp__await_model(cddp_ddp *d) {
   return d->memory->await != NULL ? (d->memory->await)(d) : CDDP_OK;
 }
 
-/* Part k of a mean in `parts` parts: bytes [*begin, *end) of the model. */
+/* Part k of a mean in `parts` parts: bytes of the model. */
 static void cddp__mean_part_of(const cddp_ddp *d, int parts, int k, size_t *begin, size_t *end) {
   cddp__slice(d->layout.dense_bytes, CDDP__BLOCK_BYTES, parts, k, begin, end);
 }
 
-/* The mean on one host. Each rank reads the nodes of all ranks in place. It computes its part, and
-   for a clip the part's squares, in its own memory, where the others read them after a round. */
+/* The mean on one host. Each rank reads the nodes of all ranks in place, and computes its part, for
+   a clip also its squares, in its own memory. The others read them after a round. */
 static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   char **packets = (char **)d->scratch.buffers; /* not in use: elastic models reduce no buckets */
@@ -23326,8 +23314,7 @@ static cddp_result cddp__reduce_in_memory(cddp_ddp *d) {
   cddp__mean_part_of(d, elastic->mean_parts, d->me, &begin, &end);
   cddp__run_pass(&pass, begin, end);
   CDDP__POINT("elastic exchanged");
-  return cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE, 0 /* count */,
-                     NULL /* payload */, 0);
+  return cddp__barrier(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_DONE);
 }
 
 /* This rank has, or is about to receive, the whole mean in its own memory. */
@@ -23343,11 +23330,10 @@ static cddp_result cddp__reduce_by_messages(cddp_ddp *d, size_t longest) {
   cddp__set_whole_mean(d->elastic);
   if (d->rows.sparse != NULL) r = cddp__gather_rows(d, longest);
   CDDP__POINT("elastic rows gathered");
-  /* No rank completes the reduction until all have the rows: no meeting sends them. With dense
+  /* No rank completes the reduction until all have the rows, which no meeting sends. With dense
      gradients cddp__gather_nodes waits for that. */
   if (r == CDDP_OK && d->layout.dense_bytes == 0)
-    r = cddp__round(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE, 0 /* count */,
-                    NULL /* payload */, 0);
+    r = cddp__barrier(d->control, CDDP__KIND_DDP_NEXT, CDDP__PHASE_ROWS_DONE);
   if (r == CDDP_OK) r = cddp__gather_nodes(d, d->elastic->mean);
   return r == CDDP_OK ? cddp__await_model(d) : r;
 }
@@ -23515,8 +23501,8 @@ static bool cddp__record_ends_in(cddp_ddp *d, cddp_group *g) {
   return unproven;
 }
 
-/* Before the groups are left: sets meeting.ended. If a member's link was reset, that of the other
-   group can prove the end: this waits for it up to 20 ms. */
+/* Before the groups are left: sets meeting.ended. If a link was reset, that of the other group can
+   prove the end: waits for it up to 20 ms. */
 static void cddp__elastic_record_ends(cddp_ddp *d) {
   bool unproven;
   cddp__wait wait;
@@ -23590,8 +23576,8 @@ static cddp_result cddp__check_memfd(const cddp__host *host) {
                                  "which an elastic model cannot replace ranks");
 }
 
-/* Creates a group of the members in `table`, without waiting for them. On each host the lowest rank
-   owns the control block. which: 0, control; 1, comm. */
+/* Creates a group of the members in `table`, without waiting for them. A host's lowest rank owns
+   the control block. which: 0, control; 1, comm. */
 static cddp_result cddp__elastic_create_group(cddp_ddp *d, cddp__message *table, int which,
                                               cddp_group **out) {
   cddp__elastic *elastic = d->elastic;
@@ -23658,9 +23644,9 @@ static cddp_result cddp__commit_mean_part(cddp_ddp *d) {
   return cddp__commit_lazy(d->group->host, d->elastic->mean + begin, end - begin);
 }
 
-/* Collective: connects the members' new groups and exchanges the addresses of each cddp__published.
-   Sets the addresses, and allocates the pages, that depend on the ranks. Both groups get links: the
-   system of a dead process resets a link with unread bytes, but at most one of the two has any. */
+/* Collective: connects the new groups, exchanges the addresses of each cddp__published, and
+   allocates the pages of the mean. Both groups get links: the system of a dead process resets a
+   link with unread bytes, but at most one of the two has any. */
 static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   cddp__elastic *elastic = d->elastic;
   cddp_group *g = d->control;
@@ -23672,8 +23658,7 @@ static cddp_result cddp__elastic_connect(cddp_ddp *d) {
   if (elastic->own != NULL) ref = cddp__ref_of(d->group->host, elastic->own, bytes);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, &ref, sizeof ref);
   if (r == CDDP_OK) /* makes the links of comm */
-    r = cddp__round(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */,
-                    NULL /* payload */, 0);
+    r = cddp__barrier(d->comm, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED);
   for (k = 0; k < g->size && r == CDDP_OK; k++) {
     void *at = elastic->own;
     if (at == NULL /* a GPU */ || g->host_index[k] < 0 /* on another host */) continue;
@@ -23704,8 +23689,8 @@ static int cddp__rank_with_sum(const cddp_ddp *d, cddp__message *table, uint64_t
 }
 
 /* Sets the owner of each shard of reduction number `next`: a rank that has its sum, else one that
-   computes it. A reduction that is repeated needs the weights before it, which only the ranks that
-   lack it still have (`able`). */
+   computes it. To repeat a reduction it needs older weights, which only ranks that lack the mean
+   have (`able`). */
 static void cddp__assign_missing_shards(cddp_ddp *d, cddp__message *table, uint64_t next) {
   int *owner = d->shards.owner, able[CDDP__MAX_RANKS], able_count = 0, i, k;
   int missing = 0, assigned = 0; /* shards without a sum: all; those that have an owner now */
@@ -23728,9 +23713,9 @@ static bool cddp__lacks_mean(const cddp__rank_report *report, const cddp__rank_r
   return report->head.joining == 0 && report->reductions < from->reductions;
 }
 
-/* Sets the groups' ranks, what this step needs, and the owners of shards. Returns the report of the
-   rank that gives its mean and weights: the first member with the most reductions, preferably one
-   with the last mean; NULL: all ranks are joining. */
+/* Sets the groups' ranks, elastic->repeat, and the owners of shards. Returns the report of the rank
+   that gives its mean and weights: the first member with the most reductions, preferably one with
+   the last mean; NULL: all ranks are joining. */
 static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *table) {
   cddp__elastic *elastic = d->elastic;
   cddp__rank_report *from = NULL, *report;
@@ -23760,8 +23745,8 @@ static cddp__rank_report *cddp__elastic_apply_table(cddp_ddp *d, cddp__message *
   return from;
 }
 
-/* Collective: broadcasts the bytes of rank `source` to the joining ranks in chunks. The other ranks
-   only pass them on, in scratch memory (`passed`), and ignore `data`. */
+/* Collective: broadcasts the bytes of rank `source` to the joining ranks in chunks. The others pass
+   them on, in scratch memory (`passed`), and ignore `data`. */
 static cddp_result cddp__elastic_broadcast(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__elastic *elastic = d->elastic;
   const cddp_allocator *allocator = &d->group->host->allocator;
@@ -23953,11 +23938,9 @@ static cddp__pass cddp__part_pass(cddp_ddp *d, cddp_optim *optim, int k, size_t 
   return pass;
 }
 
-/* On a host: updates all of this rank's weights and states by the mean, also the parts that are in
-   other ranks' memory. */
+/* On a host: updates this rank's weights and states by the mean. */
 static cddp_result cddp__step_own_weights(cddp_ddp *d, cddp_optim *optim) {
-  /* NULL if optim was created without desc.ddp. cddp__optim_prepare needs the model's, and they are
-     set only for its call. */
+  /* NULL if optim was created without desc.ddp. cddp__optim_prepare needs the model's. */
   cddp__sparse *const *own_sparse = optim->sparse;
   cddp__elastic *elastic = d->elastic;
   double clip = 1; /* the factor of all gradients */
