@@ -1628,9 +1628,9 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
              cddp__reduce              adds all values, in canonical order
      cddp_all_reduce of 25 MiB: as above up to cddp__run_recorded, then carrier->run
        cddp__run_large                 a round announces where the buffers are
-         cddp__copy_direct             shared memory: cddp__reduce_slices, then one more round
+         cddp__run_direct              shared memory: cddp__reduce_slices, then one more round
          cddp__run_staged              other memory, by chunks: cddp__write_shares, a round,
-                                       cddp__exchange_slices or cddp__read_staged
+                                       cddp__read_chunk
      Training step of a model on one host, 2 rounds: >>ddp-step and >>ddp-host
        cddp_ddp_step, cddp__run_step, cddp__ddp_step
          cddp__ddp_meet                a round: settings, missing gradients
@@ -1739,7 +1739,7 @@ typedef struct cddp__text {
 
 /* --- what the ranks of a host share --- */
 
-/* A reference to a buffer that is valid in every process of the host: cddp__map_ref. */
+/* A reference to a buffer, for all processes of the host: cddp__map_ref. */
 typedef struct cddp__ref {
   uint64_t base; /* EXTENT: offset of the segment in the memfd; POINTER: the buffer's address */
   uint64_t size; /* EXTENT: bytes of the segment, which readers map */
@@ -1747,17 +1747,17 @@ typedef struct cddp__ref {
   uint64_t kind; /* CDDP__REF_* */
 } cddp__ref;
 enum {
-  CDDP__REF_NONE,   /* private memory, which others cannot read; or the owner got no memory */
-  CDDP__REF_UNUSED, /* other ranks do not need this buffer in the call */
+  CDDP__REF_NONE,   /* private memory, or the owner got none */
+  CDDP__REF_UNUSED, /* other ranks do not need it */
   CDDP__REF_EXTENT, /* in the memfd */
   CDDP__REF_POINTER /* the ranks are threads of one process */
 };
 
 /* An element type. Parameters of models are of class FLOAT or HALF. */
 typedef struct cddp__dtype_info {
-  const char *name, *file_name; /* "f32" in texts; "F32" in safetensors files */
+  const char *name, *file_name; /* "f32"; "F32" in safetensors files */
   unsigned char size; /* bytes of an element */
-  unsigned char cls; /* class: CDDP__CLASS_* */
+  unsigned char cls; /* CDDP__CLASS_* */
 } cddp__dtype_info;
 #define CDDP__X(name, text, type, cls, loops /* unused here: for >>reduce */) \
   {text, &#name[5] /* after CDDP_ */, (unsigned char)sizeof(type), CDDP__CLASS_##cls},
@@ -1816,17 +1816,16 @@ enum cddp__phase {
 /* shared: a rank's announcement of one round. The rank writes it, seq last. Each rank has two, for
    even and odd rounds. */
 typedef struct cddp__op_header {
-  cddp__atomic_u32 seq; /* number of the round. Readers poll it, or sleep until it changes */
+  cddp__atomic_u32 seq; /* number of the round: readers poll it */
   uint32_t call; /* kind, dtype, op and phase, as packed by cddp__call_code */
-  uint64_t count; /* elements, or another number on which the ranks must agree */
+  uint64_t count; /* elements, or another number on which ranks must agree */
   int32_t root; /* rank; -1: the call has no root */
-  uint32_t fp_mode; /* cddp__fp_mode() of the calling thread, so that results are the same on all
-                       ranks; 0 too if the call does not compute */
+  uint32_t fp_mode; /* cddp__fp_mode() of the caller; 0 too if the call does not compute */
   union {
-    unsigned char bytes[CDDP__PAYLOAD]; /* the value of a small collective, or other data */
+    unsigned char bytes[CDDP__PAYLOAD]; /* a small collective's value, or other data */
     cddp__ref ref; /* PHASE_REFS: this rank's buffer; PHASE_BLOCK: the new control block */
     int32_t split[2]; /* cddp_group_split: color and key of this rank */
-  } u; /* payload, as the call and its phase need it */
+  } u; /* payload */
 } cddp__op_header;
 
 /* shared: a posted send. Sender and receiver write state in turn; the sender writes the rest. Only
@@ -1835,13 +1834,12 @@ typedef struct cddp__op_header {
 typedef struct cddp__send_request {
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SEND_*, or CDDP__POSTED_TO(receiver) */
   cddp__atomic_u32 tag; /* atomic, as is number: receivers read both before they take the request */
-  uint32_t dtype; /* of the elements. A receive with another dtype or count sets REFUSED */
+  uint32_t dtype;
   uint64_t count; /* elements */
-  cddp__atomic_u64 number; /* of the send at its sender, ascending: receivers take the lowest */
+  cddp__atomic_u64 number; /* ascending: receivers take the lowest */
   union {
-    unsigned char bytes[sizeof(cddp__ref)]; /* a message that fits is in this cache line itself: its
-                                               receiver reads no other */
-    cddp__ref ref; /* a longer message: where it is, the program's buffer or `stage` */
+    unsigned char bytes[sizeof(cddp__ref)]; /* a short message itself */
+    cddp__ref ref; /* of a longer one: the program's buffer or `stage` */
   } u;
   void *stage CDDP__OWN_LINE; /* the sender's memory for copies of messages, kept for reuse; NULL:
                                  none yet, or freed by cddp__scan_sends. From here on only the
@@ -1852,16 +1850,16 @@ typedef struct cddp__send_request {
 } cddp__send_request;
 enum {
   CDDP__SEND_FREE,   /* the sender can use the request */
-  CDDP__SEND_POSTED, /* for a receiver: in the low byte of CDDP__POSTED_TO */
+  CDDP__SEND_POSTED, /* for a receiver: CDDP__POSTED_TO */
   CDDP__SEND_TAKEN,  /* the receiver copies the bytes */
   CDDP__SEND_DONE,   /* the receiver has the bytes; the sender sets FREE */
   CDDP__SEND_REFUSED /* the receive has another count or dtype: the group is broken */
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
 
-#define CDDP__SENDS 128 /* requests in a slot. More can be added (CDDP__SEND_BLOCKS), but a send
-                           without a handle blocks while more wait for one rank */
-#define CDDP__SEND_BLOCKS 16 /* most blocks of requests of a rank: block i has CDDP__SENDS << i */
+#define CDDP__SENDS 128 /* requests in a slot; a send without a handle blocks while more wait for
+                           one rank */
+#define CDDP__SEND_BLOCKS 16 /* most blocks of requests: block i has CDDP__SENDS << i */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text: with slot.site_round, two cache lines */
 #define CDDP__WHERE_MAX 160 /* bytes of slot.where */
 
@@ -1889,45 +1887,38 @@ typedef struct cddp__slot {
   cddp__atomic_u32 state CDDP__OWN_LINE; /* CDDP__SLOT_*. If ranks are threads, cddp_run_threads
                                             writes TAKEN in the first group, for all of them */
   cddp__atomic_u32 inside; /* 1: the rank can be accessing peers' memory: cddp__begin_access */
-  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* low half: 1 + the rank of another host for which this
-                                             rank waits, so texts name that rank as late instead of
-                                             this one; 0: none. High half: when it was written, in
-                                             ms of cddp__monotonic */
+  cddp__atomic_u64 awaits CDDP__OWN_LINE; /* low half: 1 + the rank of another host that this rank
+                                             awaits: texts name that one as late; 0: none. High
+                                             half: when it was written, in ms of cddp__monotonic */
   /* Messages, and counters. */
-  cddp__atomic_u32 events; /* futex word for waits for messages. A peer, or a thread of this rank,
-                              increments it after it has changed a send from or for this rank, or
-                              received a message. One host: only if event_sleepers is not 0.
-                              Several hosts: always, since event_sleepers does not count threads in
-                              epoll_wait */
+  cddp__atomic_u32 events; /* futex word for waits for messages: incremented after a send from or
+                              for this rank has changed, or a message has arrived: cddp__notify */
   cddp__atomic_u32 event_sleepers; /* threads of this rank that sleep on `events` */
-  cddp__atomic_u32 send_top; /* 1 + the highest index of a send request that was ever used: only
-                                requests below it are scanned */
+  cddp__atomic_u32 send_top; /* 1 + the highest index of a send request that was ever used */
   cddp__atomic_u32 calls; /* number of the last call in call_log */
-  cddp__atomic_u32 works; /* operations queued or running in the rank's engine, except one that
-                             engine.own has outside the queue. Peers read it: while it is not 0,
-                             the rank can continue, so it is in no deadlock */
+  cddp__atomic_u32 works; /* operations queued or running in the rank's engine. Peers read it: while
+                             it is not 0, the rank can continue, so it is in no deadlock */
   cddp__atomic_u32 ended; /* job's first group: how the process died, 1 << 16 | its wait status, as
-                             waitpid has it; 0: not known. Writer: the rank before this one on the
-                             host, which has a pidfd of the process */
+                             waitpid has it; 0: not known. Writer: cddp__watch_next of the rank
+                             before this one */
   cddp__send_request sends[CDDP__SENDS];
   /* Failure. */
-  cddp__atomic_u32 site_round; /* the last round in which this rank found that ranks made different
-                                  calls; stored when `site` is complete */
-  char site[CDDP__SITE_MAX]; /* call site of this rank's call in site_round */
+  cddp__atomic_u32 site_round; /* the last round in which ranks made different calls; stored when
+                                  `site` is complete */
+  char site[CDDP__SITE_MAX]; /* of this rank's call in site_round */
   char failure[CDDP__ERROR_MAX]; /* the group's error if block.broken names this slot; fail_lock */
-  /* In the job's first group: the place where the rank waits, for texts of ranks that wait for it.
-     Writer: the waiting thread. */
-  cddp__atomic_u64 wait; /* a thread waits for a round: low half of the group's id << 32 | number of
-                            the round; UINT64_MAX: for a message; 0: no thread waits for long */
+  /* In the job's first group: where the rank waits, for texts of ranks that wait for it. Writer:
+     the waiting thread. */
+  cddp__atomic_u64 wait; /* for a round: low half of the group's id << 32 | number of the round;
+                            UINT64_MAX: for a message; 0: no thread waits for long */
   cddp__atomic_u32 wait_failed; /* 1: the last wait shown in `wait` has failed, at `where` */
-  cddp__atomic_u32 multithreaded; /* 1: several threads of the rank use cddp. While one waits,
-                                     another can end that wait: peers assume no deadlock */
-  char where[CDDP__WHERE_MAX]; /* operation and call site of the last wait shown in `wait` */
+  cddp__atomic_u32 multithreaded; /* 1: several threads of the rank use cddp, so one can end
+                                     another's wait: peers assume no deadlock */
+  char where[CDDP__WHERE_MAX]; /* operation and call site of that wait */
   /* Memory of this rank, and its calls on device memory. */
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* [i]: block i of requests, i > 0; block 0 is `sends` */
-  cddp__ref scratch; /* several hosts: memory for copies of chunks of this rank's buffers that are
-                        private, which peers cannot read */
-  cddp__logged_call call_log[CDDP__CALL_LOG]; /* a ring of the calls up to number `calls` */
+  cddp__ref scratch; /* several hosts: memory for copies of chunks of private buffers */
+  cddp__logged_call call_log[CDDP__CALL_LOG]; /* a ring of the latest calls */
   cddp__atomic_u32 sent[CDDP__COUNTED_PEERS]; /* [p]: messages on device memory to rank p so far */
 } cddp__slot;
 /* States of a slot. A process that dies leaves TAKEN: others notice by pidfd and lock. */
@@ -1952,27 +1943,24 @@ typedef struct cddp__control_block {
                                                reset */
   cddp__atomic_u32 release CDDP__OWN_LINE; /* oversubscribed: last round that all ranks reached, set
                                               by the last to arrive */
-  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads asleep on a header, arrivals or release: with
-                                               none, ranks need no system call to wake them */
+  cddp__atomic_u32 sleepers CDDP__OWN_LINE; /* threads asleep on a header, arrivals or release */
   cddp__atomic_u32 broken CDDP__OWN_LINE; /* 0: not broken; else a cddp_result | the index of the
                                              slot with the text << 8 */
-  cddp__atomic_u32 left; /* number of the host's ranks that have left the group, or that have ended
-                            and are counted by another rank (cddp__leave_for_ended) */
-  cddp__atomic_u32 generation; /* number of the block that has this memory now. If it changes, the
-                                  earlier block was freed */
-  cddp__atomic_u32 size; /* number of the group's ranks on the host: when `left` reaches it, the
-                            block is freed. 0: the block is being made, or is the first group's */
-  cddp__atomic_u32 staging_bytes; /* of a staging buffer: chosen by the host's first rank, since
-                               ranks can find different caches */
-  cddp__atomic_u32 cores; /* number that all ranks of the host together can use; until that is
-                             known, the first rank's number */
-  cddp__atomic_u32 joins; /* job's first group: number of processes that have joined so far */
+  cddp__atomic_u32 left; /* number of the host's ranks that have left the group, or have ended and
+                            are counted by another (cddp__leave_for_ended) */
+  cddp__atomic_u32 generation; /* if it changes, the block was freed, and another has this memory */
+  cddp__atomic_u32 size; /* when `left` reaches this number, the block is freed. 0: it is being
+                            made, or is the first group's */
+  cddp__atomic_u32 staging_bytes; /* of a staging buffer: the first rank's choice */
+  cddp__atomic_u32 cores; /* number that the host's ranks together can use; at first the first
+                             rank's number */
+  cddp__atomic_u32 joins; /* job's first group: processes that have joined so far */
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* job's first group: a bitmap of those that
                                                          any rank of the host can use */
-  cddp__cause cause; /* text of the early notice that this host has received, or sent: a rank is
-                        lost, or another group has failed. The group may still complete rounds */
-  cddp__atomic_u32 arrivals_sent; /* last round of which this host has told the other hosts that its
-                                     ranks arrived. One of its ranks tells them, once */
+  cddp__cause cause; /* of the early notice that this host has received, or sent: a rank is lost, or
+                        another group has failed. The group may still complete rounds */
+  cddp__atomic_u32 arrivals_sent; /* last round of which this host has told the others that its
+                                     ranks arrived: one of these tells them, once */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
@@ -1982,7 +1970,7 @@ struct cddp__segments { /* mapped ranges of the memfd, sorted */
   size_t count, capacity; /* elements of `list`: in use; allocated */
 };
 struct cddp__extents { /* this rank's allocations of one size class */
-  struct cddp__extent *free; /* a list of those that can be reused, by next */
+  struct cddp__extent *free; /* those that can be reused, by next */
   size_t count; /* of all extents, free or not */
 };
 
@@ -1993,30 +1981,28 @@ typedef struct cddp__arena {
   int window; /* number of this rank's part of the memfd: its index, or a new one if it joined */
   int window_bits; /* window i is [(i + 1) << window_bits, (i + 2) << window_bits) of the memfd: the
                       job's first control block is before window 0 */
-  uint64_t used_end; /* end of the used part of the window, an offset in the memfd. Segments have
-                        such offsets without a memfd too */
-  cddp__atomic_u64 lowest, highest; /* bounds of the addresses of shared memory, 0: it has none:
-                                       cddp__ref_of finds without a lock that other memory is
-                                       private */
+  uint64_t used_end; /* end of the used part of the window, an offset in the memfd; without one
+                        too */
+  cddp__atomic_u64 lowest, highest; /* bounds of the addresses of own shared memory, 0: none: for
+                                       cddp__ref_of, without a lock */
   uint32_t generation; /* block.generation of the last control block that this rank made */
   struct cddp__segments own; /* this rank's, sorted by address */
   struct cddp__segments peers; /* other ranks', mapped here; sorted by offset in the memfd */
   struct cddp__extents lists[CDDP__SIZE_CLASSES]; /* indexed by cddp__size_class */
-  struct cddp__extent *pending; /* a ring of own control blocks, and of extents to be freed with a
-                                   block; NULL: none */
+  struct cddp__extent *pending; /* a ring of own blocks, and of extents to be freed with a block */
 } cddp__arena;
 
 /* A process of the host. Owner: the thread that trains. Others read it through cddp__process_at. */
 typedef struct cddp__process {
   int window; /* arena.window of that process */
   uint32_t pid; /* 0: not known: ranks are threads, or the process is no member of the model yet */
-  int pidfd; /* to learn how the process ended (slot.ended). Only of the next rank on the host, and
-                of processes that joined; -1: another rank's, or the system forbids pidfd_open */
+  int pidfd; /* of the next rank on the host, and of processes that joined, to learn how they ended;
+                -1: another rank's, or the system forbids pidfd_open */
   bool member; /* the process is a member of this rank's elastic model */
-  bool use_locked; /* this rank holds a lock on the process's use byte (>>arena): no process frees
-                      that memory, so this rank can map it */
-  uint64_t lost_in_step; /* 1 + the step in which the model lost it: a later one frees its memory.
-                            1 too if it never was a member; 0: not lost, or freed already */
+  bool use_locked; /* this rank holds a lock on the process's use byte (>>arena), so it can map that
+                      memory */
+  uint64_t lost_in_step; /* 1 + the step in which the model lost it: a later one frees its memory. 1
+                            too if it never was a member; 0: not lost, or freed already */
   struct cddp__process *next; /* in host.others */
 } cddp__process;
 
@@ -2026,10 +2012,9 @@ struct cddp__join_listeners {
   int fd; /* for processes of this host; -1: no elastic model, or listening has failed */
   int tcp_fd; /* for those of other hosts; -1: one host, no port to use, or another rank listens */
   struct cddp__connection *calls; /* connections not answered yet, the newest first */
-  struct cddp__connection *spare; /* memory for the next accepted connection, allocated before it is
-                                     accepted; NULL: none yet */
+  struct cddp__connection *spare; /* memory for the next accepted connection; NULL: none yet */
   double pause_end; /* until then joining processes are not served: for ten times the processor time
-                       that the last service took, so training loses at most a tenth */
+                       of the last service, so training loses at most a tenth */
   double wait_end; /* until then cddp__join_serve does not wait for their messages: for ten times as
                       long as its last long wait */
 };
@@ -2037,8 +2022,8 @@ struct cddp__join_listeners {
 /* The ranks of one host, which share memory, as one of them sees them. Created by cddp_init or
    cddp_run_threads; used by the group and its sub-groups. */
 typedef struct cddp__host {
-  cddp_allocator allocator; /* the program's; no functions: libc's */
-  cddp_logger logger; /* the program's; log NULL: no messages */
+  cddp_allocator allocator; /* no functions: libc's */
+  cddp_logger logger; /* log NULL: no messages */
   pthread_mutex_t lock; /* of fields with "lock" or "host.lock", and of the arena */
   int refs; /* in `lead` only, for all hosts linked to it: one for each group, and one for each host
                that its creator still holds; lead's lock */
@@ -2053,40 +2038,40 @@ typedef struct cddp__host {
   int container_cores; /* limit of processor time of this rank's container, in cores; INT_MAX:
                           none */
   /* The ranks. */
-  bool one_process; /* this process has all ranks of the job: they are threads, or there is one, and
-                       no process can join it. So there is no memfd */
+  bool one_process; /* this process has all ranks of the job, threads or a single one, and no
+                       process can join. So there is no memfd */
   int size, index; /* number of ranks of the job's first group on this host; this rank's index */
-  cddp__process *ranks; /* [size] the processes of these ranks */
-  cddp__process *others; /* processes that joined, until their memory is freed: a list; lock */
-  uint32_t joins_seen; /* number of joined processes that are, or were, in `others`; less
-                          than block.joins: a process has joined since */
+  cddp__process *ranks; /* [size] */
+  cddp__process *others; /* those that joined, until their memory is freed: a list; lock */
+  uint32_t joins_seen; /* joined processes that are, or were, in `others`; less than block.joins:
+                          one has joined since */
   int models; /* the sum of cddp_group.models; lock */
   uint64_t started_before; /* ticks since boot, at a time when all ranks ran: a process that began
-                              later is no rank, though it can have a dead rank's pid */
+                              later is no rank, but can have a dead rank's pid */
   /* The rendezvous and joins. */
   bool joined; /* this process joined with CDDP_JOIN, so its first group has one rank */
   bool elastic; /* this rank has an elastic model */
-  struct cddp__job_info *job_info; /* addresses and secret of the job (>>rendezvous); NULL: it has
-                                      no init_method, so no process can join */
+  struct cddp__job_info *job_info; /* addresses and secret of the job (>>rendezvous); NULL: no
+                                      init_method, so no process can join */
   struct cddp__join_listeners joins;
   /* Waits of this rank. */
   struct cddp_group *groups; /* a list of this rank's groups, by next; lock */
   struct cddp__slot *slots; /* [size] of the job's first group; NULL: this rank has left it, it has
                                one rank, or this process joined */
-  uintptr_t first_thread; /* &cddp__this_site of the first thread that used cddp; 0: none yet */
-  cddp__atomic_u32 wait_shown; /* 1: slot.wait shows a thread's wait, so others do not write it */
+  uintptr_t first_thread; /* &cddp__this_site of the first thread; 0: none yet */
+  cddp__atomic_u32 wait_shown; /* 1: slot.wait shows a thread's wait */
 } cddp__host;
 
 /* A collective or message, with checked arguments. */
 typedef struct cddp__call {
   uint8_t kind; /* CDDP__KIND_*. BARRIER: `count` is the hash of the calls in call_log, or 0 */
   uint8_t dtype, op; /* cddp_dtype; cddp_op, which only reductions use */
-  int root; /* -1: the call has no root; messages: the peer, or CDDP_ANY */
+  int root; /* -1: none; messages: the peer, or CDDP_ANY */
   const void *send; /* NULL: this rank sends nothing */
   void *recv; /* NULL: this rank receives nothing */
-  size_t count; /* elements of a rank's share (>>shape), or of the message. BARRIER: see `kind` */
+  size_t count; /* elements of a rank's share (>>shape), or of the message */
   size_t esize; /* bytes of an element */
-  int tag; /* of a message: a receive gets sends with the same tag only */
+  int tag; /* of a message */
   struct cddp__counted_share *shares; /* [size] in a call with counts; NULL: all have `count` */
 } cddp__call;
 #define CDDP__COUNTED SIZE_MAX /* `count` in a call with counts, until ranks know the largest one */
@@ -2096,8 +2081,8 @@ typedef struct cddp__call {
 typedef struct cddp__counted_share {
   size_t out, out_at; /* number sent; position in this rank's send buffer */
   size_t in, in_at; /* number received; position in this rank's receive buffer */
-  size_t peer_at; /* one host: where `in` begins in the other rank's send buffer, which this rank
-                     reads; several: where `out` begins in the other rank's receive buffer */
+  size_t peer_at; /* one host: where `in` begins in the other rank's send buffer, where this rank
+                     reads it; several: where `out` begins in the other rank's receive buffer */
 } cddp__counted_share;
 /* The kinds of calls, in the order that the assertions below describe: X(kind, name in texts, the
    data that the call moves: flags of struct cddp__shape). Those behind COUNT, messages, have no
@@ -2146,13 +2131,13 @@ CDDP__STATIC_ASSERT(CDDP_BAND == CDDP_MAX + 1 && CDDP_BXOR == CDDP_BAND + 2,
    cddp__cpu_backend, or one of cddp_kernels.cuh, which also handles host memory. */
 typedef struct cddp__backend {
   bool on_device; /* `alloc` and models' gradients are memory of a device */
-  bool enqueues; /* operations on device memory run on streams, without the host (NCCL) */
+  bool enqueues; /* operations run on streams, without the host (NCCL) */
   /* Runs a checked operation to its end. work not NULL: only starts it, and sets *work. */
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work);
   /* Waits at most `limit` seconds; negative: without a limit. CDDP_TIMEOUT: the limit has passed
      and the operation continues. Else the operation's result. */
   cddp_result (*wait)(cddp_work *w, double limit);
-  bool (*done)(cddp_work *w); /* whether it has ended, or failed; without waiting */
+  bool (*done)(cddp_work *w); /* whether it has ended, or failed */
   cddp_result (*synchronize)(cddp_group *g); /* cddp_synchronize */
   void *(*alloc)(cddp_group *g, size_t bytes); /* cddp_alloc */
   void (*free)(const cddp_group *g, void *p); /* cddp_free */
@@ -2188,34 +2173,34 @@ typedef struct cddp__carrier {
    message, or a receive in the group's list, in order of posting. engine.lock (collectives) or
    p2p.lock (messages) guards next and done. */
 struct cddp_work {
-  struct cddp_work *next; /* in that queue or list */
+  struct cddp_work *next;
   cddp_group *group;
   cddp__call call;
   bool done; /* `result` is valid */
   cddp_result result;
-  uint64_t record; /* number of the operation's flight record; 0: none, as without CDDP_RECORD, on a
-                      stream, or for a bucket: cddp__reduce_bucket makes that */
-  cddp__site site; /* where the program called the operation */
+  uint64_t record; /* number of the flight record; 0: none, as without CDDP_RECORD, on a stream, or
+                      for a bucket: cddp__reduce_bucket makes that */
+  cddp__site site;
 
   /* Work of the engine. */
-  cddp_result (*run)(struct cddp_work *w); /* executes the operation; NULL: a message */
+  cddp_result (*run)(struct cddp_work *w); /* NULL: a message */
   void *context; /* for run; if staged through the host: the result's address on the device */
   uint32_t fp_mode; /* 1 + cddp__fp_mode() of the thread that made the call: `run` computes in that
                        mode on any thread */
   bool anywhere; /* a thread that waits can run it too; false (buckets): only the engine's, and it
                     is due immediately */
-  uint32_t pushed_at_poll; /* engine.poll_count at the push: due when poll_count differs */
+  uint32_t pushed_at_poll; /* engine.poll_count at the push: due when that differs */
 
   /* Messages. p2p.lock */
-  int send; /* send: index of the request with the address of the caller's buffer; -1: a copy */
+  int send; /* send: index of the request that refers to the caller's buffer; -1: a copy */
   int from; /* receive: the message's sender; with CDDP_ANY the rank checked last, until done */
   bool filling; /* receive: a link is reading a message into the buffer, so no other message may */
-  double next_look; /* when cddp_test next checks if the peer has ended; no lock */
+  double next_look; /* when cddp_test next checks the peer; no lock */
 
   /* Device memory. */
-  bool on_stream; /* the operation runs on a stream of the device, and ends with `event` */
-  void *event; /* a cudaEvent_t, recorded after the operation; NULL: not issued yet */
-  void *stage; /* the host's copy of device memory; NULL: not staged through the host */
+  bool on_stream; /* it runs on a stream of the device, and ends with `event` */
+  void *event; /* a cudaEvent_t; NULL: not issued yet */
+  void *stage; /* the host's copy of device memory; NULL: none */
 
   char text[CDDP__ERROR_MAX]; /* valid when result is a failure; the last field */
 };
@@ -2227,24 +2212,24 @@ CDDP__STATIC_ASSERT(offsetof(cddp_work, text) + CDDP__ERROR_MAX > sizeof(cddp_wo
    started. */
 typedef struct cddp__engine {
   cddp__atomic_u32 own_state; /* CDDP__OWN_*, of `own` */
-  cddp__atomic_u32 *works; /* slot.works of this rank, which peers read too */
+  cddp__atomic_u32 *works; /* this rank's slot.works */
   cddp__atomic_u32 poll_count; /* polls of the queue by the engine's thread: an operation pushed
                                   before the last poll is due */
   cddp__atomic_u32 idle; /* polls since the last push; a push of a bucket counts as many. After
                             CDDP__ENGINE_IDLE_POLLS the thread sleeps until a signal */
-  cddp__atomic_u32 asleep; /* 1: the thread waits for `work` without a limit, or is about to */
+  cddp__atomic_u32 asleep; /* 1: the thread sleeps without a limit, or is about to */
   cddp__atomic_u32 waiters; /* number of threads that wait for `changed` */
   cddp__atomic_u32 awaited; /* 1: a thread waits for an operation without a limit, and can run none
                                itself: then cddp__publish_wait shows the engine's waits */
   pthread_mutex_t lock;
-  pthread_cond_t changed; /* for waiting threads: an operation has finished */
-  pthread_cond_t work; /* for the engine's thread: an operation is due, or stop is set */
+  pthread_cond_t changed; /* an operation has finished */
+  pthread_cond_t work; /* an operation is due, or stop is set */
   pthread_t thread;
   bool started; /* `thread` is valid */
   bool stop; /* the thread ends once the queue is empty */
   bool busy; /* an operation of the queue is running, on the engine's thread or a waiting one */
-  cddp_work *first, *last; /* the queue, by next, in order of the calls */
-  cddp_work own; /* of one collective at a time, to save its allocation. Others are allocated */
+  cddp_work *first, *last; /* the queue, by next */
+  cddp_work own; /* of one collective at a time, to save its allocation */
 } cddp__engine;
 
 /* The state of an engine's own work. The thread that calls collectives takes it; the thread that
@@ -2261,33 +2246,31 @@ enum {
 typedef struct cddp__copy_timing {
   double seconds[2]; /* per byte, by [CDDP__COPY_CACHED], [_NONTEMPORAL]: the least of the latest
                         period of timing; 0: none so far, so the copy is cached */
-  double clock; /* seconds of the chunk being timed, so far; while it runs, less the start */
-  uint32_t chunks; /* number of chunks so far, timed or not: decides which kind of copy is timed
-                      next. The same on all ranks */
+  double clock; /* seconds of the timed chunk; while it runs, less the start */
+  uint32_t chunks; /* number of chunks so far, timed or not: the same on all ranks */
 } cddp__copy_timing;
 
 /* The messages of a group: >>p2p. */
 typedef struct cddp__p2p {
   pthread_mutex_t lock; /* guards all other fields, except next_served */
-  cddp_work *recvs; /* receives not done yet, by next, oldest first: the oldest that fits a message
-                       gets it */
+  cddp_work *recvs; /* posted receives, by next, the oldest first */
   int next_any; /* the rank that the next receive from CDDP_ANY checks first: the last sender + 1
                    (`size` stands for 0), so that each rank gets its turn */
-  uint64_t send_number; /* of the last posted send: send_request.number */
+  uint64_t send_number; /* send_request.number of the last send */
   uint64_t sends_open; /* sends in flight to one rank, as cddp__scan_sends counted them last, plus
                           all sends since, to any rank. A send that would block counts anew first */
   uint64_t sends_staged; /* bytes of the copies among sends_open */
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* this rank's blocks of requests */
-  int send_blocks; /* number of blocks in use: sends[0 .. send_blocks) */
-  bool is_served; /* the group is in the list of cddp__serve_in_waits, which next_served links */
-  struct cddp_group *next_served; /* the next group in that list; cddp__served_lock */
+  int send_blocks; /* number of blocks in use */
+  bool is_served; /* the group is in the list of cddp__serve_in_waits, by next_served */
+  struct cddp_group *next_served; /* cddp__served_lock */
 } cddp__p2p;
 
 /* A group, as one of its ranks sees it. Constant after creation, unless a heading or a field says
    otherwise. */
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
   /* Ranks. */
-  cddp__host *host; /* this rank's */
+  cddp__host *host;
   uint64_t id; /* the same on all ranks of the group; odd: of a split; 0: the world */
   bool elastic; /* of an elastic model: its ranks continue without one that fails. Set at or, by
                    cddp__elastic_create, after creation */
@@ -2302,37 +2285,37 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
   /* Functions, and their data. */
   const cddp__carrier *carrier;
-  struct cddp__mpi *mpi; /* data of the MPI carrier; NULL: g has another carrier */
+  struct cddp__mpi *mpi; /* NULL: another carrier */
   const cddp__backend *backend;
-  void *device; /* a group on GPUs: the device context, a cddp__device; NULL: none */
-  void *stream; /* the caller's stream on the device, a cudaStream_t, as set by cddp_set_stream */
+  void *device; /* on GPUs: a cddp__device; NULL: none */
+  void *stream; /* a cudaStream_t: cddp_set_stream */
   uint64_t gpu; /* NCCL, job's first group: hash of host and GPU; 0: all others, or ranks can share
                    the GPU */
 
   /* The control block, in shared memory. */
-  cddp__control_block *block; /* behind it headers, slots, staging buffers */
+  cddp__control_block *block;
   cddp__slot *slots; /* [local_size], then one for all ranks of other hosts; see slot_index */
-  char *staging; /* the staging buffers, two for each rank of this host */
+  char *staging; /* two buffers for each rank of this host */
   size_t staging_size; /* bytes of a staging buffer; 0: none, as with more than CDDP__DIRECT_HOSTS
                           hosts: then leaders send no shares */
   size_t staging_ready; /* bytes of each of this rank's two buffers that already have memory: grows
                            with the chunks. Without a memfd, or on several hosts: SIZE_MAX, all */
   cddp__ref block_ref; /* EXTENT: freed when all ranks have left; NONE: the job's first group;
                           POINTER: the ranks are threads, or a private copy replaces the block */
-  uint32_t block_generation; /* block->generation when the group was created: if it differs now,
-                                the block was freed, as the other ranks have left */
+  uint32_t block_generation; /* block->generation when the group was created: if it differs now, the
+                                block was freed, as the other ranks have left */
 
   /* How this rank waits. An engine's thread that shares a core changes spin and yields for the time
      of an operation. */
-  int spin, yields; /* number of polls before the first yield, of yields before the first sleep */
-  bool oversubscribed; /* the group has more ranks on this host than cores: they count arrivals
-                          and sleep, instead of polling headers (>>round) */
-  size_t round_max; /* bytes of the largest share of a call that can be a single round */
+  int spin, yields; /* polls before the first yield, yields before the first sleep */
+  bool oversubscribed; /* the group has more ranks on this host than cores: they count arrivals and
+                          sleep, instead of polling headers (>>round) */
+  size_t round_max; /* most bytes of a share in a call of one round */
 
   /* Rounds. Owner: the thread that runs a collective. */
-  uint32_t round; /* number of the last round, or of the one in progress; can wrap around */
+  uint32_t round; /* number of the last round, or of the one in progress */
   uint32_t arrive_target; /* block->arrivals when all ranks have arrived at this round */
-  uint64_t calls; /* number of collectives so far, for error texts and flight records */
+  uint64_t calls; /* number of collectives so far */
   void **buffers, **slices; /* [size] scratch of one call: the ranks' buffers, as mapped here; the
                                places in them where a slice begins */
   cddp__copy_timing timings[CDDP__KIND_COUNT][2]; /* [kind][0] small chunks, [kind][1] large ones */
@@ -2347,9 +2330,9 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
   /* Life. host.lock. */
   struct cddp_group *next; /* in host.groups */
-  int models; /* number of cddp_ddps, and if elastic of handles, that use the group's memory */
-  bool of_model; /* private to a cddp_ddp, which leaves the group: the program cannot */
-  cddp__atomic_u32 left; /* 1: this rank has left the group; any thread reads it */
+  int models; /* number of cddp_ddps and, if elastic, handles that use its memory */
+  bool of_model; /* private to a cddp_ddp, which leaves it */
+  cddp__atomic_u32 left; /* 1: this rank has left the group */
 };
 
 /* --- data parallel --- */
@@ -2526,8 +2509,8 @@ typedef struct cddp__step {
 typedef struct cddp__shards {
   int count; /* in each step: desc.shards, or one per rank */
   int *owner; /* [count] each shard's rank; elastic: in the epoch's groups, see member_of_rank */
-  int own_count; /* number of this rank's shards; elastic: not used, as each step assigns anew,
-                    to the ranks that live */
+  int own_count; /* number of this rank's shards; elastic: not used, as each step assigns anew, to
+                    the ranks that live */
   int taken; /* number of shards that cddp_ddp_next_shard returned in this step; not elastic */
   int current; /* the shard that the caller computes now; -1: none */
   bool uses_slots; /* the sums of own_nodes are in slots: there are more shards than ranks, or
@@ -2541,8 +2524,8 @@ typedef struct cddp__shards {
 
 /* Gradients that are rows. Written by the training thread. */
 typedef struct cddp__row_gradients {
-  struct cddp__sparse **sparse; /* [count] an element NULL: that gradient is dense; the array
-                                   NULL: all of the model's are */
+  struct cddp__sparse **sparse; /* [count] an element NULL: that gradient is dense; the array NULL:
+                                   all of the model's are */
   struct cddp__row_list *lists; /* [shards] scratch: row lists to merge, by shard at first */
   char *packet; /* shared: this rank's rows of completed shards; NULL: none so far */
   size_t bytes, capacity; /* of the packet: in use; allocated */
@@ -2551,8 +2534,8 @@ typedef struct cddp__row_gradients {
 /* cddp_ddp_join. Written by the training thread; the engine reads `absent`. */
 typedef struct cddp__uneven {
   uint32_t absent; /* CDDP__ABSENT_*: this rank is in cddp_ddp_join; 0: it has data */
-  bool had_absent; /* some ranks, not all, were absent in a step: cddp__end_uneven then
-                      sends weights, and sets false */
+  bool had_absent; /* some ranks, not all, were absent in a step: cddp__end_uneven then sends
+                      weights, and sets false */
   bool out_of_date; /* ranks were absent in a wait: they lack the caller's step that follows it, so
                        they need the weights. The same on all ranks */
 } cddp__uneven;
@@ -2564,8 +2547,8 @@ typedef struct cddp__ddp_scratch {
   const void **sources; /* [shards] arrays to add up; used by the training thread */
   unsigned char *flags; /* [ranks + 1][count] CDDP__FLAG_*, this rank's own last; the training
                            thread's */
-  cddp__call *calls; /* [count + buffers + ranks] on a device, to be started together; lock, or
-                        the thread that steps */
+  cddp__call *calls; /* [count + buffers + ranks] on a device, to be started together; lock, or the
+                        thread that steps */
   char *memory; /* shared memory: a bucket for a hook, or nodes of all ranks; NULL: not used so far,
                    or no memory for it. A device has its own: see `scratch` of d->memory */
   size_t bytes; /* of `memory` */
@@ -2587,8 +2570,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   const cddp__ddp_memory *memory; /* functions for gradients in host memory, or on a device */
   bool always_meets; /* each step has a round on the host. false (NCCL): only until plan.rebuilt;
                         then the watchers compare calls */
-  int me; /* this rank's index in `addresses`: local rank; elastic: rank in the epoch's groups;
-             -1: none */
+  int me; /* this rank's index in `addresses`: local rank; elastic: rank in the epoch's groups; -1:
+             none */
   cddp__tensor *tensors; /* [count] */
   char *arena; /* this rank's gradients, on a host in shared memory: see layout */
   cddp__layout layout;
@@ -2649,8 +2632,8 @@ typedef struct cddp__net {
   cddp__rank_entry *ranks; /* [size] the rank table, from rank 0 */
   char *secret; /* both ends of a link prove that they know it; NULL: none, and no proof */
   int listener; /* accepts links from other ranks */
-  cddp__cause loss; /* why a group broke, for notices to others; state 1: not reported any more,
-                       as a round began since */
+  cddp__cause loss; /* why a group broke, for notices to others; state 1: not reported any more, as
+                       a round began since */
   cddp__atomic_u32 starved; /* EMFILE, ENFILE or ENOMEM if the last accept failed with it, so
                                callers still wait; 0: it lacked nothing */
   pthread_mutex_t lock; /* guards the fields below */
@@ -2658,9 +2641,9 @@ typedef struct cddp__net {
   cddp__connection *spare; /* memory for the next accepted link, allocated before it is accepted;
                               NULL: none yet */
   uint64_t left[CDDP__LEFT_GROUPS]; /* a ring: 1 + id of the groups that this rank has left last; 0:
-                                       unused. A new link for one of them is too late, and is
-                                       ended. Only even ids: a split (odd) that is unknown has
-                                       been left (cddp__has_left) */
+                                       unused. A new link for one of them is too late, and is ended.
+                                       Only even ids: a split (odd) that is unknown has been left
+                                       (cddp__has_left) */
   uint32_t left_count; /* number of entries written to `left` so far: its remainder is the place of
                           the next one */
 } cddp__net;
@@ -3511,7 +3494,7 @@ static const char *cddp__size_advice(int e) {
 /* Bytes of the file: a header, and a ring of records. */
 #define CDDP__RECORD_BYTES (sizeof(cddp_record_header) + CDDP_RECORDS * sizeof(cddp_record))
 
-static int64_t cddp__nanoseconds(clockid_t clock) { /* the clock's time */
+static int64_t cddp__nanoseconds(clockid_t clock) {
   struct timespec t;
   clock_gettime(clock, &t);
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
@@ -3528,47 +3511,54 @@ static uint64_t cddp__record_job(void) {
    recorder is off: no CDDP_RECORD. */
 static bool cddp__record_path(char *path, size_t size, uint64_t job, int rank, int join) {
   const char *dir = getenv("CDDP_RECORD");
-  if (dir == NULL || dir[0] == 0) return false; /* unset, or empty as launchers can pass it */
+  if (dir == NULL || dir[0] == 0) return false; /* launchers can pass "" */
   snprintf(path, size, "%s/cddp-%016" PRIx64 "-%d", dir, job, rank);
   if (join > 0) cddp__append(path, size, ".join%d", join);
   cddp__append(path, size, ".rec");
   return true;
 }
 
-/* Opens the recorder if CDDP_RECORD is set. Otherwise sets *out to NULL. The file gets its full
-   size now: a full disk cannot kill the program later (SIGBUS).
+/* Maps the recorder's file, and gives it its full size now: a full disk cannot kill the program
+   later (SIGBUS). Returns an errno, or 0. */
+static int cddp__record_map(int fd, void **map) {
+  int e;
+  /* Beyond the limit (ulimit -f) posix_fallocate would end the process (SIGXFSZ). */
+  if (cddp__file_allowance(0) < CDDP__RECORD_BYTES) return EFBIG;
+  do e = posix_fallocate(fd, 0, (off_t)CDDP__RECORD_BYTES);
+  while (e == EINTR);
+  if (e != 0) return e;
+  *map = mmap(NULL, CDDP__RECORD_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  return *map != MAP_FAILED ? 0 : errno;
+}
+
+/* Opens the recorder if CDDP_RECORD is set. Otherwise sets *out to NULL.
      job    a number for the names of the files, the same on all ranks
      size   of the world
      join   number of a process that joined, since an earlier process of the rank can have a file;
             else 0 */
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
                                      int join) {
-  size_t bytes = CDDP__RECORD_BYTES;
   cddp_record_header *header;
   char path[4096];
-  void *map = MAP_FAILED; /* not mapped yet */
+  void *map;
   int fd, e; /* e: an errno, or 0 */
   *out = NULL;
   if (!cddp__record_path(path, sizeof path, job, rank, join)) return CDDP_OK;
-  (void)mkdir(getenv("CDDP_RECORD"), 0777); /* it can exist; after another error open fails too */
+  (void)mkdir(getenv("CDDP_RECORD"), 0777); /* after an error open fails too */
   /* O_NOFOLLOW: in a shared directory another user can have made a symbolic link of that name. */
   fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0)
     return cddp__fail(CDDP_IO, "CDDP_RECORD: rank %d cannot open the flight recorder's file %s: %s",
                       rank, path, strerror(errno));
-  /* Beyond the limit (ulimit -f) posix_fallocate would end the process (SIGXFSZ). */
-  do e = cddp__file_allowance(0) >= bytes ? posix_fallocate(fd, 0, (off_t)bytes) : EFBIG;
-  while (e == EINTR);
-  if (e == 0) map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (e == 0 && map == MAP_FAILED) e = errno;
+  e = cddp__record_map(fd, &map);
   close(fd); /* the mapping keeps the file open */
   if (e != 0) {
-    unlink(path); /* without a header no tool can read it */
+    unlink(path);
     return cddp__fail(CDDP_IO,
                       "CDDP_RECORD: rank %d cannot get %zu bytes for the recorder's file %s: %s%s",
-                      rank, bytes, path, strerror(e), cddp__size_advice(e));
+                      rank, CDDP__RECORD_BYTES, path, strerror(e), cddp__size_advice(e));
   }
-  header = (cddp_record_header *)map; /* zeros, as the file is new */
+  header = (cddp_record_header *)map; /* zeros */
   header->record_size = (uint32_t)sizeof(cddp_record);
   header->capacity = CDDP_RECORDS;
   header->rank = (uint32_t)rank;
@@ -3577,8 +3567,8 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   header->job = job;
   header->created = cddp__nanoseconds(CLOCK_MONOTONIC);
   header->wall_offset = cddp__nanoseconds(CLOCK_REALTIME) - header->created;
-  gethostname(header->host, sizeof header->host - 1); /* the last byte stays 0 */
-  memcpy(header->magic, "cddprec1", sizeof header->magic); /* last: only a full header has it */
+  gethostname(header->host, sizeof header->host - 1);
+  memcpy(header->magic, "cddprec1", sizeof header->magic); /* last */
   *out = header;
   return CDDP_OK;
 }
@@ -3592,13 +3582,18 @@ static void cddp__record_discard(const cddp_record_header *header, int join) {
     unlink(path);
 }
 
+/* The ring's entry for the record with this number; numbers begin with 1. */
+static cddp_record *cddp__record_entry(cddp_record_header *header, uint64_t number) {
+  cddp_record *ring = (cddp_record *)(void *)(header + 1);
+  return ring + (number - 1) % CDDP_RECORDS;
+}
+
 /* The record with this number. NULL if the number is 0, as with the recorder off, or if a newer
-   record has replaced it: the ring has CDDP_RECORDS entries. */
+   record has replaced it. */
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   cddp_record *record;
   if (CDDP__LIKELY(number == 0)) return NULL;
-  record = (cddp_record *)(void *)(g->host->record + 1) /* the ring: behind the header */ +
-           (number - 1) % CDDP_RECORDS; /* numbers begin with 1 */
+  record = cddp__record_entry(g->host->record, number);
   return __atomic_load_n(&record->number, __ATOMIC_ACQUIRE) == number ? record : NULL;
 }
 
@@ -3610,8 +3605,8 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   cddp_record *record;
   uint64_t number;
   if (CDDP__LIKELY(header == NULL)) return 0;
-  number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED); /* no other thread gets it */
-  record = (cddp_record *)(void *)(header + 1) + (number - 1) % CDDP_RECORDS;
+  number = __atomic_add_fetch(&header->next, 1, __ATOMIC_RELAXED);
+  record = cddp__record_entry(header, number);
   __atomic_exchange_n(&record->number, 0 /* not valid yet */, __ATOMIC_SEQ_CST);
   /* No later store can be visible before this one: a reader that sees a new field must not see the
      old number. On x86 the exchange ensures that. gcc's thread sanitizer supports no fences. */
@@ -3622,13 +3617,13 @@ static uint64_t cddp__record_new(const cddp_group *g, const char *what, uint64_t
   record->group = g->id;
   record->count = count;
   record->enqueued = cddp__nanoseconds(CLOCK_MONOTONIC);
-  record->started = record->ended = 0; /* not yet */
+  record->started = record->ended = 0;
   memset(record->what, 0, sizeof record->what);
   memcpy(record->what, what, cddp__min(strlen(what), sizeof record->what - 1));
   record->dtype = dtype;
   record->op = op;
   record->root = root;
-  record->result = record->engine = record->tag = 0; /* set later, if they apply */
+  record->result = record->engine = record->tag = 0;
   __atomic_store_n(&record->number, number, __ATOMIC_RELEASE);
   return number;
 }
@@ -7149,24 +7144,23 @@ static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 /* Maps size bytes at an address that allows huge pages: of the memfd from base, or (fd -1) private
    memory. Returns NULL with errno set. */
 static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
-  /* huge pages begin at multiples of their size */
   size_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
-  size_t span = (size_t)size + align; /* of `area`, which contains `size` aligned bytes */
-  /* With a memfd `area` is only a range of addresses: the memfd is mapped over it. */
-  int access = fd >= 0 ? PROT_NONE : PROT_READ | PROT_WRITE;
-  int flags = MAP_PRIVATE | MAP_ANONYMOUS | (fd >= 0 ? MAP_NORESERVE : 0);
+  size_t span = (size_t)size + align; /* contains `size` aligned bytes */
+  bool shared = fd >= 0; /* `area` is only a range of addresses: the memfd is mapped over it */
+  int access = shared ? PROT_NONE : PROT_READ | PROT_WRITE;
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | (shared ? MAP_NORESERVE : 0);
   char *area = (char *)mmap(NULL, span, access, flags, -1 /* no file */, 0 /* offset */), *at;
   if (area == (char *)MAP_FAILED) return NULL;
-  at = area + (align - (uintptr_t)area % align) % align; /* the first aligned address */
-  if (fd >= 0 && mmap(at, (size_t)size, PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, (off_t)base) == MAP_FAILED) {
+  at = area + (align - (uintptr_t)area % align) % align;
+  if (shared && mmap(at, (size_t)size, PROT_READ | PROT_WRITE,
+                     MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, (off_t)base) == MAP_FAILED) {
     munmap(area, span);
     return NULL;
   }
   /* Unmaps the ends of `area`, before and behind the memory. */
   if (at > area) munmap(area, (size_t)(at - area));
   if (at + size < area + span) munmap(at + size, (size_t)(area + span - (at + size)));
-  if (fd >= 0) madvise(at, (size_t)size, MADV_DONTFORK); /* a forked child has no groups */
+  if (shared) madvise(at, (size_t)size, MADV_DONTFORK); /* forks have no groups */
   return at;
 }
 
@@ -7179,7 +7173,7 @@ static bool cddp__memfd_is_open(const cddp__host *host) {
 
 /* Maps a range of the memfd; private memory if the host has none. NULL: errno tells why. */
 static char *cddp__map_segment(const cddp__host *host, uint64_t base, uint64_t size) {
-  errno = EBADF; /* if the memfd is closed */
+  errno = EBADF; /* if it is closed */
   if (host->arena.fd >= 0 && !cddp__memfd_is_open(host)) return NULL;
   return cddp__map_memory(host->arena.fd, base, size);
 }
@@ -7198,7 +7192,7 @@ static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
    cannot, or the program has closed the memfd. */
 static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t size) {
   return cddp__memfd_is_open(host) &&
-         syscall(SYS_fallocate, host->arena.fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
+         syscall(SYS_fallocate, host->arena.fd, 3 /* PUNCH_HOLE, KEEP_SIZE */, (off_t)base,
                  (off_t)size) == 0;
 }
 
@@ -7210,7 +7204,7 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   lock.l_type = (short)type;
   lock.l_start = at;
   lock.l_len = n;
-  return fcntl(host->arena.fd, F_SETLK /* does not wait */, &lock) == 0;
+  return fcntl(host->arena.fd, F_SETLK, &lock) == 0;
 }
 
 /* Whether the process with this window (not this process) holds the lock of its life byte: it
@@ -7218,15 +7212,19 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
 static bool cddp__life_byte_is_locked(const cddp__host *host, int window) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
-  lock.l_type = F_WRLCK; /* becomes F_UNLCK if no other process has a lock */
+  lock.l_type = F_WRLCK; /* becomes F_UNLCK if no other has one */
   lock.l_start = window;
   lock.l_len = 1;
   return fcntl(host->arena.fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
-/* The number of the window that contains base. */
+/* Where a window begins, and the number of the window that contains base. Window 0 follows the
+   first group's block, for which the file has as much space as a window. */
+static uint64_t cddp__window_base(const cddp__host *host, int window) {
+  return (uint64_t)(window + 1) << host->arena.window_bits;
+}
 static int cddp__window_of(const cddp__host *host, uint64_t base) {
-  return (int)(base >> host->arena.window_bits) - 1; /* window 0 follows the first group's block */
+  return (int)(base >> host->arena.window_bits) - 1;
 }
 
 /* Allocates the pages of a range of the memfd. Returns false with errno set if memory is short: a
@@ -7235,16 +7233,18 @@ static int cddp__window_of(const cddp__host *host, uint64_t base) {
    profiler's timer can interrupt every call. */
 static bool cddp__arena_commit(const cddp__host *host, uint64_t base, uint64_t size) {
   const uint64_t end = base + size;
-  uint64_t piece = (uint64_t)16 << 20, n; /* most bytes of a call; those of this call */
+  uint64_t piece = (uint64_t)16 << 20; /* most bytes of a call */
   if (!cddp__memfd_is_open(host)) return true; /* closed by the program: accesses will allocate */
-  for (; base < end; base += n) {
-    n = cddp__min(piece, end - base);
+  while (base < end) {
+    uint64_t n = cddp__min(piece, end - base);
     if (syscall(SYS_fallocate, host->arena.fd, 0 /* allocates */, (off_t)base, (off_t)n) == 0)
-      continue;
-    if (errno == ENOMEM || errno == ENOSPC) return false; /* memory is short */
-    if (errno != EINTR) return true; /* fallocate is not supported: the first access allocates */
-    if (piece > (uint64_t)64 << 10 /* 64 KiB: small enough */) piece /= 2;
-    n = 0; /* a signal: the next call begins at the same base */
+      base += n;
+    else if (errno == ENOMEM || errno == ENOSPC)
+      return false;
+    else if (errno != EINTR)
+      return true; /* fallocate is not supported: the first access allocates */
+    else if (piece > (uint64_t)64 << 10 /* 64 KiB */)
+      piece /= 2; /* a signal: tries again */
   }
   return true;
 }
@@ -7257,23 +7257,24 @@ static cddp_result cddp__fail_commit(const char *what, uint64_t bytes) {
                     what, bytes, strerror(errno));
 }
 
-/* The last segment that begins at or before key: an address in arena.own, a base in arena.peers.
-   NULL: there is none. *at: index at which a segment with this key would be inserted.
+/* By what its table is sorted: an own segment's address, a peer's offset in the memfd. */
+static uint64_t cddp__segment_key(const cddp__segment *segment) {
+  return segment->extents != NULL /* own */ ? (uintptr_t)segment->address : segment->base;
+}
+
+/* The number of segments that begin at or before key. Only the last of them can contain key.
    LOCK. From here to cddp__arena_alloc, the callers of functions that read or change arena.own,
    .peers, .lists or .pending hold host.lock. */
-static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uint64_t key,
-                                         size_t *at) {
-  size_t low = 0, high = table->count; /* `at` is in [low, high]: binary search */
+static size_t cddp__segments_up_to(const struct cddp__segments *table, uint64_t key) {
+  size_t low = 0, high = table->count; /* the result is in [low, high]: binary search */
   while (low < high) {
     size_t middle = (low + high) / 2;
-    const cddp__segment *segment = table->list[middle];
-    if ((segment->extents != NULL /* own */ ? (uintptr_t)segment->address : segment->base) > key)
+    if (cddp__segment_key(table->list[middle]) > key)
       high = middle;
     else
       low = middle + 1;
   }
-  *at = low; /* behind segments with the same key or a lower one */
-  return low > 0 ? table->list[low - 1] : NULL; /* all from index `low` on begin behind key */
+  return low;
 }
 
 /* Adds a mapped segment to its table: an own one with n extents, or a peer's (n 0). The caller sets
@@ -7282,7 +7283,6 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
                                         char *address, size_t n) {
   struct cddp__segments *table = n > 0 ? &host->arena.own : &host->arena.peers;
   cddp__segment *segment = NULL, **list; /* list: the table's array, with space for one more */
-  uint64_t key; /* by which the table is sorted */
   size_t at;
   list = (cddp__segment **)cddp__grow_array(&host->allocator, table->list, &table->capacity,
                                             table->count + 1, sizeof *list);
@@ -7290,20 +7290,19 @@ static cddp__segment *cddp__segment_add(cddp__host *host, uint64_t base, uint64_
     table->list = list;
     segment = (cddp__segment *)cddp__calloc(&host->allocator, 1,
                                             sizeof *segment + n * sizeof *segment->extents);
-  } /* if only that fails, the longer list remains for the next segment */
+  }
   if (segment == NULL) {
     munmap(address, (size_t)size);
     return NULL;
   }
-  key = n > 0 ? (uintptr_t)address : base;
-  (void)cddp__segment_find(table, key, &at); /* sets `at`, which keeps the table sorted */
-  memmove(list + at + 1, list + at, (table->count - at) * sizeof *list);
-  list[at] = segment;
-  table->count++;
   segment->base = base;
   segment->size = size;
   segment->address = address;
   if (n > 0) segment->extents = (cddp__extent *)(void *)(segment + 1); /* behind the struct */
+  at = cddp__segments_up_to(table, cddp__segment_key(segment));
+  memmove(list + at + 1, list + at, (table->count - at) * sizeof *list);
+  list[at] = segment;
+  table->count++;
   return segment;
 }
 
@@ -7317,42 +7316,57 @@ static void cddp__set_dumped(const cddp__host *host, char *address, uint64_t siz
 /* The index of a size, of 4 bytes or more, in arena.lists: four per power of two. */
 static int cddp__size_class(uint64_t size) {
   int top_bit = 63 - __builtin_clzll(size);
-  return 4 * top_bit + (int)(size >> (top_bit - 2) & 3); /* the two bits below the top bit */
+  return 4 * top_bit + (int)(size >> (top_bit - 2) & 3);
+}
+
+/* Maps `size` bytes of the unused end of this rank's window. *base: their offset. NULL: errno tells
+   why; EFBIG: they do not fit into the window. */
+static char *cddp__map_unused(const cddp__host *host, uint64_t size, uint64_t *base) {
+  uint64_t window_end = cddp__window_base(host, host->arena.window + 1);
+  /* Huge pages must be aligned. Else 1: used_end already is a multiple of the page size. */
+  *base = cddp__round_up(host->arena.used_end, size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
+  errno = EFBIG;
+  if (!host->one_process /* else memory is private */ &&
+      (*base > window_end || size > window_end - *base)) return NULL;
+  return cddp__map_segment(host, *base, size);
+}
+
+/* Writes the error text after cddp__map_unused has failed and set errno. */
+static void cddp__fail_unused(const cddp__host *host, uint64_t size) {
+  int bits = host->arena.window_bits;
+  if (errno != EFBIG)
+    (void)cddp__fail_mapping("cddp_alloc", size);
+  else
+    cddp__fail(CDDP_OUT_OF_MEMORY,
+               "cddp_alloc: %" PRIu64 " bytes do not fit into the %" PRIu64
+               " bytes that this rank can share%s",
+               size, (uint64_t)1 << bits,
+               bits < CDDP__WINDOW_BITS ? "; raise the file size limit (ulimit -f)" : "");
 }
 
 /* Creates a segment of extents of `size` bytes; if that fails, of one extent of `size`, then of one
    of `bytes`, the whole pages that are needed. Its extents are free. Returns their size class, or
    -1 with the error set. */
 static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes) {
-  /* offsets in the memfd: the end of this rank's window, the segment's begin */
-  uint64_t window_end = (uint64_t)(host->arena.window + 2) << host->arena.window_bits, base;
   /* how many extents: point 3 of the room's head */
   size_t n = cddp__max(1, host->arena.lists[cddp__size_class(size)].count / 2);
   struct cddp__extents *list;
   cddp__segment *segment;
-  char *address = NULL;
-  bool fits;
-  for (;;) {
-    /* Huge pages must be aligned. Else 1: used_end already is a multiple of the page size. */
-    base = cddp__round_up(host->arena.used_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
-    fits = host->one_process /* private memory */ ||
-           (base <= window_end /* rounded up, it can be behind */ && n * size <= window_end - base);
-    if (fits) address = cddp__map_segment(host, base, n * size);
-    if (address != NULL || (n == 1 && size == bytes)) break;
-    if (n == 1) size = bytes; /* the third attempt: one extent of `bytes` */
-    n = 1;                    /* the second: one extent of `size` */
+  uint64_t base;
+  char *address = cddp__map_unused(host, n * size, &base);
+  if (address == NULL && n > 1) {
+    n = 1;
+    address = cddp__map_unused(host, size, &base);
   }
-  if (!fits)
-    cddp__fail(CDDP_OUT_OF_MEMORY,
-               "cddp_alloc: %" PRIu64 " bytes do not fit into the %" PRIu64
-               " bytes that this rank can share%s",
-               size, (uint64_t)1 << host->arena.window_bits,
-               host->arena.window_bits < CDDP__WINDOW_BITS
-                   ? "; raise the file size limit (ulimit -f)"
-                   : "");
-  else if (address == NULL)
-    (void)cddp__fail_mapping("cddp_alloc", size);
-  segment = address != NULL ? cddp__segment_add(host, base, n * size, address, n) : NULL;
+  if (address == NULL && size != bytes) {
+    size = bytes;
+    address = cddp__map_unused(host, size, &base);
+  }
+  if (address == NULL) {
+    cddp__fail_unused(host, size);
+    return -1;
+  }
+  segment = cddp__segment_add(host, base, n * size, address, n);
   if (segment == NULL) return -1; /* used_end is unchanged: a later segment can have the range */
   if (size >= CDDP__HUGE_PAGE) cddp__set_dumped(host, address, n * size, false); /* not in use */
   list = &host->arena.lists[cddp__size_class(size)];
@@ -7374,15 +7388,16 @@ static int cddp__segment_create(cddp__host *host, uint64_t size, uint64_t bytes)
 
 /* The own extent that contains p, or NULL. */
 static cddp__extent *cddp__extent_of(const cddp__host *host, const void *p) {
-  size_t index /* not used */, offset /* of p in the segment */;
-  cddp__segment *segment = cddp__segment_find(&host->arena.own, (uintptr_t)p, &index);
-  if (segment == NULL) return NULL;
+  size_t n = cddp__segments_up_to(&host->arena.own, (uintptr_t)p), offset;
+  const cddp__segment *segment;
+  if (n == 0) return NULL;
+  segment = host->arena.own.list[n - 1];
   offset = (size_t)((const char *)p - segment->address);
-  if (offset >= segment->size) return NULL; /* p is behind the segment */
+  if (offset >= segment->size) return NULL;
   return segment->extents + offset / segment->extent_size;
 }
 
-static char *cddp__extent_address(const cddp__extent *extent) { /* in this process */
+static char *cddp__extent_address(const cddp__extent *extent) {
   const cddp__segment *segment = extent->segment;
   return segment->address + (size_t)(extent - segment->extents) * segment->extent_size;
 }
@@ -7395,11 +7410,14 @@ static uint64_t cddp__extent_base(const cddp__extent *extent) { /* its offset in
 /* Returns this rank's next extent in use after `extent` (NULL: the first in segment *at); NULL: no
    more. *at: in and out, the index of its segment in arena.own; 0 before the first call. */
 static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *extent, size_t *at) {
-  for (; *at < host->arena.own.count; ++*at, extent = NULL /* the next segment's first */) {
+  while (*at < host->arena.own.count) {
     const cddp__segment *segment = host->arena.own.list[*at];
-    for (extent = extent == NULL ? segment->extents : extent + 1;
-         extent < segment->extents + segment->size / segment->extent_size; extent++)
-      if (extent->use != CDDP__EXTENT_FREE) return extent;
+    cddp__extent *end = segment->extents + segment->size / segment->extent_size;
+    extent = extent == NULL ? segment->extents : extent + 1;
+    while (extent < end && extent->use == CDDP__EXTENT_FREE) extent++;
+    if (extent < end) return extent;
+    ++*at;
+    extent = NULL; /* the next segment's first */
   }
   return NULL;
 }
@@ -7408,8 +7426,8 @@ static cddp__extent *cddp__next_extent(const cddp__host *host, cddp__extent *ext
    host have left `block`. If the ring has it already, `block` replaces its earlier one. */
 static void cddp__pending_add(cddp__host *host, cddp__extent *extent,
                               const cddp__control_block *block) {
-  if (extent->freed_after == NULL) { /* not yet in the ring: becomes its last */
-    if (host->arena.pending == NULL) /* a ring of one */
+  if (extent->freed_after == NULL) { /* becomes the ring's last */
+    if (host->arena.pending == NULL)
       host->arena.pending = extent->previous = extent;
     extent->next = host->arena.pending;
     extent->previous = extent->next->previous;
@@ -7425,7 +7443,7 @@ static void cddp__pending_remove(cddp__host *host, cddp__extent *extent) {
   extent->previous->next = extent->next;
   extent->next->previous = extent->previous;
   if (host->arena.pending == extent)
-    host->arena.pending = extent->next != extent ? extent->next : NULL /* now empty */;
+    host->arena.pending = extent->next != extent ? extent->next : NULL;
   extent->freed_after = NULL;
 }
 
@@ -7441,9 +7459,9 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
               ? cddp__arena_punch(host, cddp__extent_base(extent), segment->extent_size)
               : madvise(address, segment->extent_size, MADV_DONTNEED) == 0;
   if (!freed) memset(address, 0, segment->extent_size); /* cddp__arena_alloc promises zeros */
-  if (segment->extent_size >= CDDP__HUGE_PAGE) /* for smaller ones: too many mappings */
+  if (segment->extent_size >= CDDP__HUGE_PAGE) /* smaller: too many mappings */
     cddp__set_dumped(host, address, segment->extent_size, false);
-  if (extent->quarantined) return; /* in no list: so it is never allocated again */
+  if (extent->quarantined) return;
   list = &host->arena.lists[cddp__size_class(segment->extent_size)];
   extent->next = list->free;
   list->free = extent;
@@ -7451,7 +7469,7 @@ static void cddp__extent_release(cddp__host *host, cddp__extent *extent) {
 
 /* Lets the first access to each huge page of the range create it as one, if the system can. */
 static void cddp__request_huge_pages(char *address, uint64_t size) {
-  uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE; /* whole pages */
+  uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
   if (huge > 0) madvise(address, (size_t)huge, MADV_HUGEPAGE);
 }
 
@@ -7460,12 +7478,12 @@ static void cddp__request_huge_pages(char *address, uint64_t size) {
    where a page exists. It writes nothing: other processes can use the memory meanwhile. */
 static bool cddp__populate(const cddp__host *host, char *address, uint64_t base, uint64_t size) {
   uint64_t huge = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at; /* bytes in whole huge pages */
-  if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0; /* cannot have huge pages */
+  if ((uintptr_t)address % CDDP__HUGE_PAGE != 0) huge = 0;
   cddp__request_huge_pages(address, huge);
   for (at = 0; at < huge; at += CDDP__HUGE_PAGE) /* the first small page of each, for COLLAPSE */
     if (!cddp__arena_commit(host, base + at, 1 /* byte */)) return false;
   if (huge > 0) madvise(address, (size_t)huge, MADV_COLLAPSE);
-  return cddp__arena_commit(host, base, size); /* the pages that do not exist yet */
+  return cddp__arena_commit(host, base, size); /* the rest */
 }
 
 /* Whether p, an address in this process, is in the segment. */
@@ -7478,7 +7496,7 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
   const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
   size_t i, k;
   for (k = 0; k < 2; k++)
-    for (i = 0; i < tables[k]->count; i++) { /* linear: peers are sorted by offset, not address */
+    for (i = 0; i < tables[k]->count; i++) { /* linear: peers are not sorted by address */
       const cddp__segment *segment = tables[k]->list[i];
       if (cddp__segment_has(segment, p))
         return segment->base + (uint64_t)((const char *)p - segment->address);
@@ -7487,22 +7505,28 @@ static uint64_t cddp__offset_of(const cddp__host *host, const void *p) {
   return 0;
 }
 
+struct cddp__block_life { /* a control block's fields of these names, in its order */
+  uint32_t left, generation, size;
+};
+CDDP__STATIC_ASSERT(offsetof(cddp__control_block, size) - offsetof(cddp__control_block, left) ==
+                        offsetof(struct cddp__block_life, size),
+                    "one pread fills it");
+
+/* Reads these fields of a block that may be a hole: a load would fill it. false: it cannot. */
+static bool cddp__pread_life(const cddp__host *host, const cddp__control_block *block,
+                             struct cddp__block_life *now) {
+  return host->arena.fd >= 0 && cddp__memfd_is_open(host) &&
+         pread(host->arena.fd, now, sizeof *now, (off_t)cddp__offset_of(host, &block->left)) ==
+             (ssize_t)sizeof *now;
+}
+
 /* Whether all ranks of this host have left the block after which the extent is freed. If the block
-   has been freed, its memory is a hole or another block: a load would fill the hole, pread does
-   not. */
+   has been freed, its memory is a hole or another block. */
 static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *extent) {
   const cddp__control_block *block = extent->freed_after;
   bool is_block = cddp__extent_address(extent) == (const void *)block; /* so it is not freed yet */
-  struct { /* the block's fields of these names, in its order: one pread fills it */
-    uint32_t left, generation, size;
-  } now;
-  CDDP__STATIC_ASSERT(offsetof(cddp__control_block, size) ==
-                          offsetof(cddp__control_block, left) + sizeof now - sizeof now.size,
-                      "pread: left, generation and size follow each other");
-  /* Loads only if the block cannot be a hole, or if pread fails. */
-  if (is_block || host->arena.fd < 0 || !cddp__memfd_is_open(host) ||
-      pread(host->arena.fd, &now, sizeof now, (off_t)cddp__offset_of(host, &block->left)) !=
-          (ssize_t)sizeof now) {
+  struct cddp__block_life now;
+  if (is_block || !cddp__pread_life(host, block, &now)) {
     now.left = cddp__load32(&block->left);
     now.generation = cddp__load32(&block->generation);
     now.size = cddp__load32(&block->size);
@@ -7516,9 +7540,9 @@ static bool cddp__pending_is_due(const cddp__host *host, const cddp__extent *ext
    extent, all are checked often enough. */
 static void cddp__arena_free_left_blocks(cddp__host *host) {
   int i;
-  for (i = 0; i < 16 && host->arena.pending != NULL; i++) { /* a short ring: some twice */
+  for (i = 0; i < 16 && host->arena.pending != NULL; i++) {
     cddp__extent *extent = host->arena.pending;
-    host->arena.pending = extent->next; /* where the next call continues */
+    host->arena.pending = extent->next;
     if (cddp__pending_is_due(host, extent)) cddp__extent_release(host, extent);
   }
 }
@@ -7530,57 +7554,68 @@ static size_t cddp__committed_bytes(enum cddp__extent_use use, size_t bytes, siz
   return use == CDDP__EXTENT_BLOCK && bytes < CDDP__HUGE_PAGE ? cddp__page_size() : whole;
 }
 
+/* Takes a free extent of `size` bytes, of a new segment if there is none. If a segment cannot be
+   created, takes a larger extent; NULL: there is none either, and the error is set. whole: the
+   bytes that the extent needs at least. */
+static cddp__extent *cddp__take_extent(cddp__host *host, size_t size, size_t whole) {
+  struct cddp__extents *lists = host->arena.lists;
+  int list = cddp__size_class(size), created;
+  cddp__extent *extent;
+  if (lists[list].free == NULL) {
+    created = cddp__segment_create(host, size, whole);
+    if (created >= 0) list = created; /* can be the class of `whole` */
+  }
+  while (list < CDDP__SIZE_CLASSES && lists[list].free == NULL) list++;
+  if (list == CDDP__SIZE_CLASSES) return NULL;
+  extent = lists[list].free;
+  lists[list].free = extent->next;
+  return extent;
+}
+
+/* Puts an extent into use. whole: its `bytes`, in whole pages. Returns its address; NULL: error
+   set, and the extent is free again. */
+static char *cddp__use_extent(cddp__host *host, cddp__extent *extent, enum cddp__extent_use use,
+                              size_t bytes, size_t whole) {
+  size_t committed = cddp__committed_bytes(use, bytes, whole);
+  char *address = cddp__extent_address(extent);
+  extent->use = use;
+  if (use < CDDP__EXTENT_BLOCK_LAZY && extent->segment->extent_size >= CDDP__HUGE_PAGE)
+    cddp__set_dumped(host, address, whole, true);
+  if (host->arena.fd < 0) { /* private memory: accesses allocate it */
+    if (use != CDDP__EXTENT_BLOCK_LAZY) /* such a block uses few of its pages */
+      cddp__request_huge_pages(address, whole);
+  } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
+    /* LAZY memory commits nothing, which cannot fail. So only a block commits a part. */
+    bool is_block = committed < whole;
+    (void)cddp__fail_commit(is_block ? "the control block of a group" : "cddp_alloc", whole);
+    cddp__extent_release(host, extent);
+    return NULL;
+  }
+  if (use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY) {
+    cddp__control_block *block = (cddp__control_block *)(void *)address;
+    cddp__store32(&block->generation, ++host->arena.generation); /* from 1; a hole has 0 */
+    cddp__pending_add(host, extent, block); /* the block is freed after itself */
+  }
+  return address;
+}
+
 /* Allocates zeroed memory that peers can map: an extent. A control block is freed when all ranks of
    the host have left it, other memory by cddp__arena_free or _free_with. NULL: error set. */
 static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent_use use) {
   size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
-  size_t whole /* bytes in whole pages */, committed /* of these */, size /* of the extent */;
-  size_t step; /* between size classes */
+  size_t whole, step; /* bytes in whole pages; difference between size classes */
   cddp__extent *extent;
-  cddp__control_block *block;
   char *address = NULL;
-  bool dumped = use < CDDP__EXTENT_BLOCK_LAZY; /* core dumps contain it */
-  int list; /* a size class */
-  if (bytes > SIZE_MAX / 4) { /* it could not be rounded up */
+  if (bytes > SIZE_MAX / 4) { /* rounding up could overflow */
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
     return NULL;
   }
-  whole = cddp__round_up(cddp__max(bytes, 1), page); /* 0 bytes also get an address: a page */
-  committed = cddp__committed_bytes(use, bytes, whole);
+  whole = cddp__round_up(cddp__max(bytes, 1), page); /* 0 bytes also get a page */
   step = (size_t)1 << (63 - __builtin_clzll(whole)) >> 2; /* four sizes per power of two */
-  size = cddp__round_up(whole, cddp__max(page, step));
   pthread_mutex_lock(&host->lock);
   cddp__arena_free_left_blocks(host);
-  list = cddp__size_class(size);
-  if (host->arena.lists[list].free == NULL)
-    list = cddp__segment_create(host, size, whole); /* its class: of `size`, or of `whole` */
-  if (list < 0) { /* no new segment: a larger free extent */
-    list = cddp__size_class(size);
-    while (list < CDDP__SIZE_CLASSES && host->arena.lists[list].free == NULL) list++;
-  }
-  if (list < CDDP__SIZE_CLASSES) { /* else NULL, with the error of cddp__segment_create */
-    extent = host->arena.lists[list].free;
-    host->arena.lists[list].free = extent->next;
-    address = cddp__extent_address(extent);
-    extent->use = use;
-    if (dumped && extent->segment->extent_size >= CDDP__HUGE_PAGE) /* smaller: dumped anyway */
-      cddp__set_dumped(host, address, whole, true);
-    if (host->arena.fd < 0) { /* private memory: accesses allocate it */
-      if (use != CDDP__EXTENT_BLOCK_LAZY) /* such a block uses few of its pages */
-        cddp__request_huge_pages(address, whole);
-    } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
-      /* LAZY memory commits nothing, which cannot fail. So only a block commits a part. */
-      bool is_block = committed < whole;
-      (void)cddp__fail_commit(is_block ? "the control block of a group" : "cddp_alloc", whole);
-      cddp__extent_release(host, extent);
-      address = NULL;
-    }
-    if (address != NULL && (use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY)) {
-      block = (cddp__control_block *)(void *)address;
-      cddp__store32(&block->generation, ++host->arena.generation); /* from 1; a hole has 0 */
-      cddp__pending_add(host, extent, block); /* the block is freed after itself */
-    }
-  }
+  extent = cddp__take_extent(host, cddp__round_up(whole, cddp__max(page, step)), whole);
+  if (extent != NULL) address = cddp__use_extent(host, extent, use, bytes, whole);
   pthread_mutex_unlock(&host->lock);
   return address;
 }
@@ -7588,9 +7623,9 @@ static void *cddp__arena_alloc(cddp__host *host, size_t bytes, enum cddp__extent
 /* An operation has failed while a peer was stopped. When the peer continues, it can write to this
    rank's memory: such memory that is in use now is never allocated again. */
 static void cddp__arena_quarantine(cddp__host *host) {
-  cddp__extent *extent = NULL; /* the first call returns the first extent */
-  size_t at = 0; /* for cddp__next_extent */
-  if (host->arena.fd < 0) return; /* no peer is another process: none can be stopped alone */
+  cddp__extent *extent = NULL;
+  size_t at = 0;
+  if (host->arena.fd < 0) return; /* no peer is another process */
   pthread_mutex_lock(&host->lock);
   while ((extent = cddp__next_extent(host, extent, &at)) != NULL)
     if (extent->use == CDDP__EXTENT_OPEN || extent->use == CDDP__EXTENT_LAZY)
@@ -7630,11 +7665,17 @@ static void cddp__arena_free_lost_block(cddp__host *host, const void *block, uin
 static void cddp__arena_free_with(cddp__host *host, const void *p,
                                   const cddp__control_block *block) {
   cddp__extent *extent;
+  if (p == NULL || cddp__load32(&block->generation) == 0 || cddp__load32(&block->size) == 0) return;
   pthread_mutex_lock(&host->lock);
-  if (p != NULL && cddp__load32(&block->generation) != 0 && cddp__load32(&block->size) != 0 &&
-      (extent = cddp__extent_of(host, p)) != NULL)
-    cddp__pending_add(host, extent, block);
+  extent = cddp__extent_of(host, p);
+  if (extent != NULL) cddp__pending_add(host, extent, block);
   pthread_mutex_unlock(&host->lock);
+}
+
+/* Whether the extent is in use and has `bytes` bytes from p, an address in it, on. */
+static bool cddp__extent_has(const cddp__extent *extent, const void *p, size_t bytes) {
+  size_t at = (size_t)((const char *)p - cddp__extent_address(extent));
+  return extent->use != CDDP__EXTENT_FREE && bytes <= extent->segment->extent_size - at;
 }
 
 /* The reference to `bytes` bytes at p, for peers. Its kind is NONE if p is not shared memory, or
@@ -7654,10 +7695,7 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
     return ref;
   pthread_mutex_lock(&host->lock);
   extent = cddp__extent_of(host, p);
-  /* an allocation of this rank that has `bytes` bytes from p on */
-  if (extent != NULL && extent->use != CDDP__EXTENT_FREE &&
-      bytes <=
-          extent->segment->extent_size - (size_t)((const char *)p - cddp__extent_address(extent))) {
+  if (extent != NULL && cddp__extent_has(extent, p, bytes)) {
     ref.kind = CDDP__REF_EXTENT;
     ref.base = extent->segment->base;
     ref.size = extent->segment->size;
@@ -7667,19 +7705,24 @@ static cddp__ref cddp__ref_of(cddp__host *host, const void *p, size_t bytes) {
   return ref;
 }
 
+/* The segment, own or a peer's, that begins at this offset; NULL: it is not mapped here. */
+static cddp__segment *cddp__mapped_segment(const cddp__host *host, uint64_t base) {
+  size_t i, n = cddp__segments_up_to(&host->arena.peers, base);
+  if (n > 0 && host->arena.peers.list[n - 1]->base == base) return host->arena.peers.list[n - 1];
+  for (i = 0; i < host->arena.own.count; i++)
+    if (host->arena.own.list[i]->base == base) return host->arena.own.list[i];
+  return NULL;
+}
+
 /* *out: this process's address of the buffer, whose segment is mapped if necessary. NULL on
    failure. ref: of kind EXTENT or POINTER. */
 static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **out) {
   cddp__segment *segment;
   char *address;
-  size_t at, i;
   *out = (void *)(uintptr_t)ref->base;
-  if (ref->kind == CDDP__REF_POINTER) return CDDP_OK; /* base is the address itself */
+  if (ref->kind == CDDP__REF_POINTER) return CDDP_OK;
   pthread_mutex_lock(&host->lock);
-  segment = cddp__segment_find(&host->arena.peers, ref->base, &at);
-  if (segment != NULL && segment->base != ref->base) segment = NULL; /* one that begins before */
-  for (i = 0; segment == NULL && i < host->arena.own.count; i++) /* or a buffer of this rank */
-    if (host->arena.own.list[i]->base == ref->base) segment = host->arena.own.list[i];
+  segment = cddp__mapped_segment(host, ref->base);
   if (segment == NULL) {
     address = cddp__map_segment(host, ref->base, ref->size);
     if (address == NULL)
@@ -7698,9 +7741,9 @@ static cddp_result cddp__map_ref(cddp__host *host, const cddp__ref *ref, void **
 static cddp_result cddp__commit_lazy(cddp__host *host, char *p, size_t bytes) {
   uint64_t base;
   size_t page = cddp__page_size();
-  bytes += (uintptr_t)p % page; /* begins at the start of a page */
+  bytes += (uintptr_t)p % page;
   p -= (uintptr_t)p % page;
-  if (host->arena.fd < 0 /* private: accesses allocate it */ || bytes == 0) return CDDP_OK;
+  if (host->arena.fd < 0 /* private memory */ || bytes == 0) return CDDP_OK;
   pthread_mutex_lock(&host->lock);
   base = cddp__offset_of(host, p);
   pthread_mutex_unlock(&host->lock);
@@ -7708,55 +7751,61 @@ static cddp_result cddp__commit_lazy(cddp__host *host, char *p, size_t bytes) {
   return cddp__fail_commit("the memory of a model", bytes);
 }
 
+/* Reads up to two numbers from a file, as far as it exists and has them. */
+static void cddp__read_numbers(const char *path, long long *first, long long *second) {
+  FILE *file = fopen(path, "re");
+  if (file == NULL) return;
+  if (fscanf(file, "%lld %lld", first, second) < 1) *first = 0; /* "max": no limit */
+  fclose(file);
+}
+
 /* The container's limit of processor time (docker --cpus, a pod's limit) in cores, rounded up;
    INT_MAX: none. */
 static int cddp__container_cores(void) {
-  static const char *const files[] = {"cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"};
-  long long n[3][2] = {{0, 0}, {0, 0}, {0, 0}}, quota, period; /* n: two numbers of each file */
-  char path[64];
-  FILE *file;
-  int i;
-  for (i = 0; i < 3; i++) {
-    snprintf(path, sizeof path, "/sys/fs/cgroup/%s", files[i]);
-    if ((file = fopen(path, "re")) == NULL) continue; /* of the other version of cgroups */
-    if (fscanf(file, "%lld %lld", &n[i][0], &n[i][1]) < 1) n[i][0] = 0; /* "max": no limit */
-    fclose(file);
+  long long quota = 0, period = 0, none; /* quota: microseconds of processor time in each period */
+  cddp__read_numbers("/sys/fs/cgroup/cpu.max", &quota, &period); /* cgroup v2 */
+  if (quota <= 0) { /* v1: a file for each */
+    cddp__read_numbers("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", &quota, &none);
+    cddp__read_numbers("/sys/fs/cgroup/cpu/cpu.cfs_period_us", &period, &none);
   }
-  quota = n[0][0] > 0 ? n[0][0] : n[1][0]; /* microseconds of processor time in each period */
-  period = n[0][0] > 0 ? n[0][1] : n[2][0]; /* cpu.max (cgroup v2) has both, v1 a file for each */
-  return quota > 0 && period > 0 && quota / period < INT_MAX ? (int)((quota - 1) / period) + 1
-                                                             : INT_MAX;
+  if (quota <= 0 || period <= 0 || quota / period >= INT_MAX) return INT_MAX;
+  return (int)((quota - 1) / period) + 1;
+}
+
+/* Sets a bitmap of the processors that this thread may use, of the first `most` of them. */
+static void cddp__own_processors(uint64_t mine[CDDP__PROCESSORS / 64], int most) {
+  uint64_t bits;
+  int i;
+  memset(mine, 0, CDDP__PROCESSORS / 8); /* the system writes only the bytes that it needs */
+  (void)syscall(SYS_sched_getaffinity, 0 /* this thread */, (size_t)CDDP__PROCESSORS / 8, mine);
+  for (i = 0; i < CDDP__PROCESSORS / 64; i++)
+    for (bits = mine[i]; bits != 0; bits &= bits - 1) /* from the lowest bit to the highest */
+      if (--most < 0) mine[i] &= ~(bits & -bits); /* clears the lowest of `bits` */
 }
 
 /* Adds this process's processors to `all`, a bitmap of all ranks', and sets host->cores to their
    number: a launcher can bind each rank to other processors. Of this process's own at most
    host->container_cores count. */
 static void cddp__count_cores(cddp__host *host, cddp__atomic_u64 *all) {
-  uint64_t mine[CDDP__PROCESSORS / 64], bits, old; /* bits, old: 64 bits of mine and of `all` */
-  int allowed = host->container_cores, n = 0, i; /* n: processors in `all` */
-  memset(mine, 0, sizeof mine); /* the system writes only the bytes that its processors need */
-  (void)syscall(SYS_sched_getaffinity, 0 /* this thread */, sizeof mine, mine); /* fails: zeros */
+  uint64_t mine[CDDP__PROCESSORS / 64], old; /* old: 64 bits of `all` */
+  int n = 0, i; /* n: processors in `all` */
+  cddp__own_processors(mine, host->container_cores);
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
-    for (bits = mine[i]; bits != 0; bits &= bits - 1) /* keeps the first `allowed` processors */
-      if (--allowed < 0) mine[i] &= ~(bits & -bits); /* clears the lowest of `bits` */
-    old = cddp__load64(&all[i]);
-    while ((mine[i] & ~old) != 0) { /* until `all` has them: other ranks change it too */
-      (void)cddp__compare_swap64(&all[i], old, old | mine[i]);
-      old = cddp__load64(&all[i]);
-    }
-    n += __builtin_popcountll(old);
+    do old = cddp__load64(&all[i]);
+    while (!cddp__compare_swap64(&all[i], old, old | mine[i])); /* other ranks change it too */
+    n += __builtin_popcountll(old | mine[i]);
   }
-  if (n == 0) n = (int)sysconf(_SC_NPROCESSORS_ONLN); /* sched_getaffinity has failed */
+  if (n == 0) n = (int)sysconf(_SC_NPROCESSORS_ONLN); /* not known */
   host->cores = n > 0 ? n : 1;
 }
 
 /* The process after p (NULL: the first one), of host->ranks, then of host->others; NULL: no more.
    Without a lock, so only for the thread that trains, which alone changes the list. */
 static cddp__process *cddp__next_process(const cddp__host *host, cddp__process *p) {
+  const cddp__process *end = host->ranks + host->size;
   if (p == NULL) return host->ranks;
-  if (p >= host->ranks && p + 1 < host->ranks + host->size) return p + 1; /* in the array */
-  /* p is the last in the array, or one in the list host->others */
-  return p >= host->ranks && p < host->ranks + host->size ? host->others : p->next;
+  if (p < host->ranks || p >= end) return p->next; /* in the list `others` */
+  return p + 1 < end ? p + 1 : host->others;
 }
 
 /* The pid and pidfd of the process with this window, for any thread; pid 0: not known. */
@@ -7764,7 +7813,7 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
   cddp__process copy, *p;
   memset(&copy, 0, sizeof copy);
   copy.pidfd = -1;
-  if (window < host->size) { /* no lock: the array `ranks` lives as long as the host */
+  if (window < host->size) { /* no lock: `ranks` never moves */
     copy.pid = host->ranks[window].pid;
     copy.pidfd = host->ranks[window].pidfd;
   } else {
@@ -7789,14 +7838,14 @@ static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t p
     if (p == NULL) return NULL;
     p->window = window;
     p->pidfd = -1;
-    pthread_mutex_lock(&host->lock); /* for cddp__process_at on other threads */
+    pthread_mutex_lock(&host->lock); /* for cddp__process_at */
     p->next = host->others;
     host->others = p;
     pthread_mutex_unlock(&host->lock);
   }
   /* This process needs neither its own pid here (cddp__process_at has it) nor a pidfd. */
   if (p->pid == pid || window == host->arena.window) return p;
-  cddp__close_fd(&p->pidfd); /* of the former pid */
+  cddp__close_fd(&p->pidfd);
   p->pid = pid;
   return p;
 }
@@ -7812,14 +7861,14 @@ static void cddp__find_processes(cddp__host *host) {
       pread(host->arena.fd, &joins, sizeof joins, offsetof(cddp__control_block, joins)) !=
           (ssize_t)sizeof joins)
     return;
-  if (host->joined && host->joins_seen == 0) /* the first call in a process that joined */
+  if (host->joined && host->joins_seen == 0) /* the first call */
     for (window = 0; window < host->size; window++) /* ranks that were lost before it joined */
       if (!host->ranks[window].member) host->ranks[window].lost_in_step = 1; /* 1 + step 0 */
-  for (; host->joins_seen < joins; host->joins_seen++) { /* not counted if out of memory: retried */
+  for (; host->joins_seen < joins; host->joins_seen++) {
     window = host->size + (int)host->joins_seen; /* windows are numbered in the order of joins */
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0)
-      continue; /* this process, or a known one */
-    if ((p = cddp__add_process(host, window, 0 /* no pid yet */)) == NULL) return;
+      continue; /* it is known */
+    if ((p = cddp__add_process(host, window, 0 /* pid */)) == NULL) return;
     p->lost_in_step = 1; /* not a member */
   }
 }
@@ -7840,24 +7889,36 @@ static cddp_result cddp__lock_use(cddp__host *host, cddp__process *p) {
   return cddp__fail_errno("lock on the shared memory");
 }
 
+/* Takes own extents out of arena.pending that would be freed after a block in this segment: it will
+   be unreadable. */
+static void cddp__pending_forget(cddp__host *host, const cddp__segment *segment) {
+  cddp__extent *extent = NULL;
+  size_t at = 0;
+  while ((extent = cddp__next_extent(host, extent, &at)) != NULL)
+    if (cddp__segment_has(segment, extent->freed_after)) cddp__pending_remove(host, extent);
+}
+
+/* Whether the segment has the control block of a group that this rank still has. */
+static bool cddp__segment_has_group(const cddp__host *host, const cddp__segment *segment) {
+  const cddp_group *g = host->groups;
+  while (g != NULL && !cddp__segment_has(segment, g->block)) g = g->next;
+  return g != NULL;
+}
+
 /* Unmaps a process's memory, except segments with the control block of a group that this rank still
    has, and unlocks the use byte. The caller knows that no other pointer to that memory will be
    used. */
 static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   struct cddp__segments *peers = &host->arena.peers;
-  cddp__extent *extent = NULL; /* an own one, for cddp__next_extent; NULL: before the first */
-  const cddp_group *g;
-  size_t at = 0 /* for cddp__next_extent */, kept = 0 /* segments that stay in the table */, i;
+  size_t kept = 0 /* segments that stay */, i;
   pthread_mutex_lock(&host->lock);
-  for (i = 0; i < peers->count; i++, at = 0 /* all own extents again */) {
+  for (i = 0; i < peers->count; i++) {
     cddp__segment *segment = peers->list[i];
     bool unmap = cddp__window_of(host, segment->base) == p->window;
-    /* own extents that would be freed after a block in it; a full loop leaves `extent` NULL */
-    while (unmap && (extent = cddp__next_extent(host, extent, &at)) != NULL)
-      if (cddp__segment_has(segment, extent->freed_after)) /* its block will be unreadable */
-        cddp__pending_remove(host, extent);
-    for (g = host->groups; g != NULL && unmap; g = g->next)
-      unmap = !cddp__segment_has(segment, g->block);
+    if (unmap) {
+      cddp__pending_forget(host, segment);
+      unmap = !cddp__segment_has_group(host, segment);
+    }
     if (unmap) {
       munmap(segment->address, (size_t)segment->size);
       cddp__free(&host->allocator, segment);
@@ -7877,16 +7938,15 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
    has it, and frees p. */
 static void cddp__free_window(cddp__host *host, cddp__process *p) {
   cddp__process **link = &host->others;
-  int use = CDDP__USE_BYTES + p->window /* offset of the use byte */;
-  int bits = host->arena.window_bits;
+  int use = CDDP__USE_BYTES + p->window; /* offset of the use byte */
+  uint64_t base = cddp__window_base(host, p->window);
   CDDP_ASSERT(!p->use_locked && p->window != host->arena.window);
-  if (!cddp__arena_lock(host, F_WRLCK, use, 1 /* byte */)) return; /* another process reads it */
-  /* the window: from (window + 1) << bits on, as in arena.window_bits */
-  (void)cddp__arena_punch(host, (uint64_t)(p->window + 1) << bits, (uint64_t)1 << bits);
+  if (!cddp__arena_lock(host, F_WRLCK, use, 1 /* byte */)) return; /* it is read */
+  (void)cddp__arena_punch(host, base, cddp__window_base(host, p->window + 1) - base);
   (void)cddp__arena_lock(host, F_UNLCK, use, 1 /* byte */);
-  p->lost_in_step = 0; /* nothing is left to free */
+  p->lost_in_step = 0; /* freed */
   cddp__close_fd(&p->pidfd);
-  if (p->window < host->size) return; /* p is in host->ranks, not in the list */
+  if (p->window < host->size) return; /* not in the list */
   pthread_mutex_lock(&host->lock);
   while (*link != p) link = &(*link)->next;
   *link = p->next;
@@ -7898,36 +7958,39 @@ static void cddp__free_window(cddp__host *host, cddp__process *p) {
 static void cddp__set_window(cddp__host *host, int window, int bits) {
   host->arena.window = window;
   host->arena.window_bits = bits;
-  host->arena.used_end = (uint64_t)(window + 1) << bits;
+  host->arena.used_end = cddp__window_base(host, window);
+}
+
+/* Unmaps and frees the segments of a table. */
+static void cddp__segments_free(cddp__host *host, struct cddp__segments *table) {
+  size_t i;
+  for (i = 0; i < table->count; i++) {
+    munmap(table->list[i]->address, (size_t)table->list[i]->size);
+    cddp__free(&host->allocator, table->list[i]);
+  }
+  cddp__free(&host->allocator, table->list);
 }
 
 /* Frees a host that no group uses any more. Unmaps the memory of all ranks, and closes the memfd,
    which ends its locks, and the listeners. */
 static void cddp__host_free(cddp__host *host) {
-  const struct cddp__segments *tables[2] = {&host->arena.own, &host->arena.peers};
   cddp_allocator allocator = host->allocator; /* a copy: the host's own is freed with the host */
   cddp__process *p;
-  size_t j;
   int i;
-  for (i = 0; i < 2; i++) {
-    for (j = 0; j < tables[i]->count; j++) {
-      munmap(tables[i]->list[j]->address, (size_t)tables[i]->list[j]->size);
-      cddp__free(&allocator, tables[i]->list[j]);
-    }
-    cddp__free(&allocator, tables[i]->list);
-  }
-  if (host->ranks != NULL) /* NULL: cddp__host_create has failed */
+  cddp__segments_free(host, &host->arena.own);
+  cddp__segments_free(host, &host->arena.peers);
+  if (host->ranks != NULL)
     for (i = 0; i < host->size; i++) cddp__close_fd(&host->ranks[i].pidfd);
   while ((p = host->others) != NULL) {
     host->others = p->next;
     cddp__close_fd(&p->pidfd);
     cddp__free(&allocator, p);
   }
-  if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd); /* not the program's file */
+  if (cddp__memfd_is_open(host)) cddp__close_fd(&host->arena.fd); /* else it is the program's */
   cddp__join_close(host);
   pthread_mutex_destroy(&host->joins.lock);
   if (host->record != NULL) {
-    host->record->left = 1; /* for cddptrace: the rank has not crashed */
+    host->record->left = 1;
     munmap(host->record, CDDP__RECORD_BYTES);
   }
   pthread_mutex_destroy(&host->lock);
@@ -7941,7 +8004,7 @@ static void cddp__host_free(cddp__host *host) {
 static void cddp__name_host(cddp__host *host) {
   const char *id = cddp__env("CDDP_HOST_ID");
   size_t size, most; /* bytes of the id; bytes that fit */
-  gethostname(host->name, sizeof host->name - 1); /* the NUL remains from calloc */
+  gethostname(host->name, sizeof host->name - 1);
   if (id == NULL) return;
   host->name[40] = 0; /* cuts a longer name (64 bytes at most): 26 bytes or more are for the id */
   size = strlen(id);
@@ -7949,7 +8012,7 @@ static void cddp__name_host(cddp__host *host) {
   if (size <= most)
     cddp__append(host->name, sizeof host->name, "/%s", id);
   else
-    cddp__append(host->name, sizeof host->name, "/%.8s..%s", id, /* 10: 8 bytes and the dots */
+    cddp__append(host->name, sizeof host->name, "/%.8s..%s", id, /* 10: 8 and the dots */
                  id + size - (most - 10));
 }
 
@@ -7958,7 +8021,7 @@ static void cddp__name_host(cddp__host *host) {
 static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp_logger *logger,
                                      int size, int index) {
   cddp__host *host = (cddp__host *)cddp__calloc(allocator, 1, sizeof *host);
-  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* of this rank alone; not used later */
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* of this rank alone */
   int i;
   if (host == NULL) return NULL;
   if (allocator != NULL) host->allocator = *allocator;
@@ -7975,7 +8038,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *allocator, const cddp
   host->container_cores = cddp__container_cores();
   cddp__count_cores(host, processors);
   host->refs = 1; /* the caller's */
-  host->lead = host; /* its own, until cddp_run_threads links several */
+  host->lead = host; /* until cddp_run_threads links several */
   cddp__name_host(host);
   host->ranks = (cddp__process *)cddp__calloc(allocator, (size_t)size, sizeof *host->ranks);
   if (host->ranks == NULL) {
@@ -7997,7 +8060,7 @@ static void cddp__take_memfd(cddp__host *host, int fd, int size) {
   uint64_t windows = (uint64_t)size + 1;
   int bits = CDDP__WINDOW_BITS_MIN;
   host->arena.fd = fd;
-  (void)fstat(fd, &host->arena.memory); /* for cddp__memfd_is_open */
+  (void)fstat(fd, &host->arena.memory);
   while (bits < CDDP__WINDOW_BITS && windows << bits < (uint64_t)host->arena.memory.st_size) bits++;
   cddp__set_window(host, host->arena.window, bits);
 }
@@ -8011,10 +8074,10 @@ static cddp_result cddp__create_memfd(cddp__host *host, uint64_t window_min) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) limit.rlim_cur = RLIM_INFINITY;
   if (limit.rlim_cur == RLIM_INFINITY)
-    windows = (uint64_t)1 << (CDDP__FILE_BITS - bits); /* holes of the file, so without memory */
+    windows = (uint64_t)1 << (CDDP__FILE_BITS - bits); /* holes */
   else
     while (bits > CDDP__WINDOW_BITS_MIN && windows << bits > (uint64_t)limit.rlim_cur)
-      bits--; /* smaller windows, until the file is within the limit */
+      bits--; /* smaller windows */
   if ((uint64_t)1 << bits < window_min)
     return cddp__fail(CDDP_SYSTEM,
                       "the file size limit of %llu bytes (ulimit -f) is too small for the memory "
@@ -8048,25 +8111,26 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
   uint32_t joins; /* processes that have joined before */
   cddp__control_block *block; /* of the job's first group: its first page, mapped for this call */
   cddp_result r = CDDP_OK;
-  bool taken = false; /* this process has counted its join, so the window is its own */
   double deadline = cddp__now() + CDDP__JOIN_MEMORY_S;
   cddp__take_memfd(host, fd, local_size);
   block = (cddp__control_block *)(void *)cddp__map_memory(fd, 0 /* base */, page);
   if (block == NULL) return cddp__fail_errno("mmap of the job's shared memory");
-  while (r == CDDP_OK && !taken) {
+  for (;;) {
     joins = cddp__load32(&block->joins); /* the next window, unless another process takes it */
     cddp__set_window(host, local_size + (int)joins, host->arena.window_bits);
-    if ((uint64_t)host->arena.window + 2 > /* the window would end behind the file */
-        (uint64_t)host->arena.memory.st_size >> host->arena.window_bits)
+    if (cddp__window_base(host, host->arena.window + 1) > (uint64_t)host->arena.memory.st_size) {
       r = cddp__fail(CDDP_UNSUPPORTED, "CDDP_JOIN: no process can join a job that runs with a file "
                                        "size limit; start it with ulimit -f unlimited");
-    else if (!cddp__arena_lock(host, F_WRLCK, host->arena.window, 1 /* life byte */))
-      r = (errno == EAGAIN || errno == EACCES) && cddp__now() < deadline
-              ? CDDP_OK /* retry: another joining process is taking this window */
-              : cddp__fail_errno("lock on the shared memory");
-    else if (!(taken = cddp__compare_swap32(&block->joins, joins, joins + 1)))
-      (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1); /* another process took it */
-    if (!taken) cddp__sleep(0.001);
+      break;
+    }
+    if (cddp__arena_lock(host, F_WRLCK, host->arena.window, 1 /* life byte */)) {
+      if (cddp__compare_swap32(&block->joins, joins, joins + 1)) break; /* the window is its own */
+      (void)cddp__arena_lock(host, F_UNLCK, host->arena.window, 1 /* byte */);
+    } else if ((errno != EAGAIN && errno != EACCES) || cddp__now() >= deadline) {
+      r = cddp__fail_errno("lock on the shared memory");
+      break;
+    }
+    cddp__sleep(0.001); /* another joining process has, or takes, this window */
   }
   if (r == CDDP_OK) cddp__count_cores(host, block->processors);
   munmap(block, page);
@@ -8078,8 +8142,8 @@ static cddp_result cddp__join_memory(cddp__host *host, int fd, int local_size) {
 static void cddp__share_for_joins(cddp__host *host) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY)
-    return; /* with a limit a job has no windows for joining processes */
-  host->one_process = cddp__create_memfd(host, 0 /* any size of window */) != CDDP_OK;
+    return; /* no windows for joining processes */
+  host->one_process = cddp__create_memfd(host, 0) != CDDP_OK;
   if (host->one_process)
     cddp__log(&host->logger, CDDP__LOG_WARNING, "no process can join this rank: %s", cddp_error());
 }
@@ -9092,11 +9156,17 @@ static cddp__node_merge cddp__merge_shard(const cddp__shard_node *nodes, int cou
   return merge;
 }
 
-/* The lowest slot that no node uses. nodes: of one rank, ordered by shard, not by slot. */
-static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
-  int slot = 0, i;
+static bool cddp__slot_in_use(const cddp__shard_node *nodes, int count, int slot) {
+  int i;
   for (i = 0; i < count; i++)
-    if (nodes[i].slot == slot) slot++, i = -1; /* in use: searches all nodes for the next one */
+    if (nodes[i].slot == slot) return true;
+  return false;
+}
+
+/* The lowest slot that none of a rank's nodes uses. */
+static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
+  int slot = 0;
+  while (cddp__slot_in_use(nodes, count, slot)) slot++;
   return slot;
 }
 
@@ -9119,21 +9189,36 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
                             int *widths, int *slots) {
   int count = 0, i, previous;
   *slots = 0;
-  for (i = 0; i < shards; i++) { /* as if each rank computed its shards in this order */
+  for (i = 0; i < shards; i++) {
     cddp__shard_node shard = {i, 1 /* width */, -1 /* no slot */, owner[i]};
     cddp__node_merge merge = cddp__merge_shard(nodes, count, shard, shards);
     cddp__shard_node node = merge.node;
     bool last = i + 1 == shards || owner[i + 1] != node.rank; /* of the rank's shards */
-    previous = merge.low - 1; /* becomes the last node of the same rank; -1: it has none */
+    previous = merge.low - 1; /* becomes the rank's last node; -1: none */
     while (previous >= 0 && nodes[previous].rank != node.rank) previous--;
     if (node.width > 1 || apart || !last) /* else the shard can stay in the gradients: slot -1 */
       node.slot = previous >= 0 ? nodes[previous].slot + 1 : 0;
     if (node.slot >= *slots) *slots = node.slot + 1;
     nodes[merge.low] = node;
-    count = merge.low + 1; /* the merged nodes were the last ones */
+    count = merge.low + 1;
   }
   for (i = 0; i < count; i++) widths[i] = cddp__reduce_width(&nodes[i]);
   return count;
+}
+
+/* The i-th parameter in `order`; NULL: in declaration order. */
+static int cddp__param_at(const int *order, int i) { return order != NULL ? order[i] : i; }
+
+/* A counting sort of the parameters by bucket. bucket_of: that of the i-th in `order`. For the rest
+   see cddp__plan_buckets. */
+static void cddp__sort_by_bucket(int *offsets, int buckets, int *sorted, int count,
+                                 const int *order, const int *bucket_of) {
+  int i, b;
+  memset(offsets, 0, (size_t)(count + 2) * sizeof *offsets);
+  for (i = 0; i < count; i++) offsets[bucket_of[i] + 2]++; /* each bucket's parameters */
+  for (b = 0; b < buckets; b++) offsets[b + 2] += offsets[b + 1];
+  /* Now offsets[b + 1] is the begin of bucket b. It advances, so it becomes the end of bucket b. */
+  for (i = 0; i < count; i++) sorted[offsets[bucket_of[i] + 1]++] = cddp__param_at(order, i);
 }
 
 /* Assigns params[0 .. count) to buckets of limits[0], limits[1], ... bytes. The last limit repeats;
@@ -9147,18 +9232,18 @@ static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shar
    Returns the number of buckets. */
 static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *params, int count,
                               const int *order, const size_t *limits, int limit_count) {
-  int *bucket_of = sorted + count; /* of the i-th in `order`; buckets are numbered as created */
+  int *bucket_of = sorted + count; /* of the i-th in `order` */
   int *closed_at = bucket_of + count; /* each bucket's position in order of closing, for `order` */
   struct {
     int bucket, limit; /* the open bucket, -1: none; index of the current limit */
     size_t bytes;      /* in the open bucket */
   } open[CDDP__DTYPE_COUNT] /* by dtype */, *own; /* own: of the parameter's dtype */
-  int i, b, created = 0, closed = 0; /* numbers of buckets so far */
+  int i, b, created = 0, closed = 0;
   CDDP_ASSERT(limit_count >= 1);
-  memset(open, 0, sizeof open); /* index 0 as limit: limits[0] is first */
+  memset(open, 0, sizeof open);
   for (b = 0; b < CDDP__DTYPE_COUNT; b++) open[b].bucket = -1;
   for (i = 0; i < count; i++) {
-    const cddp_param *p = &params[order != NULL ? order[i] : i];
+    const cddp_param *p = &params[cddp__param_at(order, i)];
     own = &open[p->dtype];
     if (own->bucket < 0) {
       own->bucket = created++;
@@ -9166,26 +9251,19 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
     }
     bucket_of[i] = own->bucket;
     own->bytes += p->count * cddp__dtype_size(p->dtype);
-    if (own->bytes < limits[own->limit]) continue; /* the bucket stays open */
+    if (own->bytes < limits[own->limit]) continue; /* stays open */
     closed_at[own->bucket] = closed++;
     own->bucket = -1;
     if (own->limit + 1 < limit_count) own->limit++;
   }
-  for (i = 0; i < count; i++) { /* gives the buckets that are still open their position */
-    own = &open[params[order != NULL ? order[i] : i].dtype];
+  for (i = 0; i < count; i++) { /* the buckets that are still open */
+    own = &open[params[cddp__param_at(order, i)].dtype];
     if (own->bucket >= 0) closed_at[own->bucket] = closed++;
     own->bucket = -1;
   }
-  memset(offsets, 0, (size_t)(count + 2) * sizeof *offsets);
-  /* A counting sort of the parameters by bucket. */
-  for (i = 0; i < count; i++) {
-    bucket_of[i] = order != NULL ? closed_at[bucket_of[i]]
-                                 : created - 1 - bucket_of[i] /* the last one is listed first */;
-    offsets[bucket_of[i] + 2]++; /* counts the parameters of each bucket */
-  }
-  for (b = 0; b < created; b++) offsets[b + 2] += offsets[b + 1];
-  /* Now offsets[b + 1] is the begin of bucket b. It advances, so it becomes the end of bucket b. */
-  for (i = 0; i < count; i++) sorted[offsets[bucket_of[i] + 1]++] = order != NULL ? order[i] : i;
+  for (i = 0; i < count; i++) /* from the number of creation to that in the list */
+    bucket_of[i] = order != NULL ? closed_at[bucket_of[i]] : created - 1 - bucket_of[i];
+  cddp__sort_by_bucket(offsets, created, sorted, count, order, bucket_of);
   return created;
 }
 
@@ -9200,8 +9278,8 @@ static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *param
      4. In a call with counts (all_gather_v, all_to_all_v) the ranks first exchange the lengths of
         their shares. The collective runs as if all had the longest, but moves their own bytes. */
 
-typedef struct cddp__shape { /* of a kind of call */
-  const char *name;        /* in error texts */
+typedef struct cddp__shape {
+  const char *name;
   bool reduces;            /* the shares for a rank are reduced to one */
   bool scatters, gathers;  /* send has a share for each rank; recv has a share of each rank */
   bool from_root, to_root; /* only the root sends; only the root receives */
@@ -9275,13 +9353,13 @@ static size_t cddp__recv_shares(const cddp_group *g, const cddp__call *call) {
 /* Addresses: in the send buffer of the share for rank `to`; in the receive buffer of the share of
    rank `from`. */
 static const char *cddp__share_for(const cddp__call *call, int to) {
-  size_t at = 0; /* position in elements; 0: of the only share */
+  size_t at = 0; /* in elements; 0: of the only share */
   if (cddp__shapes[call->kind].scatters)
     at = call->shares != NULL ? call->shares[to].out_at : (size_t)to * call->count;
   return (const char *)call->send + at * call->esize;
 }
 static char *cddp__share_from(const cddp__call *call, int from) {
-  size_t at = 0; /* position in elements; 0: of the only share */
+  size_t at = 0; /* in elements; 0: of the only share */
   if (cddp__shapes[call->kind].gathers)
     at = call->shares != NULL ? call->shares[from].in_at : (size_t)from * call->count;
   return (char *)call->recv + at * call->esize;
@@ -9307,10 +9385,8 @@ static size_t cddp__in_bytes(const cddp__call *call, int from, size_t begin, siz
    these. All fields count elements, except the last. */
 typedef struct cddp__count_notice {
   uint64_t count;     /* of the share */
-  uint64_t at;        /* for the receiver's shares[].peer_at. One host: position of this share in
-                         the send buffer, where the receiver reads it. Several: of the receiver's
-                         share in the receive buffer, where the receiver writes it */
-  uint64_t most;      /* the largest count that the sender sends to or receives from a rank */
+  uint64_t at;        /* for the receiver's shares[].peer_at */
+  uint64_t most;      /* the largest count that the sender sends or receives */
   uint64_t on_host;   /* 1: the sender's buffers are in host memory. The buffers of a rank
                          without data can be NULL: it then follows the other ranks */
 } cddp__count_notice;
@@ -9328,7 +9404,7 @@ static void cddp__call_bytes(const cddp_group *g, const cddp__call *call, size_t
   bool one_buffer = cddp__in_one_buffer(call);
   size_t share_bytes = call->count * call->esize;
   if (call->shares != NULL) {
-    const cddp__counted_share *last = &call->shares[g->size - 1]; /* the last of both buffers */
+    const cddp__counted_share *last = &call->shares[g->size - 1];
     *sent = (last->out_at + last->out) * call->esize;
     *received = (last->in_at + last->in) * call->esize;
     return;
@@ -9337,6 +9413,12 @@ static void cddp__call_bytes(const cddp_group *g, const cddp__call *call, size_t
       one_buffer || cddp__sends(call, g->rank) ? share_bytes * cddp__send_shares(g, call) : 0;
   *received =
       one_buffer || cddp__receives(call, g->rank) ? share_bytes * cddp__recv_shares(g, call) : 0;
+}
+
+/* Whether the buffers overlap. sent, received: their bytes, of cddp__call_bytes. */
+static bool cddp__buffers_overlap(const cddp__call *call, size_t sent, size_t received) {
+  uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv;
+  return sent > 0 && received > 0 && send < recv + received && recv < send + sent;
 }
 
 /* --- texts --- */
@@ -9362,11 +9444,11 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   if (kind >= CDDP__KIND_COUNT || !cddp__dtype_ok(dtype) || op > CDDP_BXOR) return t;
   t = cddp__textf("%s", cddp__shapes[kind].name);
   if (kind == CDDP__KIND_DDP_BUCKET)
-    cddp__append(t.s, sizeof t.s, " %" PRIu64, count /* the bucket's index */);
+    cddp__append(t.s, sizeof t.s, " %" PRIu64, count /* its index */);
   /* Calls without elements of the program: a barrier, cddp's own calls. */
   if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t;
   cddp__append(t.s, sizeof t.s, "(");
-  if (kind < CDDP__KIND_ALL_GATHER_V) /* later kinds have a count for each rank */
+  if (kind < CDDP__KIND_ALL_GATHER_V) /* later ones have many counts */
     cddp__append(t.s, sizeof t.s, "count %" PRIu64 ", ", count);
   cddp__append(t.s, sizeof t.s, "%s", cddp__dtype_name(dtype));
   if (cddp__shapes[kind].reduces) cddp__append(t.s, sizeof t.s, ", %s", cddp__op_names[op]);
@@ -9407,7 +9489,7 @@ CDDP__STATIC_ASSERT(sizeof(cddp__control_block) <= CDDP__HEADERS_AT, "it is befo
 static size_t cddp__l2(void) {
 #if CDDP__DISPATCH
   unsigned eax, ebx, ecx = 0, edx; /* only ecx is used */
-  return __get_cpuid(0x80000006u /* about caches */, &eax, &ebx, &ecx, &edx)
+  return __get_cpuid(0x80000006u, &eax, &ebx, &ecx, &edx)
              ? (size_t)(ecx >> 16 /* L2 in KiB */) << 10
              : 0;
 #elif defined(_SC_LEVEL2_CACHE_SIZE)
@@ -9443,13 +9525,11 @@ static size_t cddp__head_bytes(int size, int local_size) {
   /* + 1 if there are other hosts: the empty slot, of all their ranks */
   size_t slots = (size_t)local_size + (local_size < size);
   return cddp__round_up(cddp__slots_at(size) + slots * sizeof(cddp__slot),
-                        65536 /* whole pages on every system */);
+                        65536 /* the largest page */);
 }
 static size_t cddp__block_bytes(int size, int local_size) {
-  bool one_host = local_size == size;
-  /* bytes of all staging buffers for one round */
-  size_t staging =
-      one_host ? (size_t)size * cddp__staging_bytes(size) : cddp__piggyback_bytes(size);
+  size_t staging = local_size == size ? (size_t)size * cddp__staging_bytes(size)
+                                      : cddp__piggyback_bytes(size);
   return cddp__head_bytes(size, local_size) + 2 /* even and odd rounds */ * staging;
 }
 
@@ -10262,8 +10342,8 @@ static cddp_result cddp__break_late(cddp_group *g, int awaited) {
    waiting thread serves them all. A thread that holds served_lock takes p2p.lock by trylock, since
    cddp__serve_in_waits is called with p2p.lock held. */
 static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp_group *cddp__served; /* first of the list, NULL: none; cddp__served_lock, except that
-                                    cddp__serve_all_recvs compares it with NULL before it locks */
+static cddp_group *cddp__served; /* the first; cddp__served_lock, except that cddp__serve_all_recvs
+                                    compares it with NULL before it locks */
 
 /* Runs in a forked child, which can have copied a locked lock. The groups are the parent's. */
 static void cddp__reset_served(void) {
@@ -10273,26 +10353,26 @@ static void cddp__reset_served(void) {
 
 /* Runs once, at the first served group. If it fails (no memory), forked children keep the list. */
 static void cddp__register_fork_handler(void) {
-  (void)pthread_atfork(NULL /* before */, NULL /* in the parent */, cddp__reset_served);
+  (void)pthread_atfork(NULL, NULL, cddp__reset_served);
 }
 
 /* Adds g to the served groups, once. The caller holds g's p2p.lock, or g is not yet known to other
    threads. */
 static void cddp__serve_in_waits(cddp_group *g) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT; /* a process needs one fork handler */
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
   if (g->p2p.is_served) return; /* already in the list */
   pthread_once(&once, cddp__register_fork_handler);
   pthread_mutex_lock(&cddp__served_lock);
   g->p2p.is_served = true;
   g->p2p.next_served = cddp__served;
-  __atomic_store_n(&cddp__served, g, __ATOMIC_RELEASE); /* can be compared without the lock now */
+  __atomic_store_n(&cddp__served, g, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&cddp__served_lock);
 }
 
 /* Removes g from the served groups, before it is freed. Afterwards no other thread serves g. */
 static void cddp__stop_serving(cddp_group *g) {
-  cddp_group **at = &cddp__served; /* where the list points to g */
-  if (!g->p2p.is_served) return; /* not in the list */
+  cddp_group **at = &cddp__served;
+  if (!g->p2p.is_served) return;
   pthread_mutex_lock(&cddp__served_lock); /* waits for a thread that serves g now */
   while (*at != g) at = &(*at)->p2p.next_served;
   __atomic_store_n(at, g->p2p.next_served, __ATOMIC_RELEASE);
@@ -10301,13 +10381,22 @@ static void cddp__stop_serving(cddp_group *g) {
 
 /* --- waits for ranks --- */
 
+/* Stores how the next process in the ring has ended, if it has: head, 4. */
+static void cddp__watch_next(cddp__host *host) {
+  int next = (host->index + 1) % host->size, status;
+  const cddp__process *process = &host->ranks[next];
+  cddp__atomic_u32 *ended;
+  if (host->slots == NULL || process->pidfd < 0 /* it cannot be watched */) return;
+  ended = &host->slots[next].ended;
+  if (cddp__load32(ended) == 0 /* not stored yet */ && cddp__process_gone(host, next) &&
+      cddp__exit_status(process->pidfd, process->pid, &status))
+    cddp__store32(ended, 1u << 16 /* known, so not 0 */ | (uint32_t)status);
+}
+
 /* The work of every wait between two sleeps. Returns the group's failure, if it has one. If this
    sets w->due, the caller checks whether the awaited rank has ended. If it sets w->late, the caller
    fails with a text about its wait. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
-  cddp__host *host = g->host;
-  int next = (host->index + 1) % host->size; /* index of the next process in the ring: head, 4 */
-  int status; /* wait status of that process, as waitpid returns it */
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__wait_read_clock(w); /* sets w->now, due and late */
@@ -10315,12 +10404,7 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
     w->since = w->now; /* sleeps are short again */
   if (!w->due) return CDDP_OK; /* the rest: every 20 ms */
   cddp__join_serve(g->host, CDDP__JOIN_POLL); /* answers joining processes; waits for none */
-  /* Stores how the next process in the ring has ended: head, 4. slots NULL: there is no `ended`.
-     pidfd -1: the process cannot be watched. `ended` not 0: it is stored already. */
-  if (host->slots != NULL && host->ranks[next].pidfd >= 0 &&
-      cddp__load32(&host->slots[next].ended) == 0 && cddp__process_gone(host, next) &&
-      cddp__exit_status(host->ranks[next].pidfd, host->ranks[next].pid, &status))
-    cddp__store32(&host->slots[next].ended, 1u << 16 /* known, so not 0 */ | (uint32_t)status);
+  cddp__watch_next(g->host);
   return CDDP_OK;
 }
 
@@ -10331,8 +10415,8 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
      sleepers   block.sleepers, or a slot's event_sleepers: cddp__wake_all reads both */
 static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sleepers,
                              cddp__atomic_u32 *word, uint32_t value) {
-  double left = w->deadline - cddp__now(); /* seconds until the deadline */
-  double sleep = w->now - w->since;        /* seconds to sleep: as long as the wait has lasted */
+  double left = w->deadline - cddp__now();
+  double sleep = w->now - w->since;        /* as long as the wait has lasted */
   if (sleep < CDDP__SLEEP_MIN_S) sleep = CDDP__SLEEP_MIN_S;
   if (sleep > CDDP__SLEEP_MAX_S) sleep = CDDP__SLEEP_MAX_S;
   cddp__add32(sleepers, 1); /* a full fence: if the reads below miss a change, its rank sees this */
@@ -10367,14 +10451,14 @@ static cddp_result cddp__check_wait(cddp_group *g, bool *published) {
 /* Waits until *word == want, after the polls of cddp__wait_word: yields, then sleeps. Between two
    sleeps it checks for a failure and, unless the wait is over, for ended ranks and the deadline. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
-  bool published = false; /* peers can see this wait: cddp__check_wait sets it */
+  bool published = false; /* peers can see this wait */
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  uint32_t seen; /* value of *word when it was read last: this thread sleeps until it changes */
+  uint32_t seen; /* value of *word when it was read last */
   cddp__wait_begin(&w, g->timeout_s);
-  w.yields = g->yields; /* number before the first sleep */
+  w.yields = g->yields;
   while (r == CDDP_OK && (seen = cddp__load32(word)) != want) {
-    if (cddp__wait_try_yield(&w)) continue; /* has yielded; false: from now on it sleeps */
+    if (cddp__wait_try_yield(&w)) continue;
     CDDP__POINT("waits");
     r = cddp__wait_tick(g, &w);
     /* Each check first reads *word again: when the round is complete, an ended rank or a passed
@@ -10428,14 +10512,13 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
   cddp__slot *slot = cddp__slot_of(g, rank);
   /* false of other hosts' ranks, which do not write into this block: */
   bool site_known = cddp__load32(&slot->site_round) == g->round;
-  cddp__text expected; /* the reference's call */
+  cddp__text expected = cddp__describe_call(reference->call, reference->count, reference->root);
   cddp__text call = cddp__describe_call(header->call, header->count, header->root);
   cddp__text t = cddp__textf(
-      "rank %d called %s%.*s" /* 0 bytes of an unknown site */, rank, call.s,
+      "rank %d called %s%.*s", rank, call.s,
       site_known ? CDDP__SITE_MAX - 1 : 0, slot->site);
-  expected = cddp__describe_call(reference->call, reference->count, reference->root);
   if (header == reference) return t; /* the others' differences are described, not its own */
-  if (strcmp(expected.s, call.s) != 0) return t; /* the two texts show the difference */
+  if (strcmp(expected.s, call.s) != 0) return t; /* the texts show the difference */
   if (cddp__code_kind(header->call) == CDDP__KIND_BARRIER) /* count: a hash of logged calls */
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
   else if (reference->fp_mode != header->fp_mode)
@@ -10449,41 +10532,47 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank,
   return t;
 }
 
+/* Publishes this rank's call site, and waits for those of the others: at most 0.1 s, since a rank
+   can have just died. */
+static void cddp__exchange_sites(cddp_group *g) {
+  cddp__slot *mine = cddp__slot_of(g, g->rank);
+  cddp__wait w;
+  int p;
+  cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site);
+  cddp__store32(&mine->site_round, g->round); /* the site is complete */
+  cddp__wait_begin(&w, 0.1);
+  for (p = 0; p < g->size; p++) {
+    if (g->host_index[p] < 0) continue; /* on another host: it writes to another block */
+    /* Ends when another rank breaks the group, since that rank's text is used then. */
+    while (cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round && !cddp__is_broken(g) &&
+           cddp__wait_pause(&w)) {}
+  }
+}
+
 /* Compares all headers with that of the first rank not in cddp_ddp_join. All ranks use the same
    reference, so all find the same result. If calls differ, breaks the group with a text that
    describes the reference and up to two calls that differ from it. */
 static cddp_result cddp__compare_headers(cddp_group *g) {
-  cddp__slot *mine = cddp__slot_of(g, g->rank);
   const cddp__op_header *reference;
-  cddp__wait w;
   int first = 0; /* the reference's rank; if all ranks are absent, the last one */
-  int p, different = 0; /* number of headers that do not match the reference */
+  int p, different = 0, described = 0; /* headers that do not match the reference */
   while (first + 1 < g->size && cddp__is_absent(cddp__op_header_of(g, first, g->round)))
     first++;
   reference = cddp__op_header_of(g, first, g->round);
   for (p = 0; p < g->size; p++)
     different += !cddp__calls_match(reference, cddp__op_header_of(g, p, g->round));
   if (different == 0) return CDDP_OK;
-  cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for others' texts */
-  cddp__store32(&mine->site_round, g->round); /* the site is complete */
-  cddp__wait_begin(&w, 0.1); /* s, for the others' call sites: a rank can have just died */
-  /* No wait for ranks of other hosts, which write their sites into another block. The waits end
-     when another rank breaks the group, since the text of that rank is used then. */
-  for (p = 0; p < g->size; p++)
-    while (g->host_index[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
-           !cddp__is_broken(g) && cddp__wait_pause(&w)) {}
+  cddp__exchange_sites(g);
   cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
              cddp__describe_rank(g, first, reference).s);
-  different = 0; /* counts again: the first two are described */
-  for (p = 0; p < g->size; p++) {
-    if (cddp__calls_match(reference, cddp__op_header_of(g, p, g->round)) ||
-        ++different > 2 /* only counted */)
-      continue;
-    /* continues the text of cddp__fail above */
+  for (p = 0; p < g->size && described < 2; p++) {
+    if (cddp__calls_match(reference, cddp__op_header_of(g, p, g->round))) continue;
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, reference).s);
+    described++;
   }
-  if (different > 2)
-    cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree", different - 2);
+  if (different > described)
+    cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree",
+                 different - described);
   /* The other hosts get no notice: their ranks compare the same headers. */
   return cddp__break_here(g, CDDP_MISMATCH, CDDP__HOSTS_KNOW);
 }
@@ -10494,19 +10583,19 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
    the round by the last rank of this host to arrive. `arrivals` is never reset, so its target
    grows. */
 static cddp_result cddp__arrive(cddp_group *g) {
-  uint32_t arrived = cddp__add32(&g->block->arrivals, 1); /* the new number: this rank counts */
-  g->arrive_target += (uint32_t)g->local_size; /* number when all ranks of the host have arrived */
-  if (arrived != g->arrive_target) { /* this rank is not the last, which sets `release` below */
-    /* Several hosts: the leader sleeps on `arrivals` until all others of its host have arrived, in
-       cddp__hosts_exchange, and then arrives. The last of the others wakes it. */
-    if (g->hosts != NULL && arrived + 1 == g->arrive_target /* all except the leader */ &&
-        cddp__load32(&g->block->sleepers) != 0)
-      cddp__futex_wake(&g->block->arrivals);
-    return cddp__wait_word(g, &g->block->release, g->round);
+  uint32_t arrived = cddp__add32(&g->block->arrivals, 1);
+  g->arrive_target += (uint32_t)g->local_size; /* when all ranks of the host have arrived */
+  if (arrived == g->arrive_target) { /* this rank is the last */
+    cddp__exchange32(&g->block->release, g->round); /* a full fence before `sleepers` is read */
+    if (cddp__load32(&g->block->sleepers) != 0) cddp__futex_wake(&g->block->release);
+    return CDDP_OK;
   }
-  cddp__exchange32(&g->block->release, g->round); /* a full fence before `sleepers` is read */
-  if (cddp__load32(&g->block->sleepers) != 0) cddp__futex_wake(&g->block->release);
-  return CDDP_OK;
+  /* Several hosts: the leader sleeps on `arrivals` until all others of its host have arrived, in
+     cddp__hosts_exchange, and then arrives. The last of the others wakes it. */
+  if (g->hosts != NULL && arrived + 1 == g->arrive_target /* all except the leader */ &&
+      cddp__load32(&g->block->sleepers) != 0)
+    cddp__futex_wake(&g->block->arrivals);
+  return cddp__wait_word(g, &g->block->release, g->round);
 }
 
 /* Waits until the other ranks have announced the round.
@@ -10516,11 +10605,11 @@ static cddp_result cddp__arrive(cddp_group *g) {
 static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *call, uint32_t code,
                                        uint32_t fp_mode, bool all) {
   cddp__op_header *header = cddp__op_header_of(g, 0 /* rank */, g->round);
-  bool same = true; /* all headers so far equal this rank's */
+  bool same = true;
   cddp_result r;
   int p, size = g->size;
   for (p = 0; p < size; p++, header += 2 /* a rank has two */) {
-    if (p == g->rank || (!all && g->host_index[p] < 0 /* on another host */)) continue;
+    if (p == g->rank || (!all && g->host_index[p] < 0)) continue;
     if (!g->oversubscribed /* else cddp__arrive has waited */ &&
         (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK)
       return r;
@@ -10548,14 +10637,14 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
                                           const void *payload, size_t bytes) {
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = ranks == CDDP__ROUND_OF_ALL || g->hosts == NULL /* one host has all ranks */;
-  bool of_model = call->kind >= CDDP__KIND_DDP_CREATE; /* the last kinds: models', which compute */
+  bool of_model = call->kind >= CDDP__KIND_DDP_CREATE;
   bool computes = /* with floats, so all ranks must use one mode, which rounds of `all` compare */
       all && (of_model || (cddp__shapes[call->kind].reduces && cddp__dtype_trains(call->dtype)));
   uint32_t code = cddp__call_code(call, phase), fp_mode = computes ? cddp__fp_mode() : 0;
   cddp_result r;
   CDDP_ASSERT(payload == NULL || bytes <= CDDP__PAYLOAD);
   CDDP__POINT("begin");
-  g->round++; /* `mine` is its header */
+  g->round++;
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
   mine->call = code;
   mine->count = call->count;
@@ -10576,7 +10665,7 @@ CDDP__INLINED cddp_result cddp__run_round(cddp_group *g, enum cddp__round_ranks 
   if (g->oversubscribed) {
     if ((r = cddp__arrive(g)) != CDDP_OK) return r;
   } else if (cddp__load32(&g->block->sleepers) != 0) {
-    cddp__futex_wake(&mine->seq); /* ranks sleep on the header that they lack */
+    cddp__futex_wake(&mine->seq);
   }
   return cddp__await_headers(g, call, code, fp_mode, all);
 }
@@ -10587,19 +10676,28 @@ static cddp_result cddp__round_of(cddp_group *g, const cddp__call *call, enum cd
   return cddp__run_round(g, CDDP__ROUND_OF_ALL, call, phase, payload, bytes);
 }
 
-/* Rounds without user data: no buffers or root (-1); dtype and op are the same on all ranks. count:
-   a number that all ranks must have in common, such as a hash. _local_round: the ranks of this
-   host; it does not compare. */
+/* The same without a payload. */
+static cddp_result cddp__plain_round(cddp_group *g, const cddp__call *call,
+                                     enum cddp__phase phase) {
+  return cddp__round_of(g, call, phase, NULL, 0);
+}
+
+/* A call without user data. dtype and op: any that are the same on all ranks. */
+static cddp__call cddp__bare_call(int kind, uint64_t count) {
+  return cddp__make_call(kind, NULL, NULL /* buffers */, (size_t)count, CDDP_F32, CDDP_SUM,
+                         -1 /* root */);
+}
+
+/* Rounds of a bare call. count: a number that all ranks must have in common, such as a hash.
+   _local_round: the ranks of this host; it does not compare. */
 static cddp_result cddp__round(cddp_group *g, int kind, enum cddp__phase phase, uint64_t count,
                                const void *payload, size_t bytes) {
-  cddp__call call = cddp__make_call(kind, NULL, NULL /* buffers */, (size_t)count, CDDP_F32,
-                                    CDDP_SUM, -1 /* root */);
+  cddp__call call = cddp__bare_call(kind, count);
   return cddp__round_of(g, &call, phase, payload, bytes);
 }
 static cddp_result cddp__local_round(cddp_group *g, int kind, enum cddp__phase phase,
                                     uint64_t count) {
-  cddp__call call = cddp__make_call(kind, NULL, NULL /* buffers */, (size_t)count, CDDP_F32,
-                                    CDDP_SUM, -1 /* root */);
+  cddp__call call = cddp__bare_call(kind, count);
   return cddp__run_round(g, CDDP__ROUND_OF_HOST, &call, phase, NULL /* payload */, 0 /* bytes */);
 }
 
@@ -14936,9 +15034,9 @@ static bool cddp__send_open(const cddp__send_request *request) {
 
 /* Allocates a block of send requests. Returns the index of its first; -1: error set. */
 static int cddp__grow_sends(cddp_group *g) {
-  int block = g->p2p.send_blocks, count = cddp__send_count(g); /* the new block; requests so far */
+  int block = g->p2p.send_blocks, count = cddp__send_count(g);
   size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
-  void *p; /* the block's memory */
+  void *p;
   CDDP__HELD(&g->p2p.lock);
   if (block == CDDP__SEND_BLOCKS) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are already in flight: receive some first", count);
@@ -14946,17 +15044,17 @@ static int cddp__grow_sends(cddp_group *g) {
   }
   p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_OPEN); /* receivers write states to it */
   if (p == NULL) return -1;
-  g->p2p.sends[block] = (cddp__send_request *)p; /* zeroed: all are CDDP__SEND_FREE */
+  g->p2p.sends[block] = (cddp__send_request *)p; /* zeros: all are free */
   g->p2p.send_blocks++;
   /* receivers find the block there, once send_top includes it */
   cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, p, bytes);
-  return count; /* index of the block's first request: all older ones have lower indices */
+  return count; /* the index of the block's first request */
 }
 
 /* Frees the request of a copy that its receiver has taken: cddp__finish_send frees the requests
    without a copy. Returns whether the request is free. p2p.lock held. */
 static bool cddp__reclaim_send(cddp__send_request *request) {
-  if (!request->staged || cddp__send_open(request)) /* no copy, or not taken yet: nothing to free */
+  if (!request->staged || cddp__send_open(request))
     return cddp__load32(&request->state) == CDDP__SEND_FREE;
   request->staged = false;
   cddp__store32(&request->state, CDDP__SEND_FREE);
@@ -14968,32 +15066,31 @@ static bool cddp__reclaim_send(cddp__send_request *request) {
    Returns the free request with the memory that fits `bytes` best; -1: none is free. */
 static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
   size_t kept = 0; /* bytes of the memory that requests keep unused, for later messages */
-  size_t best_size = 0; /* stage_size of `best` */
+  size_t size, best_size = 0; /* stage_size of a request, of `best` */
   int i, best = -1, n = cddp__send_count(g);
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
   CDDP__HELD(&g->p2p.lock);
   if ((uint32_t)n > top) n = (int)top + 1; /* those used so far, and one never used: free */
-  g->p2p.sends_open = g->p2p.sends_staged = 0; /* counted anew below */
+  g->p2p.sends_open = g->p2p.sends_staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *request = cddp__send_at(g, i);
-    size_t size = request->stage_size;
-    /* its memory is large enough, and that of `best` is too small, or larger than this */
-    bool better = size >= bytes && (best_size < bytes || size < best_size);
     bool is_free = cddp__reclaim_send(request);
-    if (cddp__load32(&request->state) == CDDP__POSTED_TO(to)) { /* in flight, not yet taken */
+    if (cddp__load32(&request->state) == CDDP__POSTED_TO(to)) { /* in flight */
       g->p2p.sends_open++;
       if (request->staged)
         g->p2p.sends_staged += request->count * cddp__dtype_size((cddp_dtype)request->dtype);
     }
-    if (!request->staged && request->stage != NULL /* memory that no message uses */ &&
-        (kept += request->stage_size) > CDDP__STAGED_MAX /* more need not be kept */) {
+    if (!request->staged) kept += request->stage_size; /* no message uses it */
+    if (!request->staged && kept > CDDP__STAGED_MAX) { /* more need not be kept */
       cddp__arena_free(g->host, request->stage);
       request->stage = NULL;
       request->stage_size = 0;
     }
-    if (is_free && (best < 0 /* the first free one */ || better)) {
+    size = request->stage_size;
+    if (is_free && (best < 0 /* the first free one */ ||
+                    (size >= bytes && (best_size < bytes || size < best_size)))) {
       best = i;
-      best_size = request->stage_size; /* 0: it has no memory, or that was freed above */
+      best_size = size;
     }
   }
   return best;
@@ -15011,12 +15108,12 @@ static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
 static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const void *buf,
                                size_t bytes) {
   CDDP__HELD(&g->p2p.lock);
-  if (request->stage_size < bytes || request->stage == NULL) { /* its memory is too small */
-    size_t size = 4096; /* first the granule: the memory's size is a multiple of it */
+  if (request->stage_size < bytes || request->stage == NULL) {
+    size_t size = 4096; /* first the granule of its size */
     while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
     size = cddp__round_up(bytes, size); /* bytes > 0: an empty message is inside its request */
     cddp__arena_free(g->host, request->stage);
-    request->stage_size = 0; /* until the allocation has succeeded */
+    request->stage_size = 0;
     request->stage = cddp__arena_alloc(g->host, size, CDDP__EXTENT_BUFFER); /* peers only read it */
     if (request->stage == NULL) return CDDP_OUT_OF_MEMORY;
     request->stage_size = size;
@@ -15031,8 +15128,8 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *request, const
    other ranks have left, one of them. */
 static int cddp__lost_peer(const cddp_work *work) {
   const cddp_group *g = work->group;
-  int p, peer = work->call.root, gone = -1; /* gone: a rank that left */
-  int left = 1; /* 1, for this rank, and the number of ranks that left */
+  int p, peer = work->call.root, gone = -1; /* gone: one that left */
+  int left = 1; /* number of ranks that left, and this rank */
   if (peer != CDDP_ANY) /* this rank itself lives */
     return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
   for (p = 0; p < g->size; p++) {
@@ -15055,7 +15152,42 @@ static cddp_result cddp__check_peer(const cddp_work *work) {
   int gone = cddp__lost_peer(work);
   if (gone < 0) return CDDP_OK;
   return cddp__break_lost(work->group, gone,
-                          cddp__describe_message(work, "it" /* the text has named `gone` */).s);
+                          cddp__describe_message(work, "it" /* the text names it before */).s);
+}
+
+/* The index of a free request for a message to rank `to`; -1: error set. */
+static int cddp__choose_send(cddp_group *g, int to, size_t bytes) {
+  int i;
+  /* A short message uses request 0 without a scan, if that is free. */
+  if (bytes <= CDDP__EAGER_MAX && cddp__reclaim_send(cddp__send_at(g, 0 /* index */))) return 0;
+  i = cddp__scan_sends(g, to, bytes);
+  return i >= 0 ? i : cddp__grow_sends(g);
+}
+
+/* Stores the message, or where it is, in request i. Sets work->send if that is the caller's buffer,
+   and request.staged if not. After a failure the request stays free. */
+static cddp_result cddp__fill_send(cddp_work *work, int i) {
+  cddp_group *g = work->group;
+  const cddp__call *call = &work->call;
+  cddp__send_request *request = cddp__send_at(g, i);
+  size_t bytes = call->count * call->esize;
+  cddp_result r;
+  /* To itself: without a copy this rank would wait for its own receive. */
+  request->staged = bytes <= CDDP__EAGER_MAX || call->root == g->rank;
+  if (bytes <= sizeof request->u.bytes) {
+    cddp__copy(request->u.bytes, call->send, bytes);
+    return CDDP_OK;
+  }
+  if (!request->staged) { /* the receiver can read the caller's buffer, if it is shared */
+    request->u.ref = cddp__ref_of(g->host, call->send, bytes);
+    if (request->u.ref.kind != CDDP__REF_NONE) {
+      work->send = i;
+      return CDDP_OK;
+    }
+  }
+  r = cddp__stage(g, request, call->send, bytes);
+  request->staged = r == CDDP_OK;
+  return r;
 }
 
 /* Posts a send to a rank of this host. Sets work->send if the caller's buffer stays in use.
@@ -15068,25 +15200,14 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp__send_request *request;
   size_t bytes = call->count * call->esize;
-  bool eager = bytes <= CDDP__EAGER_MAX, to_self = call->root == g->rank, lost = false;
+  bool lost = false; /* the receiver has ended without taking a copy */
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i = 0; /* the request's index. A short message uses request 0 without a scan, if 0 is free */
+  int i;
   pthread_mutex_lock(&g->p2p.lock);
-  if (!eager || !cddp__reclaim_send(cddp__send_at(g, 0 /* index */)))
-    i = cddp__scan_sends(g, call->root, bytes);
-  if (i < 0) i = cddp__grow_sends(g); /* all requests are in use */
-  if (i >= 0) { /* else CDDP_OUT_OF_MEMORY, with its text */
+  i = cddp__choose_send(g, call->root, bytes);
+  if (i >= 0) r = cddp__fill_send(work, i);
+  if (r == CDDP_OK) {
     request = cddp__send_at(g, i);
-    if (!eager && !to_self) /* the receiver can read the caller's buffer, if it is shared */
-      request->u.ref = cddp__ref_of(g->host, call->send, bytes);
-    /* To itself: without a copy this rank would wait for its own receive. */
-    request->staged = eager || to_self ||
-                      request->u.ref.kind == CDDP__REF_NONE /* private memory */;
-    r = CDDP_OK;
-    if (bytes <= sizeof request->u.bytes) cddp__copy(request->u.bytes, call->send, bytes);
-    else if (request->staged) r = cddp__stage(g, request, call->send, bytes);
-    else work->send = i; /* the receiver reads the caller's buffer */
-    if (r != CDDP_OK) request->staged = false; /* no memory for the copy: it stays free */
     cddp__store32(&request->tag, (uint32_t)call->tag);
     request->dtype = call->dtype;
     request->count = call->count;
@@ -15095,18 +15216,31 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
     if ((uint32_t)i >= cddp__load32(&slot->send_top)) /* receivers scan up to send_top */
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
     /* Receivers see it now. A full fence, as cddp__notify needs. */
-    if (r == CDDP_OK) cddp__exchange32(&request->state, CDDP__POSTED_TO(call->root));
-    /* Without a scan just now, or after a failure, it may be too high, until the next scan. */
-    g->p2p.sends_open++;
+    cddp__exchange32(&request->state, CDDP__POSTED_TO(call->root));
+    g->p2p.sends_open++; /* without a scan just now it may be too high, until the next scan */
     if (request->staged) g->p2p.sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
-    if (r == CDDP_OK) cddp__notify(g, call->root);
-    /* The receiver has ended without taking a copy. (This rank itself has not ended.) */
-    lost = r == CDDP_OK && request->staged && !to_self && cddp__rank_gone(g, call->root) &&
+    cddp__notify(g, call->root);
+    lost = request->staged && call->root != g->rank && cddp__rank_gone(g, call->root) &&
            cddp__send_open(request);
   }
   pthread_mutex_unlock(&g->p2p.lock);
   return lost ? cddp__check_peer(work) /* breaks the group */ : r;
+}
+
+/* The oldest of n requests that is for this rank and has work's tag, if it is older than `best`, or
+   that is NULL; else `best`. */
+static cddp__send_request *cddp__oldest_send(const cddp_work *work, cddp__send_request *requests,
+                                             uint32_t n, cddp__send_request *best) {
+  const uint32_t posted = CDDP__POSTED_TO(work->group->rank), tag = (uint32_t)work->call.tag;
+  uint32_t i;
+  for (i = 0; i < n; i++) {
+    cddp__send_request *request = &requests[i];
+    if (cddp__load32(&request->state) != posted || cddp__load32(&request->tag) != tag) continue;
+    if (best == NULL || cddp__load64(&request->number) < cddp__load64(&best->number))
+      best = request;
+  }
+  return best;
 }
 
 /* Returns the oldest send of rank work->from to this rank with work's tag, or NULL. It can miss one
@@ -15115,28 +15249,22 @@ static cddp_result cddp__post_send(cddp_work *work, bool *fits) {
    work with the failure. */
 static cddp__send_request *cddp__scan_peer(cddp_group *g, cddp_work *work, int blocks) {
   cddp__slot *slot = cddp__slot_of(g, work->from);
-  uint32_t i, size = CDDP__SENDS /* requests of the present block */;
+  uint32_t n, size = CDDP__SENDS; /* requests to scan in this block; in the whole block */
   uint32_t unscanned = cddp__load32(&slot->send_top); /* requests, in this block and later ones */
-  cddp__send_request *best = NULL; /* the oldest match so far */
+  cddp__send_request *best = NULL;
   int block;
   for (block = 0; unscanned > 0 && block < blocks; block++, size *= 2) {
-    void *at = slot->sends; /* block 0; a later one is mapped below */
-    cddp__send_request *request;
+    void *at = slot->sends; /* block 0 */
     cddp_result r = CDDP_OK;
     if (block > 0) r = cddp__map_ref(g->host, &slot->more_sends[block], &at);
     if (r != CDDP_OK) {
-      work->result = cddp__break(g, r); /* with cddp__map_ref's text */
+      work->result = cddp__break(g, r);
       work->done = true;
       return NULL;
     }
-    request = (cddp__send_request *)at;
-    for (i = 0; i < size && i < unscanned; i++, request++) {
-      if (cddp__load32(&request->state) != CDDP__POSTED_TO(g->rank) ||
-          cddp__load32(&request->tag) != (uint32_t)work->call.tag) continue; /* does not match */
-      if (best == NULL || cddp__load64(&request->number) < cddp__load64(&best->number))
-        best = request; /* older */
-    }
-    unscanned -= unscanned < size ? unscanned : size;
+    n = unscanned < size ? unscanned : size;
+    best = cddp__oldest_send(work, (cddp__send_request *)at, n, best);
+    unscanned -= n;
   }
   return best;
 }
@@ -15166,11 +15294,11 @@ static bool cddp__require_fit(cddp_group *g, cddp_work *work, uint64_t count, ui
    withdrawn it. With another count or dtype both fail. */
 static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *request) {
   size_t bytes = work->call.count * work->call.esize;
-  void *from = request->u.bytes; /* a short message; the address of a longer one is set below */
+  void *from = request->u.bytes; /* of a short message */
   cddp_result r = CDDP_OK;
   CDDP__HELD(&g->p2p.lock);
   if (bytes <= sizeof request->u.bytes && request->count == work->call.count &&
-      request->dtype == work->call.dtype) { /* a short message is inside the request */
+      request->dtype == work->call.dtype) {
     cddp__copy(work->call.recv, from, bytes);
     work->result = CDDP_OK;
     work->done = true;
@@ -15187,7 +15315,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     cddp__exchange32(&request->state, CDDP__SEND_REFUSED); /* a sender that waits fails too */
   } else {
     CDDP__POINT("take");
-    if (bytes > sizeof request->u.bytes) /* a long message, elsewhere in shared memory */
+    if (bytes > sizeof request->u.bytes) /* a long message */
       r = cddp__map_ref(g->host, &request->u.ref, &from);
     if (r == CDDP_OK) cddp__copy(work->call.recv, from, bytes);
     /* If the group has failed, the sender may have stopped waiting for this copy (see
@@ -15197,7 +15325,7 @@ static void cddp__take_send(cddp_group *g, cddp_work *work, cddp__send_request *
     if (r == CDDP_OK) r = cddp__check_failure(g);
     work->result = r == CDDP_OK ? r : cddp__break(g, r);
     work->done = true;
-    cddp__exchange32(&request->state, CDDP__SEND_DONE); /* a full fence, for cddp__notify */
+    cddp__exchange32(&request->state, CDDP__SEND_DONE); /* a full fence */
   }
   CDDP__POINT("taken");
   cddp__notify(g, work->from);
@@ -15208,7 +15336,7 @@ static void cddp__take_remote(cddp_group *g, cddp_work *work) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, work->from, work->call.tag);
   if (m == NULL) return;
   if (cddp__require_fit(g, work, m->head.count, m->head.dtype)) {
-    cddp__copy(work->call.recv, m + 1 /* its bytes */, m->head.size);
+    cddp__copy(work->call.recv, m + 1, m->head.size);
     work->result = CDDP_OK;
     work->done = true;
   }
@@ -15219,7 +15347,7 @@ static void cddp__take_remote(cddp_group *g, cddp_work *work) {
    before this one. p2p.lock held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
   const cddp_work *older;
-  for (older = g->p2p.recvs; older != work; older = older->next) /* the list up to `work` */
+  for (older = g->p2p.recvs; older != work; older = older->next)
     if (!older->done && older->call.tag == work->call.tag &&
         (older->call.root == work->from || older->call.root == CDDP_ANY)) return true;
   return false;
@@ -15230,7 +15358,7 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *work) {
 static void cddp__serve_recv(cddp_group *g, cddp_work *work) {
   cddp__send_request *request;
   if (cddp__is_claimed(g, work)) return;
-  if (g->host_index[work->from] < 0) { /* on another host */
+  if (g->host_index[work->from] < 0) {
     cddp__take_remote(g, work);
     return;
   }
@@ -15250,7 +15378,7 @@ static bool cddp__serve_recvs(cddp_group *g) {
   if (g->hosts != NULL) cddp__hosts_read_messages(g);
   for (work = g->p2p.recvs; work != NULL; work = work->next) {
     bool any = work->call.root == CDDP_ANY;
-    int senders = any ? g->size : 1; /* number of ranks to check */
+    int senders = any ? g->size : 1;
     for (i = 0; !work->done && !work->filling /* a link does */ && i < senders; i++) {
       work->from = any ? (g->p2p.next_any + i) % g->size : work->call.root;
       cddp__serve_recv(g, work);
@@ -15261,29 +15389,35 @@ static bool cddp__serve_recvs(cddp_group *g) {
   return served;
 }
 
+/* Completes a receive that is not posted, if its message is there. Returns false, and does nothing,
+   if a posted receive must get the message first, or the group is broken. */
+static bool cddp__take_unposted(cddp_group *g, cddp_work *work) {
+  cddp__send_request *request = NULL;
+  bool allowed;
+  pthread_mutex_lock(&g->p2p.lock);
+  allowed = g->p2p.recvs == NULL && !cddp__is_broken(g);
+  if (allowed) request = cddp__find_send(g, work);
+  if (request != NULL) cddp__take_send(g, work, request);
+  pthread_mutex_unlock(&g->p2p.lock);
+  return allowed;
+}
+
 /* Polls for the message of a receive without a handle, in a group of one host, unless another
-   receive is pending. This saves posting the receive. Returns whether it is complete, or failed. */
+   receive is pending. This saves posting the receive. Returns whether it is complete, or failed;
+   false: the caller posts it. */
 static bool cddp__spin_recv(cddp_work *work) {
   cddp_group *g = work->group;
-  cddp__send_request *request;
-  int i, spin = cddp__spin_of(g->host); /* polls; 0 (ranks share cores): the caller posts it */
-  bool alone; /* no posted receive is pending, which would have to get the message first */
+  int i, spin = cddp__spin_of(g->host); /* polls; 0: ranks share cores */
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false; /* only served in the list */
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
     bool found = cddp__scan_peer(g, work, 1 /* block */) != NULL; /* a look without the lock */
-    /* Also at i == 0, to return early unless alone; and if later blocks, which are only read under
-       the lock, have been used. */
-    if (found || i == 0 ||
-        cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS) {
-      pthread_mutex_lock(&g->p2p.lock);
-      alone = g->p2p.recvs == NULL && !cddp__is_broken(g);
-      if (alone && (request = cddp__find_send(g, work)) != NULL) /* no other thread took it */
-        cddp__take_send(g, work, request);
-      pthread_mutex_unlock(&g->p2p.lock);
-      /* false: the caller posts it. If found, another thread took that message, or it was
-         withdrawn, or the group broke. */
-      if (found || work->done || !alone) return work->done;
+    bool later_blocks = /* are in use: these are only read under the lock */
+        cddp__load32(&cddp__slot_of(g, work->from)->send_top) > CDDP__SENDS;
+    if (found || later_blocks || i == 0 /* returns early if another receive is posted */) {
+      bool allowed = cddp__take_unposted(g, work);
+      if (!allowed || found /* if not done: another thread took it */ || work->done)
+        return work->done;
     }
     cddp__pause();
   }
@@ -15296,19 +15430,22 @@ static bool cddp__spin_recv(cddp_work *work) {
      g   the group in which this thread waits; NULL: none
    Returns whether a receive was completed. Keeps this thread's error text. */
 static bool cddp__serve_all_recvs(cddp_group *g) {
-  char kept[CDDP__ERROR_MAX]; /* this thread's error text */
+  char kept[CDDP__ERROR_MAX];
   bool served = false;
   cddp_group *s;
   if (g != NULL && g->hosts != NULL) cddp__poll_all_groups(g);
-  if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL || /* no group to serve, or: */
-      pthread_mutex_trylock(&cddp__served_lock) != 0) return false; /* another thread serves them */
+  if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL) return false; /* no group */
+  if (pthread_mutex_trylock(&cddp__served_lock) != 0) return false; /* another thread serves them */
   memcpy(kept, cddp__error_text, sizeof kept);
   for (s = cddp__served; s != NULL; s = s->p2p.next_served) {
-    bool polls = s != g && s->hosts != NULL; /* cddp__poll_all_groups has served the links of g */
+    bool has_links = s->hosts != NULL, has_recvs;
     if (cddp__is_broken(s) || pthread_mutex_trylock(&s->p2p.lock) != 0 /* in use */) continue;
-    if (polls) (void)cddp__hosts_send_queued(s);
-    if (polls && s->p2p.recvs != NULL) cddp__net_serve(s->host, s->hosts->net); /* accepts links */
-    if (s->p2p.recvs != NULL || (s == g && s->hosts != NULL)) /* g: to read its links */
+    has_recvs = s->p2p.recvs != NULL;
+    if (has_links && s != g) { /* cddp__poll_all_groups has done this for g */
+      (void)cddp__hosts_send_queued(s);
+      if (has_recvs) cddp__net_serve(s->host, s->hosts->net); /* accepts links */
+    }
+    if (has_recvs || (has_links && s == g /* to read its links */))
       served = cddp__serve_recvs(s) || served;
     pthread_mutex_unlock(&s->p2p.lock);
   }
@@ -15322,9 +15459,9 @@ static void cddp__post_recv(cddp_group *g, cddp_work *work) {
   cddp_work **at = &g->p2p.recvs;
   work->next = NULL;
   pthread_mutex_lock(&g->p2p.lock);
-  while (*at != NULL) at = &(*at)->next; /* to the end: the oldest is first */
+  while (*at != NULL) at = &(*at)->next; /* to the end */
   *at = work;
-  cddp__serve_in_waits(g); /* from now on each waiting thread of the process serves g */
+  cddp__serve_in_waits(g);
   cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p.lock);
 }
@@ -15335,7 +15472,7 @@ static void cddp__post_recv(cddp_group *g, cddp_work *work) {
 static bool cddp__message_ready(cddp_work *work) {
   cddp_group *g = work->group;
   size_t bytes = work->call.count * work->call.esize;
-  bool ready; /* the result */
+  bool ready;
   pthread_mutex_lock(&g->p2p.lock);
   cddp__serve_recvs(g);
   if (work->call.kind == CDDP__KIND_RECV) {
@@ -15345,7 +15482,7 @@ static bool cddp__message_ready(cddp_work *work) {
   } else if (g->host_index[work->call.root] < 0) {
     ready = cddp__hosts_sends_fit(g, work->call.root, bytes);
   } else {
-    (void)cddp__scan_sends(g, work->call.root, bytes); /* counts the sends in flight anew */
+    (void)cddp__scan_sends(g, work->call.root, bytes); /* counts anew */
     ready = cddp__sends_fit(g, bytes);
   }
   pthread_mutex_unlock(&g->p2p.lock);
@@ -15357,8 +15494,8 @@ static bool cddp__message_ready(cddp_work *work) {
 static cddp_result cddp__message_timeout(const cddp_work *work, double limit) {
   cddp_group *g = work->group;
   bool any = work->call.root == CDDP_ANY;
-  cddp__text peer = any ? cddp__textf("%s", "" /* no name */) : cddp__name_rank(g, work->call.root);
-  cddp__text what = cddp__describe_message(work, peer.s); /* "recv from ..." or "send to ..." */
+  cddp__text peer = any ? cddp__textf("%s", "") : cddp__name_rank(g, work->call.root);
+  cddp__text what = cddp__describe_message(work, peer.s);
   if (limit >= 0)
     return cddp__fail(
         CDDP__CONTINUES, "cddp_wait_for: %s, on rank %d has not finished after %g s; it continues",
@@ -15377,10 +15514,10 @@ static bool cddp__show_message_wait(const cddp_work *work) {
   const cddp__slot *slot = cddp__wait_slot(g, g->rank);
   int peer = work->call.root == CDDP_ANY ? CDDP_ANY : cddp__job_rank(g, work->call.root);
   cddp__text where;
-  if (slot == NULL /* no place to publish it */ || cddp__load32(&slot->multithreaded) != 0)
+  if (slot == NULL || cddp__load32(&slot->multithreaded) != 0)
     return false;
   where = cddp__describe_message(work, cddp__textf("rank %d of the job", peer).s);
-  return cddp__publish_wait(g, cddp__textf("cddp_%.150s" /* "cddp_recv from ..." */, where.s).s);
+  return cddp__publish_wait(g, cddp__textf("cddp_%.150s", where.s).s);
 }
 
 /* For calls that do not wait, or not for long: whether the operation cannot succeed since the peer
@@ -15391,19 +15528,43 @@ static bool cddp__look_for_loss(cddp_work *work) {
   int p, peer = work->call.root;
   char text[CDDP__ERROR_MAX];
   cddp__connection *link;
-  if (cddp__now() < work->next_look) return false; /* looks once in 1 ms: each costs system calls */
+  if (cddp__now() < work->next_look) return false; /* each look costs system calls */
   work->next_look = cddp__now() + 1e-3;
-  memcpy(text, cddp__error_text, sizeof text); /* cddp__ensure_link can overwrite it */
+  memcpy(text, cddp__error_text, sizeof text);
   if (g->hosts != NULL) {
     pthread_mutex_lock(&g->p2p.lock);
     for (p = 0; p < g->size; p++)
       if ((peer == CDDP_ANY || p == peer) && g->host_index[p] < 0) (void)cddp__ensure_link(g, p);
     for (link = g->hosts->links; link != NULL; link = link->next)
-      cddp__link_end_if_unacked(link); /* ends it if the peer's host no longer answers */
+      cddp__link_end_if_unacked(link);
     pthread_mutex_unlock(&g->p2p.lock);
   }
   memcpy(cddp__error_text, text, sizeof text);
-  return cddp__lost_peer(work) >= 0 && !cddp__message_ready(work) /* no message before the end */;
+  return cddp__lost_peer(work) >= 0 && !cddp__message_ready(work);
+}
+
+/* The polls at the begin of a wait. Returns whether it is over. */
+static bool cddp__message_spin(cddp_work *work, cddp__wait *w) {
+  cddp_group *g = work->group;
+  int i, scans = cddp__spin_of(g->host) / CDDP__POLLS_PER_SCAN;
+  for (i = 0; i < scans && !cddp__is_broken(g); i++) {
+    if (cddp__message_ready(work)) return true;
+    if (g->hosts == NULL || i % CDDP__POLLS_PER_YIELD != 0) cddp__pause();
+    else if (!cddp__wait_try_yield(w)) break; /* several hosts: yields at times; none left */
+  }
+  return false;
+}
+
+/* cddp__wait_tick, and checks of the peer and of the wait's limit. */
+static cddp_result cddp__message_tick(cddp_work *work, cddp__wait *w, double limit) {
+  cddp_result r = cddp__wait_tick(work->group, w);
+  if (r != CDDP_OK) return r;
+  /* The message is checked again: it can have arrived just before the peer ended. */
+  if (cddp__lost_peer(work) >= 0 && !cddp__message_ready(work)) r = cddp__check_peer(work);
+  if (r != CDDP_OK || !w->late) return r;
+  /* A short limit, or 0, may leave no other time to look at a remote peer's connection. */
+  if (limit >= 0 && cddp__look_for_loss(work)) r = cddp__check_peer(work);
+  return r != CDDP_OK ? r : cddp__message_timeout(work, limit);
 }
 
 /* Waits until cddp__message_ready, at most `limit` seconds (0: one look); CDDP__NO_LIMIT: until the
@@ -15412,35 +15573,21 @@ static bool cddp__look_for_loss(cddp_work *work) {
 static cddp_result cddp__message_wait(cddp_work *work, double limit) {
   cddp_group *g = work->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  bool shown = false; /* this thread's wait is published: cddp__show_message_wait */
+  bool shown = false; /* this thread's wait is published */
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  /* spin: most scans of the first loop. limit 0: no scan there and no yield; the second loop looks
-     once. */
-  int i, spin = limit == 0 ? 0 : cddp__spin_of(g->host) / CDDP__POLLS_PER_SCAN;
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s);
   w.yields = limit == 0 ? 0 : CDDP__YIELDS;
-  for (i = 0; i < spin && !cddp__is_broken(g); i++) { /* polls */
-    if (cddp__message_ready(work)) return CDDP_OK;
-    if (g->hosts == NULL || i % CDDP__POLLS_PER_YIELD != 0) cddp__pause();
-    else if (!cddp__wait_try_yield(&w)) break; /* several hosts: yields at times; none left */
-  }
+  if (limit != 0 && cddp__message_spin(work, &w)) return CDDP_OK;
   for (;;) { /* yields, then sleeps */
     uint32_t events = cddp__load32(&slot->events); /* read first: later changes end the sleep */
     if (cddp__message_ready(work)) break;
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
-    if (cddp__wait_try_yield(&w)) continue; /* looks again after a yield, while yields are left */
-    if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
-    /* The message is checked again: it can have arrived just before the peer ended. */
-    if (cddp__lost_peer(work) >= 0 && !cddp__message_ready(work)) r = cddp__check_peer(work);
-    /* A short limit, or 0, may leave no other time to look at a remote peer's connection. */
-    if (r == CDDP_OK && w.late && limit >= 0 && cddp__look_for_loss(work))
-      r = cddp__check_peer(work);
-    if (r == CDDP_OK && w.late) r = cddp__message_timeout(work, limit);
-    if (r != CDDP_OK) break;
+    if (cddp__wait_try_yield(&w)) continue;
+    if ((r = cddp__message_tick(work, &w, limit)) != CDDP_OK) break;
     if (w.due && !shown) shown = cddp__show_message_wait(work); /* after 20 ms */
     if (g->hosts != NULL)
-      cddp__hosts_pause(g, &w, work->call.root, events); /* sleeps until bytes or events arrive */
+      cddp__hosts_pause(g, &w, work->call.root, events);
     else {
       cddp__add32(&slot->event_sleepers, 1); /* now peers that change a send wake this thread */
       if (!cddp__message_ready(work)) /* a change before that woke no thread */
@@ -15485,16 +15632,18 @@ static cddp_result cddp__finish_send(cddp_work *work, double limit) {
   cddp__send_request *request;
   cddp__wait w;
   cddp_result r;
-  if (work->send < 0) return CDDP_OK; /* a copy: the buffer is not in use */
+  if (work->send < 0) return CDDP_OK; /* a copy */
   request = cddp__send_at(g, work->send); /* no p2p.lock: blocks do not move */
   r = cddp__message_wait(work, limit);
   if (r == CDDP__CONTINUES) return r;
   if (r == CDDP_OK && cddp__load32(&request->state) == CDDP__SEND_REFUSED)
     r = cddp__check_failure(g); /* a mismatch: the receiver has broken the group */
-  if (r == CDDP_OK) cddp__store32(&request->state, CDDP__SEND_FREE);
-  if (r == CDDP_OK || /* or withdrawn: */
-      cddp__compare_swap32(&request->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
-    return r;
+  if (r == CDDP_OK) {
+    cddp__store32(&request->state, CDDP__SEND_FREE);
+    return CDDP_OK;
+  }
+  if (cddp__compare_swap32(&request->state, CDDP__POSTED_TO(work->call.root), CDDP__SEND_FREE))
+    return r; /* withdrawn */
   /* The receiver is copying, or has just ended that. A stopped receiver finishes later, and then
      discards the bytes, since the group has failed: cddp__take_send. */
   cddp__wait_begin(&w, CDDP__STOPPED_S);
@@ -15510,7 +15659,7 @@ static bool cddp__abort_recv(cddp_work *work) {
   pthread_mutex_lock(&work->group->p2p.lock);
   pending = !work->done;
   if (pending) {
-    if (work->filling) cddp__hosts_detach_receive(work->group, work); /* from its link */
+    if (work->filling) cddp__hosts_detach_receive(work->group, work);
     work->result = CDDP_ABORTED;
     work->done = true;
   }
@@ -15525,14 +15674,16 @@ static __thread int cddp__last_source = -1;
    recorder. r: the result of its wait. Returns the receive's result. */
 static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
   cddp_group *g = work->group;
-  if (r == CDDP_OK && work->result == CDDP_OK) {
-    cddp__last_source = work->from;
-    if (cddp__record_at(g, work->record) != NULL)
-      cddp__record_at(g, work->record)->root = work->from;
+  cddp_record *record;
+  if (r != CDDP_OK) return r;
+  if (work->result != CDDP_OK) {
+    r = cddp__check_failure(g); /* a mismatch has broken the group: this sets the text */
+    return r != CDDP_OK ? r : work->result; /* CDDP_ABORTED: canceled */
   }
-  if (r != CDDP_OK || work->result == CDDP_OK) return r; /* the wait failed, or it has received */
-  r = cddp__check_failure(g); /* a mismatch has broken the group: this sets the text */
-  return r != CDDP_OK ? r : work->result /* CDDP_ABORTED: the caller canceled it */;
+  cddp__last_source = work->from;
+  record = cddp__record_at(g, work->record);
+  if (record != NULL) record->root = work->from;
+  return CDDP_OK;
 }
 
 /* Waits for a posted receive, and removes it from the list unless `limit` has passed
@@ -15543,9 +15694,9 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
   cddp_result r = cddp__message_wait(work, limit);
   if (r == CDDP__CONTINUES) return r;
   pthread_mutex_lock(&g->p2p.lock);
-  while (*at != work) at = &(*at)->next; /* work is in the list until here */
+  while (*at != work) at = &(*at)->next;
   *at = work->next;
-  if (work->filling) cddp__hosts_detach_receive(g, work); /* the wait failed amid the message */
+  if (work->filling) cddp__hosts_detach_receive(g, work); /* the wait failed */
   pthread_mutex_unlock(&g->p2p.lock);
   return cddp__end_recv(work, r);
 }
@@ -15570,12 +15721,12 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
 
 struct cddp__mpi {
   MPI_Comm comm;
-  cddp_group *group; /* comm has the same ranks, with the same numbers */
+  cddp_group *group; /* it has the same ranks */
   struct cddp__mpi *next; /* in cddp__mpi_groups */
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
-static pid_t cddp__mpi_finalizer; /* the process that finalizes MPI at exit; its forks do not */
+static pid_t cddp__mpi_finalizer; /* the process that finalizes MPI at exit */
 /* 1: an operation of a failed group did not finish, so MPI_Finalize would block. */
 static cddp__atomic_u32 cddp__mpi_stuck;
 static struct cddp__mpi *cddp__mpi_groups; /* this process's groups with a communicator; mpi_lock */
@@ -15591,6 +15742,17 @@ static cddp_result cddp__mpi_fail(int code, const char *what) {
   return cddp__fail(CDDP_MPI, "%s: %s", what, text);
 }
 
+/* Breaks the group if a rank that has not announced the next round has ended. MPI can wait for
+   ranks of other hosts too, which cddp__check_peers leaves out. */
+static cddp_result cddp__mpi_check_peers(cddp_group *g) {
+  cddp_result r = cddp__check_peers(g);
+  int p;
+  for (p = 0; r == CDDP_OK && p < g->size; p++)
+    if (g->host_index[p] < 0 && cddp__rank_gone(g, p))
+      r = cddp__break_lost(g, p, NULL /* doing: this round */);
+  return r;
+}
+
 /* Unlocks cddp__mpi_lock, which the caller holds, and waits for an operation that MPI has started.
      code   what MPI returned at its start
    After a failure, which breaks the group, MPI can still use the operation's buffers. */
@@ -15599,7 +15761,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
   cddp__op_header *mine;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  int i, p, done = 0; /* done: 1: this rank's part of the operation has ended */
+  int i, done = 0; /* done: 1: it has ended */
   pthread_mutex_unlock(&cddp__mpi_lock);
   cddp__wait_begin(&w, g->timeout_s);
   /* Checks of peers in this wait are about the next round: a rank that has announced that round has
@@ -15611,23 +15773,19 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *call, int cod
   mine->count = call->count;
   mine->root = (int32_t)call->root;
   for (i = 0; r == CDDP_OK && code == MPI_SUCCESS; i++) {
-    pthread_mutex_lock(&cddp__mpi_lock); /* between tests other groups' threads can call MPI */
+    pthread_mutex_lock(&cddp__mpi_lock); /* in between others can call MPI */
     code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
     pthread_mutex_unlock(&cddp__mpi_lock);
     if (code != MPI_SUCCESS || done) break;
-    if (i < g->spin) continue; /* polls first; spin 0 (ranks share cores): never */
+    if (i < g->spin) continue;
     sched_yield(); /* no sleep: MPI may progress only in MPI_Test */
     if (cddp__now() < w.next_check) continue; /* the rest: every 20 ms */
-    if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__check_peers(g);
-    /* MPI can wait for ranks of other hosts too, which cddp__check_peers leaves out. */
-    for (p = 0; r == CDDP_OK && p < g->size; p++)
-      if (g->host_index[p] < 0 && cddp__rank_gone(g, p))
-        r = cddp__break_lost(g, p, NULL /* doing: this round */);
+    if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__mpi_check_peers(g);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1 /* awaited: no frame of a rank */);
   }
-  g->round--; /* the caller's next round increments it, and announces it */
+  g->round--; /* the caller's next round */
   if (code != MPI_SUCCESS) r = cddp__break(g, cddp__mpi_fail(code, cddp__shapes[call->kind].name));
-  if (r != CDDP_OK) cddp__store32(&cddp__mpi_stuck, 1); /* the operation may never end */
+  if (r != CDDP_OK) cddp__store32(&cddp__mpi_stuck, 1);
   return r;
 }
 
@@ -15665,7 +15823,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
                   : MPI_Ireduce(in, receives ? out : NULL, (int)n, type, ops[call->op], root,
                                 g->mpi->comm, &request);
   r = cddp__mpi_wait(g, call, code, &request);
-  if (r != CDDP_OK) return r; /* MPI can still use the copy: it stays allocated */
+  if (r != CDDP_OK) return r; /* MPI can still use the copy */
   if (receives && call->op == CDDP_AVG) cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
   if (receives && half) cddp__convert(recv, dtype, out, CDDP_F32, n); /* rounds once */
   if (half) cddp__free(&g->host->allocator, out);
@@ -15673,22 +15831,21 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
 }
 
 /* Moves elements [begin, begin + n) of each share as one element of an MPI type with the extent of
-   a whole share. So MPI steps from one rank's share to the next. send: the call's, or a copy. */
-static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const char *send,
-                                  size_t begin, size_t n) {
-  const char *from = send + begin * call->esize; /* first share's elements */
+   a whole share. So MPI steps from one rank's share to the next. */
+static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, size_t begin, size_t n) {
+  const char *from = (const char *)call->send + begin * call->esize; /* in the first share */
   char *to = (char *)call->recv + begin * call->esize;
-  int root = call->root, code; /* code: MPI's result of the start */
+  int root = call->root, code;
   MPI_Comm comm = g->mpi->comm;
   MPI_Request q = MPI_REQUEST_NULL;
-  MPI_Datatype elements, type; /* n elements; the same, with the extent of a share */
+  MPI_Datatype elements, type;
   pthread_mutex_lock(&cddp__mpi_lock); /* cddp__mpi_wait unlocks it */
   MPI_Type_contiguous((int)n, cddp__mpi_type(call->dtype), &elements);
   MPI_Type_create_resized(elements, 0 /* lower bound */, (MPI_Aint)(call->count * call->esize),
                           &type);
   MPI_Type_commit(&type);
   MPI_Type_free(&elements);
-  if (!cddp__receives(call, g->rank)) to = NULL; /* MPI ignores buffers that a rank does not use */
+  if (!cddp__receives(call, g->rank)) to = NULL; /* not used */
   if (!cddp__sends(call, g->rank)) from = NULL;
   switch (call->kind) {
   case CDDP__KIND_BROADCAST: code = MPI_Ibcast(to, 1, type, root, comm, &q); break;
@@ -15704,8 +15861,8 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *call, const c
 /* Moves elements [begin, begin + n) of each share in a call with counts. MPI_Ialltoallw moves one
    element at offset 0 for each peer: the shares' lengths and positions are in MPI types, one for
    each peer and direction. */
-static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, const char *send,
-                                          size_t begin, size_t n) {
+static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call, size_t begin,
+                                          size_t n) {
   /* Bytes for each rank: an entry in 4 arrays, which are one allocation. */
   size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size; /* ranks */
   MPI_Datatype *out = (MPI_Datatype *)cddp__calloc(&g->host->allocator, size, each);
@@ -15713,7 +15870,7 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   int *ones = (int *)(void *)(in + size) /* counts */, *zeros = ones + size; /* offsets */
   int i, code, length;
   MPI_Request request = MPI_REQUEST_NULL;
-  MPI_Aint at; /* of the share's elements in the buffer, in bytes */
+  MPI_Aint at; /* bytes */
   cddp_result r;
   if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   pthread_mutex_lock(&cddp__mpi_lock); /* cddp__mpi_wait unlocks it */
@@ -15727,12 +15884,12 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
     at = (MPI_Aint)(((sends ? share->out_at : share->in_at) + begin) * call->esize);
     length = (int)(bytes / call->esize);
     MPI_Type_create_hindexed(1 /* block */, &length, &at, type, &out[i]);
-    MPI_Type_commit(&out[i]); /* from g->size on these are in[], which follows */
+    MPI_Type_commit(&out[i]); /* from g->size on: in[] */
   }
-  code =
-      MPI_Ialltoallw(send, ones, zeros, out, call->recv, ones, zeros, in, g->mpi->comm, &request);
+  code = MPI_Ialltoallw(call->send, ones, zeros, out, call->recv, ones, zeros, in, g->mpi->comm,
+                        &request);
   r = cddp__mpi_wait(g, call, code, &request);
-  if (r != CDDP_OK) return r; /* MPI can still use the types and arrays: they stay */
+  if (r != CDDP_OK) return r; /* MPI can still use these */
   pthread_mutex_lock(&cddp__mpi_lock);
   for (i = 0; i < 2 * g->size; i++) MPI_Type_free(&out[i]);
   pthread_mutex_unlock(&cddp__mpi_lock);
@@ -15740,57 +15897,54 @@ static cddp_result cddp__mpi_move_counted(cddp_group *g, const cddp__call *call,
   return CDDP_OK;
 }
 
+/* Reduces elements [begin, begin + n) of each share. */
+static cddp_result cddp__mpi_reduce_shares(cddp_group *g, const cddp__call *call, size_t begin,
+                                           size_t n) {
+  const char *send = (const char *)call->send + begin * call->esize;
+  char *recv = (char *)call->recv + begin * call->esize;
+  cddp_result r = CDDP_OK;
+  int p;
+  if (cddp__in_one_buffer(call)) return cddp__mpi_reduce(g, call, send, recv, n, call->root);
+  for (p = 0; r == CDDP_OK && p < g->size; p++) /* reduce_scatter: one share to each rank */
+    r = cddp__mpi_reduce(g, call, send + (size_t)p * call->count * call->esize, recv, n, p);
+  return r;
+}
+
 /* Reduces or moves a call's elements, CDDP__MPI_MAX_COUNT of each share at a time. Also
    cddp__carrier.average, with the parameter `arrays`. */
 static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *call, void *const *arrays) {
-  const char *send = (const char *)call->send;
-  bool one_buffer = cddp__in_one_buffer(call); /* one reduction; reduce_scatter: one per rank */
   size_t begin, n;
   cddp_result r = CDDP_OK;
-  int p, reductions = one_buffer ? 1 : g->size;
-  (void)arrays; /* unused: MPI reads each rank's array from its own call->send */
+  (void)arrays; /* unused: each rank passes its own */
   for (begin = 0; r == CDDP_OK && begin < call->count; begin += n) {
     n = cddp__min(CDDP__MPI_MAX_COUNT, call->count - begin);
-    if (call->shares != NULL) {
-      r = cddp__mpi_move_counted(g, call, send, begin, n);
-      continue;
-    }
-    if (!cddp__shapes[call->kind].reduces) {
-      r = cddp__mpi_move(g, call, send, begin, n);
-      continue;
-    }
-    for (p = 0; r == CDDP_OK && p < reductions; p++) {
-      size_t at = (size_t)p * call->count + begin; /* rank p's share begins at p * count */
-      r = cddp__mpi_reduce(g, call, send + at * call->esize,
-                           (char *)call->recv + begin * call->esize, n,
-                           one_buffer ? call->root : p /* only rank p gets this sum */);
-    }
+    if (call->shares != NULL) r = cddp__mpi_move_counted(g, call, begin, n);
+    else if (cddp__shapes[call->kind].reduces) r = cddp__mpi_reduce_shares(g, call, begin, n);
+    else r = cddp__mpi_move(g, call, begin, n);
   }
   return r;
 }
 
 /* cddp__carrier.run: a round, the data by MPI, and a second round. */
 static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
-  const char *send = (const char *)call->send, *recv = (const char *)call->recv;
-  cddp__call mpi_call = *call; /* `send` can be replaced by a copy */
+  cddp__call mpi_call = *call;
   void *copy = NULL;
   size_t sent, received;
   cddp_result r;
   cddp__call_bytes(g, call, &sent, &received);
-  r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0 /* no payload */);
+  r = cddp__plain_round(g, call, CDDP__PHASE_CALL);
   if (r == CDDP_OK) r = cddp__begin_access(g);
   /* In MPI two buffers must not overlap, as those of in-place calls do: MPI sends from a copy. One
-     buffer is allowed (MPI_IN_PLACE, broadcast). NULL: this rank does not use that buffer. */
-  if (r == CDDP_OK && !cddp__in_one_buffer(call) && send != NULL && recv != NULL &&
-      send < recv + received && recv < send + sent) {
+     buffer is allowed (MPI_IN_PLACE, broadcast). */
+  if (r == CDDP_OK && !cddp__in_one_buffer(call) && cddp__buffers_overlap(call, sent, received)) {
     copy = cddp__malloc(&g->host->allocator, sent);
-    if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY); /* then MPI is not called */
-    if (copy != NULL) memcpy(copy, send, sent);
+    if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY);
+    else memcpy(copy, call->send, sent);
     mpi_call.send = copy;
   }
   if (r == CDDP_OK) r = cddp__mpi_data(g, &mpi_call, NULL /* arrays */);
   if (r == CDDP_OK) { /* else MPI can still read the copy, which stays allocated */
-    r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0 /* no payload */);
+    r = cddp__plain_round(g, call, CDDP__PHASE_DONE);
     cddp__free(&g->host->allocator, copy);
   }
   return cddp__end_access(g, r);
@@ -15802,19 +15956,19 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *call) {
    sent stay valid; a rank that waits for more fails. */
 static void cddp__mpi_abandon(cddp_group *g) {
   cddp__connection *link;
-  size_t unsent = 1; /* bytes; 1: not known yet */
+  size_t unsent = 1; /* bytes */
   cddp__wait w;
-  if (cddp__is_broken(g)) return; /* no peer waits in a broken group */
+  if (cddp__is_broken(g)) return;
   if (g->hosts != NULL) {
     cddp__send_notices(g->hosts->net, g->id, g->world, g->size,
                        CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST, /* early: does not break g */
                        cddp__textf("%s " CDDP__EXITED, cddp__name_rank(g, g->rank).s).s);
     cddp__wait_begin(&w, 1 /* s: peers that do not read must not block the exit */);
     do {
-      if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue; /* held by another thread: retries */
+      if (pthread_mutex_trylock(&g->p2p.lock) != 0) continue; /* retries */
       unsent = cddp__hosts_send_queued(g);
       for (link = g->hosts->links; unsent == 0 && link != NULL; link = link->next)
-        shutdown(link->fd, SHUT_WR); /* shows the peers the end of this rank */
+        shutdown(link->fd, SHUT_WR);
       pthread_mutex_unlock(&g->p2p.lock);
     } while (unsent > 0 && cddp__wait_pause(&w));
   }
@@ -15833,7 +15987,7 @@ static int cddp__mpi_at_finalize(MPI_Comm self, int key, void *value, void *stat
 
 /* Called at exit if cddp initialized MPI: finalizes MPI, unless that would block. */
 static void cddp__mpi_finalize(void) {
-  int finalized = 1; /* 1: the program has finalized MPI itself */
+  int finalized = 1;
   /* not in a forked child, nor if MPI_Finalize would block */
   if (cddp__mpi_finalizer != getpid() || cddp__load32(&cddp__mpi_stuck) != 0) return;
   if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized) MPI_Finalize();
@@ -15845,19 +15999,19 @@ static cddp_result cddp__mpi_start(const cddp_group *g) {
   int initialized = 0, level = 0, size = 0, code = MPI_Initialized(&initialized);
   if (code == MPI_SUCCESS && !initialized) {
     code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
-    cddp__mpi_finalizer = getpid(); /* this process will finalize MPI, not its forks */
+    cddp__mpi_finalizer = getpid();
     if (code == MPI_SUCCESS) atexit(cddp__mpi_finalize);
   } else if (code == MPI_SUCCESS) {
     code = MPI_Query_thread(&level);
   }
   if (code == MPI_SUCCESS) code = MPI_Comm_size(MPI_COMM_WORLD, &size);
-  if (code == MPI_SUCCESS && cddp__mpi_attribute == MPI_KEYVAL_INVALID) { /* once in a process */
+  if (code == MPI_SUCCESS && cddp__mpi_attribute == MPI_KEYVAL_INVALID) {
     code = MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, cddp__mpi_at_finalize,
                                   &cddp__mpi_attribute, NULL);
     if (code == MPI_SUCCESS) code = MPI_Comm_set_attr(MPI_COMM_SELF, cddp__mpi_attribute, NULL);
   }
   if (code != MPI_SUCCESS)
-    return cddp__mpi_fail(code, "MPI_Init_thread" /* or a call after it */);
+    return cddp__mpi_fail(code, "MPI_Init_thread");
   if (level < MPI_THREAD_SERIALIZED) /* threads call MPI in turn: cddp__mpi_lock */
     return cddp__fail(
         CDDP_MPI, "MPI was initialized for one thread only: ask MPI_Init_thread for "
@@ -15889,7 +16043,7 @@ static void cddp__mpi_leave(cddp_group *g) {
 static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int color, int key) {
   MPI_Comm comm = MPI_COMM_NULL, parent = from != NULL ? from->mpi->comm : MPI_COMM_WORLD;
   int code;
-  pthread_mutex_lock(&cddp__mpi_lock); /* held while MPI waits for all ranks of `from` */
+  pthread_mutex_lock(&cddp__mpi_lock);
   code = MPI_Comm_split(parent, color < 0 ? MPI_UNDEFINED : color, key, &comm);
   if (code == MPI_SUCCESS && comm != MPI_COMM_NULL)
     code = MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN); /* by default an error ends the job */
@@ -15951,7 +16105,7 @@ static void cddp__work_free(cddp_work *work) {
 static void cddp__work_init(cddp_work *work, cddp_group *g) {
   memset(work, 0, offsetof(cddp_work, text)); /* saves 512 bytes: only a failure sets it */
   work->group = g;
-  work->send = -1; /* no send request, since 0 is one */
+  work->send = -1;
 }
 
 /* A new work of the heap; NULL: no memory. more: bytes behind the cddp_work. */
@@ -15966,9 +16120,9 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
 /* Runs an operation on this thread, with the call site and floating-point mode of the thread that
    started it. Stores its result and text. */
 static void cddp__work_run(cddp_work *work) {
-  uint32_t fp_mode = cddp__fp_mode(); /* this thread's */
+  uint32_t fp_mode = cddp__fp_mode();
   bool other_mode = work->fp_mode != 1 + fp_mode; /* work->fp_mode is 1 + the starter's */
-  cddp__site outer; /* of this thread's present call, restored at the end */
+  cddp__site outer; /* of this thread's present call */
   CDDP__POINT("engine");
   cddp__copy_site(&outer, &cddp__this_site);
   cddp__copy_site(&cddp__this_site, &work->site);
@@ -16009,7 +16163,7 @@ static void cddp__engine_run(cddp__engine *engine) {
   engine->first = work->next;
   engine->busy = true;
   pthread_mutex_unlock(&engine->lock);
-  if (cddp__own_engine == engine /* on its thread */ && g->host->cores < 2 * g->local_size) {
+  if (cddp__own_engine == engine && g->host->cores < 2 * g->local_size) {
     /* The engine's thread shares a core: each rank's training thread needs one too. */
     g->spin = g->oversubscribed ? 0 /* as it was: cddp__spin_of */ : CDDP__ENGINE_SPIN;
     g->yields = 0; /* sleeps instead: a yield would give the core away for a whole time slice */
@@ -16020,10 +16174,10 @@ static void cddp__engine_run(cddp__engine *engine) {
   pthread_mutex_lock(&engine->lock);
   engine->busy = false;
   work->done = true;
-  cddp__add32(engine->works, (uint32_t)-1); /* `work` may be freed from here on */
-  cddp__store32(&engine->awaited, 0); /* the waiting thread can continue: it is not stuck */
+  cddp__add32(engine->works, (uint32_t)-1); /* from here on `work` may be freed */
+  cddp__store32(&engine->awaited, 0);
   if (cddp__load32(&engine->waiters) != 0) pthread_cond_broadcast(&engine->changed);
-  if (engine->first != NULL) pthread_cond_signal(&engine->work); /* the next one can be due */
+  if (engine->first != NULL) pthread_cond_signal(&engine->work); /* it can be due */
 }
 
 /* If the engine's own work is held, runs it on this thread, without a lock. Returns whether it
@@ -16035,10 +16189,10 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
      OWN_RUNS, it sleeps at most CDDP__ENGINE_POLL_S at a time (cddp__engine_wait). */
   cddp__store32(&engine->own_state, CDDP__OWN_LENT);
   if (CDDP__LIKELY((cddp__load32(&engine->waiters) | cddp__load32(engine->works)) == 0))
-    return true; /* no thread waits, and no operation is queued behind it */
+    return true;
   pthread_mutex_lock(&engine->lock);
-  pthread_cond_broadcast(&engine->changed); /* threads that wait for it */
-  pthread_cond_signal(&engine->work); /* the engine's thread: operations queued behind it can run */
+  pthread_cond_broadcast(&engine->changed);
+  pthread_cond_signal(&engine->work); /* operations behind it can run */
   pthread_mutex_unlock(&engine->lock);
   return true;
 }
@@ -16049,30 +16203,31 @@ static bool cddp__engine_run_held(cddp__engine *engine) {
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *engine = &g->engine;
-  double interval = CDDP__ENGINE_POLL_S, until; /* seconds between polls; the end of this sleep */
-  bool busy /* another thread runs an operation */, awake, due /* the queue's first operation is */;
-  cddp__own_engine = engine; /* marks this thread */
+  double interval = CDDP__ENGINE_POLL_S, until; /* seconds between polls; end of a sleep */
+  bool busy, due; /* another thread runs an operation; the first of the queue is due */
+  bool asleep = false; /* no new operation comes soon: this thread sleeps until a signal */
+  bool was_asleep;
+  cddp__own_engine = engine;
   pthread_mutex_lock(&engine->lock);
   for (;;) {
-    busy = cddp__engine_queue_held(engine); /* the held operation is now in the queue */
-    awake = cddp__load32(&engine->asleep) == 0; /* before this poll */
-    if (engine->first == NULL && engine->stop) break; /* the queue is empty: the thread ends */
-    due = engine->first != NULL && /* and pushed before the last poll: */
+    busy = cddp__engine_queue_held(engine);
+    if (engine->first == NULL && engine->stop) break;
+    due = engine->first != NULL &&
           (engine->stop || engine->first->pushed_at_poll != cddp__load32(&engine->poll_count));
     if (due && !busy) {
       interval = CDDP__ENGINE_POLL_S;
       cddp__engine_run(engine);
       continue;
     }
-    cddp__store32(&engine->asleep,
-                  engine->first == NULL && cddp__load32(&engine->idle) > CDDP__ENGINE_IDLE_POLLS);
-    until = awake || cddp__load32(&engine->asleep) == 0
-                ? cddp__now() + interval /* also once after `asleep` was set: see above */
-                : INFINITY; /* until a signal */
+    was_asleep = asleep;
+    asleep = engine->first == NULL && cddp__load32(&engine->idle) > CDDP__ENGINE_IDLE_POLLS;
+    cddp__store32(&engine->asleep, asleep);
+    /* Once more with a limit after `asleep` was set: see above. */
+    until = was_asleep && asleep ? INFINITY : cddp__now() + interval;
     if (cddp__cond_wait_until(&engine->work, &engine->lock, until)) continue; /* signaled */
-    cddp__add32(&engine->poll_count, 1); /* a full interval: older operations are due now */
+    cddp__add32(&engine->poll_count, 1); /* older operations are due now */
     cddp__add32(&engine->idle, 1);
-    if (interval < CDDP__ENGINE_POLL_MAX_S) interval *= 2; /* nothing was due: polls less often */
+    if (interval < CDDP__ENGINE_POLL_MAX_S) interval *= 2;
   }
   pthread_mutex_unlock(&engine->lock);
   return NULL;
@@ -16081,9 +16236,9 @@ static void *cddp__engine_main(void *arg) {
 /* Makes all operations in flight due, so that the engine's thread runs them. lock held. */
 static void cddp__engine_make_due(cddp__engine *engine) {
   bool busy = cddp__engine_queue_held(engine);
-  if (engine->first == NULL) return; /* none is queued */
-  if (engine->last->pushed_at_poll == cddp__load32(&engine->poll_count)) /* not due yet */
-    cddp__add32(&engine->poll_count, 1); /* as if the engine had polled once more */
+  if (engine->first == NULL) return;
+  if (engine->last->pushed_at_poll == cddp__load32(&engine->poll_count))
+    cddp__add32(&engine->poll_count, 1); /* as if it had polled */
   /* Also if they were due before: the engine can be asleep. A busy thread signals at its end. */
   if (!busy) pthread_cond_signal(&engine->work);
 }
@@ -16096,20 +16251,20 @@ static cddp_result cddp__engine_push(cddp_work *work) {
   CDDP__POINT("push");
   if (!engine->started) {
     r = cddp__thread_start(&engine->thread, cddp__engine_main, work->group, CDDP__THREAD_OF_CDDP);
-    engine->started = r == CDDP_OK; /* false: the next push tries again */
+    engine->started = r == CDDP_OK;
     if (r != CDDP_OK) return r;
   }
-  work->pushed_at_poll = cddp__load32(&engine->poll_count); /* due once the count differs */
+  work->pushed_at_poll = cddp__load32(&engine->poll_count);
   /* Buckets (!anywhere) wake the engine themselves below: it need not poll for them. */
   cddp__store32(&engine->idle, work->anywhere ? 0 : CDDP__ENGINE_IDLE_POLLS + 1);
-  if (work == &engine->own && cddp__load32(engine->works) == 0) { /* none is queued or running */
+  if (work == &engine->own && cddp__load32(engine->works) == 0) {
     cddp__store32(&engine->own_state, CDDP__OWN_HELD);
-    if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK; /* the thread polls */
+    if (CDDP__LIKELY(cddp__load32(&engine->asleep) == 0)) return CDDP_OK; /* it polls */
     pthread_mutex_lock(&engine->lock);
-    (void)cddp__engine_queue_held(engine); /* the sleeping thread cannot find a held operation */
+    (void)cddp__engine_queue_held(engine); /* a sleeping thread does not see it */
   } else {
     pthread_mutex_lock(&engine->lock);
-    (void)cddp__engine_queue_held(engine); /* the older operation comes first */
+    (void)cddp__engine_queue_held(engine); /* the older one is first */
     cddp__add32(engine->works, 1);
     cddp__engine_append(engine, work);
   }
@@ -16123,44 +16278,44 @@ static cddp_result cddp__engine_push(cddp_work *work) {
    false at the deadline. With INFINITY this thread itself runs the queue up to `work`, except
    buckets. With a deadline it runs none, since an operation can take longer. */
 static bool cddp__engine_wait(cddp__engine *engine, cddp_work *work, double deadline) {
-  bool in_time = true /* the deadline has not passed */, forever = !(deadline < INFINITY), busy;
+  bool in_time = true, forever = !(deadline < INFINITY);
+  bool busy, done;
   /* Read before `works`, as cddp__engine_queue_held counts in `works` first. */
   uint32_t own = cddp__load32(&engine->own_state);
-  double until; /* the end of this sleep: the deadline, or sooner */
+  double until; /* end of a sleep */
   if (work == NULL && own != CDDP__OWN_HELD && own != CDDP__OWN_RUNS &&
-      cddp__load32(engine->works) == 0) return true; /* nothing is in flight */
+      cddp__load32(engine->works) == 0) return true;
   if (work == &engine->own && forever && cddp__engine_run_held(engine)) return true;
   pthread_mutex_lock(&engine->lock);
-  if (!forever && !work->done) cddp__engine_make_due(engine); /* the engine's thread runs it */
+  if (!forever && !work->done) cddp__engine_make_due(engine);
   cddp__add32(&engine->waiters, 1);
   for (;;) {
     busy = cddp__engine_queue_held(engine);
-    if (work != NULL ? work->done : !busy && engine->first == NULL /* all are done */) break;
+    done = work != NULL ? work->done : !busy && engine->first == NULL;
+    if (done || !in_time) break;
     /* Not busy, and not all is done: so the queue is not empty. */
     if (!busy && engine->first->anywhere && forever) {
       cddp__engine_run(engine);
       continue;
     }
-    if (!in_time) break; /* the look at `done` above was the last */
-    if (forever) cddp__store32(&engine->awaited, 1); /* the engine now publishes its waits */
+    if (forever) cddp__store32(&engine->awaited, 1); /* so the engine publishes its waits */
     until = deadline;
     /* Its end may not signal this thread: cddp__engine_run_held. */
     if (cddp__load32(&engine->own_state) == CDDP__OWN_RUNS)
       until = fmin(until, cddp__now() + CDDP__ENGINE_POLL_S);
     in_time = cddp__cond_wait_until(&engine->changed, &engine->lock, until) ||
-              until < deadline; /* else only this short sleep has ended */
+              until < deadline; /* only this short sleep has ended */
   }
-  in_time = in_time || (work != NULL && work->done);
   cddp__add32(&engine->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&engine->lock);
-  return in_time;
+  return done;
 }
 
 /* Waits for all collectives of the group in flight. This thread runs those not started yet, except
    buckets. */
 static void cddp__engine_drain(cddp_group *g) {
   cddp__engine *engine = &g->engine;
-  if (!engine->started) return; /* no lock: only the caller of this group's collectives writes it */
+  if (!engine->started) return; /* only this thread writes it */
   if (pthread_equal(engine->thread, pthread_self())) return; /* in a hook: it would await itself */
   (void)cddp__engine_wait(engine, NULL /* work: all */, INFINITY);
 }
@@ -16168,14 +16323,14 @@ static void cddp__engine_drain(cddp_group *g) {
 /* Ends the engine's thread. If operations are in flight, breaks the group, so that they fail. */
 static void cddp__engine_stop(cddp_group *g) {
   cddp__engine *engine = &g->engine;
-  bool in_flight; /* some operations are */
-  if (!engine->started) return; /* no operation has been queued, so none is in flight */
+  bool in_flight;
+  if (!engine->started) return;
   pthread_mutex_lock(&engine->lock);
   in_flight = cddp__engine_queue_held(engine) || engine->first != NULL;
   engine->stop = true;
-  pthread_cond_signal(&engine->work); /* wakes the thread: it runs the queue, and ends */
+  pthread_cond_signal(&engine->work); /* it runs the queue, and ends */
   pthread_mutex_unlock(&engine->lock);
-  if (in_flight) /* in a broken group these operations fail quickly */
+  if (in_flight) /* so they fail */
     cddp__break(g, cddp__fail(
         CDDP_ABORTED, "rank %d destroyed the group while an operation was in flight", g->rank));
   pthread_join(engine->thread, NULL);
@@ -16201,18 +16356,21 @@ static bool cddp__has_received(const cddp_work *work) {
          !work->on_stream && work->done && work->result == CDDP_OK;
 }
 
+static cddp_result cddp__wait_for_message(cddp_work *work, double limit) {
+  if (!cddp__work_outlived(work))
+    return work->call.kind == CDDP__KIND_RECV ? cddp__finish_recv(work, limit)
+                                              : cddp__finish_send(work, limit);
+  if (cddp__has_received(work)) return cddp__end_recv(work, CDDP_OK);
+  return cddp__fail(CDDP_PEER_LOST,
+                    "the group of this message has been replaced, as ranks changed");
+}
+
 /* cddp__backend.wait for host memory. limit: in seconds; negative: none. */
 static cddp_result cddp__cpu_wait(cddp_work *work, double limit) {
   double deadline = limit >= 0 ? cddp__now() + limit : INFINITY;
-  bool outlived = cddp__work_outlived(work);
-  if (outlived && cddp__has_received(work)) return cddp__end_recv(work, CDDP_OK);
-  if (outlived && work->run == NULL /* another message */)
-    return cddp__fail(CDDP_PEER_LOST,
-                      "the group of this message has been replaced, as ranks changed");
-  if (work->call.kind == CDDP__KIND_RECV) return cddp__finish_recv(work, limit);
-  if (work->run == NULL /* a send */) return cddp__finish_send(work, limit);
-  if (!outlived /* else it is done */ &&
-      !cddp__engine_wait(&work->group->engine, work, deadline)) /* the deadline has passed */
+  if (work->run == NULL) return cddp__wait_for_message(work, limit);
+  if (!cddp__work_outlived(work) /* else it is done */ &&
+      !cddp__engine_wait(&work->group->engine, work, deadline))
     return cddp__fail_unfinished(work, limit);
   return work->result == CDDP_OK ? CDDP_OK : cddp__fail(work->result, "%s", work->text);
 }
@@ -16226,10 +16384,22 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
   r = (g->backend->wait)(work, limit);
   if (r == CDDP__CONTINUES) return CDDP_TIMEOUT;
   if (work->run == NULL) /* a message. The end of a collective is recorded by its `run` */
-    cddp__record_finish(g, work->record, r); /* on a stream work->record is 0: does nothing */
+    cddp__record_finish(g, work->record, r); /* record 0, as on a stream: nothing */
   cddp__work_free(work);
   /* To a caller with a limit, CDDP_TIMEOUT would mean that the operation continues. */
   return r == CDDP_TIMEOUT && limit >= 0 ? CDDP_ABORTED : r;
+}
+
+/* Posts a message; waits: waits for its end too. */
+static cddp_result cddp__run_message(cddp_work *work, bool waits) {
+  cddp_result r;
+  if (work->call.kind == CDDP__KIND_SEND) {
+    r = cddp__start_send(work, waits);
+    return r == CDDP_OK && waits ? cddp__finish_send(work, CDDP__NO_LIMIT) : r;
+  }
+  if (waits && cddp__spin_recv(work)) return cddp__end_recv(work, CDDP_OK);
+  cddp__post_recv(work->group, work);
+  return waits ? cddp__finish_recv(work, CDDP__NO_LIMIT) : CDDP_OK;
 }
 
 /* Sends or receives, and waits for the end. work not NULL: only posts the message, and sets *work
@@ -16237,24 +16407,18 @@ static cddp_result cddp__work_wait(cddp_work *work, double limit) {
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   bool waits = work == NULL;
   cddp_work on_stack, *w = &on_stack; /* w: on the stack if this call waits, else on the heap */
+  cddp_record *record;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
-  if (waits) cddp__work_init(w, g); /* on the stack: needs no cddp__work_free, and holds no use */
+  if (waits) cddp__work_init(w, g); /* needs no cddp__work_free */
   else if ((w = cddp__work_new(g, 0 /* more bytes */)) == NULL) return CDDP_OUT_OF_MEMORY;
   w->call = *call;
   w->record = cddp__record_new(g, cddp__shapes[call->kind].name, call->count, call->dtype,
-                               -1 /* no op */, call->root == CDDP_ANY ? -1 /* none */ : call->root);
-  if (cddp__record_at(g, w->record) != NULL) cddp__record_at(g, w->record)->tag = call->tag;
+                               -1 /* no op */, call->root == CDDP_ANY ? -1 : call->root);
+  record = cddp__record_at(g, w->record);
+  if (record != NULL) record->tag = call->tag;
   cddp__record_start(g, w->record, 0 /* sequence: none */);
-  if (call->kind == CDDP__KIND_SEND) {
-    r = cddp__start_send(w, waits);
-    if (r == CDDP_OK && waits) r = cddp__finish_send(w, CDDP__NO_LIMIT);
-  } else if (waits && cddp__spin_recv(w)) {
-    r = cddp__end_recv(w, CDDP_OK);
-  } else {
-    cddp__post_recv(g, w);
-    if (waits) r = cddp__finish_recv(w, CDDP__NO_LIMIT);
-  }
+  r = cddp__run_message(w, waits);
   if (r == CDDP_OK && !waits) {
     *work = w;
     return r;
@@ -16289,9 +16453,9 @@ static bool cddp__message_done(cddp_work *work) {
   cddp_group *g = work->group;
   if (work->call.kind == CDDP__KIND_SEND && work->send < 0) return true; /* a copy */
   if (!cddp__message_ready(work)) {
-    cddp__serve_all_recvs(NULL /* this thread waits in no group */);
+    cddp__serve_all_recvs(NULL);
     if (cddp__look_for_loss(work)) {
-      char kept[CDDP__ERROR_MAX]; /* cddp_test sets no error text: cddp_wait will */
+      char kept[CDDP__ERROR_MAX]; /* cddp_test sets no error text */
       memcpy(kept, cddp__error_text, sizeof kept);
       (void)cddp__check_peer(work); /* breaks the group */
       memcpy(cddp__error_text, kept, sizeof kept);
@@ -16321,7 +16485,7 @@ static bool cddp__cpu_done(cddp_work *work) {
    Entry points: cddp__check_call and _check_memory; cddp__cpu_start and cddp__run_call;
    cddp__broadcast, _all_gather, _consensus and cddp__packet for other rooms.
    How it works: a collective is one of three sequences of rounds, chosen by its size and by where
-   all ranks' buffers are. cddp__round_of(..., NULL, 0): a round without a payload.
+   all ranks' buffers are.
      one round   Up to CDDP__ROUND_MAX bytes (several hosts: up to CDDP__PIGGYBACK in all). Each
                  rank writes its share to its header or staging buffer, and reads the shares that
                  it needs. Every rank adds all values, in the same order.
@@ -16378,9 +16542,8 @@ static cddp__copy_timing *cddp__timing_of(cddp_group *g, const cddp__call *call,
                                           const cddp__chunk *chunk) {
   size_t bytes = chunk->n * call->esize * cddp__send_shares(g, call); /* that a rank writes */
   if (CDDP__LIKELY(bytes < CDDP__NT_MIN)) return NULL;
-  if (cddp__is_one_sided(call) && chunk->n == call->count) return NULL; /* the only chunk */
-  if (g->oversubscribed || g->staging_size == 0 /* none is staged */ ||
-      g->local_size == 1 /* no other core reads them */) return NULL;
+  if (cddp__is_one_sided(call) && chunk->n == call->count) return NULL;
+  if (g->oversubscribed || g->staging_size == 0 || g->local_size == 1) return NULL;
   return &g->timings[call->kind][bytes >= CDDP__NT_LARGE];
 }
 
@@ -16407,9 +16570,9 @@ static void cddp__clock_chunk(cddp__copy_timing *timing, int sign) {
    out (n 0, 1): they find the buffers as the other kind of copy has left them. Of the rest the
    fastest replaces the time of the last period. */
 static void cddp__count_chunk(cddp__copy_timing *timing, size_t bytes) {
-  uint32_t n = timing->chunks % CDDP__TIMING_RUNS; /* timed chunks before, with this kind of copy */
-  double *least = &timing->seconds[cddp__uses_nontemporal(timing)]; /* of the same kind of copy */
-  double took = timing->clock / (double)bytes; /* seconds per byte, if the chunk was timed */
+  uint32_t n = timing->chunks % CDDP__TIMING_RUNS; /* timed before, with this kind of copy */
+  double *least = &timing->seconds[cddp__uses_nontemporal(timing)];
+  double took = timing->clock / (double)bytes; /* seconds per byte, if timed */
   if (cddp__is_timed(timing) && (n == 2 || (n > 2 && took < *least))) *least = took;
   timing->chunks++;
 }
@@ -16421,20 +16584,20 @@ static bool cddp__is_sliced(const cddp_group *g, const cddp__call *call, const c
   if (CDDP__LIKELY(bytes <= CDDP__SLICES_MIN) || call->kind != CDDP__KIND_ALL_REDUCE) return false;
   if (g->oversubscribed && bytes <= CDDP__OVERSUBSCRIBED_READ / (size_t)g->size)
     return false; /* a rank reads all ranks' chunks sooner than a second round ends */
-  return g->size > 2 && g->hosts == NULL; /* several hosts stage only short calls */
+  return g->size > 2 && g->hosts == NULL; /* several stage only short calls */
 }
 
 /* Allocates missing pages of the first `bytes` of this rank's two staging buffers: those before
    staging_ready exist. Without memory breaks the group: a write would end the process (SIGBUS). */
 CDDP__OUT_OF_LINE cddp_result cddp__commit_staging(cddp_group *g, size_t bytes) {
-  const char *mine = (const char *)cddp__staging_of(g, g->rank, 0 /* of even rounds */);
+  const char *mine = (const char *)cddp__staging_of(g, g->rank, 0);
   const char *block = (char *)g->block;
   /* Offset in the memfd of this rank's first buffer. The ref of the job's first block is NONE, all
      zeros: that block begins at 0. */
   uint64_t at = g->block_ref.base + g->block_ref.offset + (uint64_t)(mine - block);
-  size_t have = g->staging_ready, k; /* have: bytes of each buffer whose pages exist */
+  size_t have = g->staging_ready, k;
   bytes = cddp__round_up(bytes, cddp__page_size());
-  for (k = 0; k < 2; k++) /* the buffers of even and of odd rounds */
+  for (k = 0; k < 2; k++) /* of even and odd rounds */
     if (!cddp__arena_commit(g->host, at + k * g->staging_size + have, bytes - have))
       return cddp__break(g, cddp__fail_commit("a group's staging buffers", 2 * bytes));
   g->staging_ready = bytes;
@@ -16452,16 +16615,16 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
   cddp__copy_timing *timing = cddp__timing_of(g, call, chunk);
   bool nontemporal = cddp__uses_nontemporal(timing);
   if (CDDP__UNLIKELY(timing != NULL)) {
-    timing->clock = 0; /* it has the seconds of the chunk before */
+    timing->clock = 0;
     cddp__clock_chunk(timing, CDDP__CLOCK_START); /* also if this rank only reads: see below */
   }
   if (!cddp__sends(call, g->rank)) return CDDP_OK;
-  if (CDDP__UNLIKELY(!chunk->in_header && bytes * shares > g->staging_ready)) { /* lacks pages */
+  if (CDDP__UNLIKELY(!chunk->in_header && bytes * shares > g->staging_ready)) {
     cddp_result r = cddp__commit_staging(g, bytes * shares);
     if (r != CDDP_OK) return r;
   }
-  space += (size_t)g->rank * apart; /* this rank's place */
-  if (CDDP__UNLIKELY(call->shares != NULL)) { /* each place is as long as the longest share's */
+  space += (size_t)g->rank * apart;
+  if (CDDP__UNLIKELY(call->shares != NULL)) { /* places are as long as the longest */
     for (p = 0; p < shares; p++, space += bytes)
       memcpy(space, cddp__share_for(call, (int)p) + chunk->begin * call->esize,
              cddp__out_bytes(call, (int)p, chunk->begin, chunk->n));
@@ -16471,12 +16634,15 @@ static cddp_result cddp__write_shares(cddp_group *g, const cddp__call *call,
      cddp__reduce_slices and cddp__exchange_slices. */
   if (cddp__is_sliced(g, call, chunk)) {
     cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
-    begin *= call->esize, end *= call->esize; /* of the slice, now in bytes */
+    begin *= call->esize; /* now in bytes */
+    end *= call->esize;
     cddp__copy_by(space, from, begin, nontemporal);
-    space += end, from += end, bytes -= end; /* the loop copies what follows the slice */
+    space += end; /* the loop copies the rest */
+    from += end;
+    bytes -= end;
   }
   for (p = 0; p < shares; p++, space += bytes, from += share_bytes) {
-    if (shares > 1 && p == (size_t)g->rank) continue; /* this rank reads its own share in place */
+    if (shares > 1 && p == (size_t)g->rank) continue; /* it reads its own in place */
     cddp__copy_by(space, from, bytes, nontemporal);
   }
   /* In a one-sided call some ranks only wait: their clock runs on through the round. */
@@ -16501,10 +16667,12 @@ static void cddp__write_result(const cddp_group *g, const cddp__call *call,
                  (cddp_dtype)call->dtype, (cddp_op)call->op);
     return;
   }
-  for (i = 0; i < n; i++, p = p + 1 < g->size ? p + 1 : 0)
+  for (i = 0; i < n; i++) {
     cddp__copy_by(cddp__share_from(call, p) + at, from[p],
                   cddp__in_bytes(call, p, chunk->begin, chunk->n),
                   call->count * call->esize >= CDDP__NT_SHARE /* nontemporal */);
+    if (++p == g->size) p = 0;
+  }
 }
 
 /* Reads this rank's result from the places to which each rank's cddp__write_shares has written:
@@ -16513,7 +16681,7 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
                               const cddp__chunk *chunk) {
   size_t apart, p;
   char *space = cddp__chunk_memory(g, g->round, chunk, &apart);
-  if (!cddp__is_written(call, g->rank)) return; /* this rank gets no result */
+  if (!cddp__is_written(call, g->rank)) return;
   if (cddp__shapes[call->kind].scatters) /* to the share for this rank, among each rank's */
     space += (size_t)g->rank * chunk->n * call->esize;
   for (p = 0; p < (size_t)g->size; p++, space += apart) g->slices[p] = space;
@@ -16529,16 +16697,16 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
-  unsigned char sums[CDDP__NT_BLOCK]; /* nontemporal: a block's sums, before the copy */
+  unsigned char sums[CDDP__NT_BLOCK]; /* nontemporal: of a block */
   /* Most bytes of a block: as `sums` holds, or between two looks at is_broken. */
   size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES;
-  size_t block; /* elements of the present block */
+  size_t block; /* its elements */
   int p;
   cddp__slice(n, CDDP__CACHE_LINE / call->esize, g->size, g->rank, &begin, &end);
   for (; begin < end && !cddp__is_broken(g); begin += block) {
     block = cddp__min(end - begin, block_bytes / call->esize);
     for (p = 0; p < g->size; p++) g->slices[p] = (char *)bufs[p] + begin * call->esize;
-    if (to == NULL) /* writes the sums over all the arrays */
+    if (to == NULL) /* over all the arrays */
       cddp__reduce_all(g->slices, g->size, block, dtype, (cddp_op)call->op);
     else
       cddp__reduce(nontemporal ? (char *)sums : to + begin * call->esize,
@@ -16553,17 +16721,17 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, siz
 static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
                                          const cddp__chunk *chunk, bool nontemporal) {
   size_t apart, begin, end;
-  char *space = cddp__chunk_memory(g, g->round, chunk, &apart); /* the staged arrays */
-  char *sums = cddp__chunk_memory(g, g->round + 1, chunk, &apart); /* the slices' sums */
+  char *staged = cddp__chunk_memory(g, g->round, chunk, &apart);
+  char *sums = cddp__chunk_memory(g, g->round + 1, chunk, &apart);
   char *recv = (char *)call->recv + chunk->begin * call->esize;
   cddp_result r;
   int p;
-  for (p = 0; p < g->size; p++) g->buffers[p] = space + (size_t)p * apart;
+  for (p = 0; p < g->size; p++) g->buffers[p] = staged + (size_t)p * apart;
   /* This rank's own array is in its send buffer: cddp__write_shares has not staged its slice. */
   g->buffers[g->rank] = (char *)(uintptr_t)call->send + chunk->begin * call->esize;
   cddp__reduce_slices(g, call, chunk->n, g->buffers, sums + (size_t)g->rank * apart, nontemporal);
-  r = cddp__round_of(g, call, CDDP__PHASE_CHUNK, NULL, 0 /* no payload */);
-  for (p = 0; r == CDDP_OK && p < g->size; p++, sums += apart) { /* slice p is in rank p's buffer */
+  r = cddp__plain_round(g, call, CDDP__PHASE_CHUNK);
+  for (p = 0; r == CDDP_OK && p < g->size; p++, sums += apart) { /* slice p is at rank p */
     /* the same cut as in cddp__reduce_slices */
     cddp__slice(chunk->n, CDDP__CACHE_LINE / call->esize, g->size, p, &begin, &end);
     memcpy(recv + begin * call->esize, sums + begin * call->esize, (end - begin) * call->esize);
@@ -16574,51 +16742,51 @@ static cddp_result cddp__exchange_slices(cddp_group *g, const cddp__call *call,
 /* The chunk from element `begin` of each share on: the rest of the call, or as much as fits into a
    staging buffer. Long one-sided calls have smaller chunks, so that reading and writing overlap. */
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *call, size_t begin) {
-  size_t element = call->esize * cddp__send_shares(g, call); /* bytes of one of each share */
+  size_t element = call->esize * cddp__send_shares(g, call); /* bytes of one of each */
   size_t limit = cddp__max(g->staging_size, CDDP__PAYLOAD); /* bytes of a chunk */
-  size_t all = call->count * element; /* bytes of the call's shares */
+  size_t all = call->count * element;
   cddp__chunk k;
   /* Not if ranks share cores: then none can read while another writes. */
   if (all > CDDP__STAGING_MIN && cddp__is_one_sided(call) && !g->oversubscribed && g->hosts == NULL)
     limit = cddp__min(limit, cddp__max(all / CDDP__PIPELINE_CHUNKS, CDDP__STAGING_MIN));
   k.begin = begin;
   k.n = call->count - begin;
-  if (k.n * element > limit) k.n = limit / element; /* no slow division in small calls */
+  if (k.n * element > limit) k.n = limit / element; /* small calls need no division */
   k.in_header = k.n * element <= CDDP__PAYLOAD;
   return k;
 }
 
-enum { CDDP__NOT_WRITTEN, CDDP__WRITTEN }; /* values of `bool written` */
-/* Runs a call chunk by chunk. written: the shares of the first chunk are written, and the round
-   that announces them is over. */
-static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, bool written) {
-  cddp__copy_timing *timing;
-  cddp__chunk k;
-  size_t begin;
+/* Writes the results of a chunk whose shares all ranks have written and announced. */
+static cddp_result cddp__read_chunk(cddp_group *g, const cddp__call *call,
+                                    const cddp__chunk *chunk) {
+  cddp__copy_timing *timing = cddp__timing_of(g, call, chunk);
   cddp_result r = CDDP_OK;
-  /* `written` is about the first chunk: */
-  for (begin = 0; begin < call->count && r == CDDP_OK; begin += k.n, written = false) {
+  if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) /* else the clock still runs */
+    cddp__clock_chunk(timing, CDDP__CLOCK_START);
+  if (cddp__is_sliced(g, call, chunk)) /* with a second round */
+    r = cddp__exchange_slices(g, call, chunk, cddp__uses_nontemporal(timing));
+  else
+    cddp__read_staged(g, call, chunk);
+  if (CDDP__UNLIKELY(timing != NULL)) {
+    cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
+    cddp__count_chunk(timing, chunk->n * call->esize);
+  }
+  /* The header that this rank writes next. Not after a one-sided call: peers can be reading the
+     line, so the prefetch costs more than it saves if one rank alone writes bytes. */
+  if (chunk->in_header && !cddp__is_one_sided(call))
+    cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
+  return r;
+}
+
+/* Runs a call chunk by chunk, from element `begin` of each share on. */
+static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *call, size_t begin) {
+  cddp__chunk k;
+  cddp_result r = CDDP_OK;
+  for (; begin < call->count && r == CDDP_OK; begin += k.n) {
     k = cddp__chunk_at(g, call, begin);
-    timing = cddp__timing_of(g, call, &k);
-    if (!written) {
-      r = cddp__write_shares(g, call, &k);
-      if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_STAGED, NULL, 0 /* no payload */);
-      if (r != CDDP_OK) return r;
-    }
-    if (CDDP__UNLIKELY(timing != NULL) && !cddp__is_one_sided(call)) /* else the clock still runs */
-      cddp__clock_chunk(timing, CDDP__CLOCK_START);
-    if (cddp__is_sliced(g, call, &k)) /* with a second round */
-      r = cddp__exchange_slices(g, call, &k, cddp__uses_nontemporal(timing));
-    else
-      cddp__read_staged(g, call, &k);
-    if (CDDP__UNLIKELY(timing != NULL)) {
-      cddp__clock_chunk(timing, CDDP__CLOCK_STOP);
-      cddp__count_chunk(timing, k.n * call->esize);
-    }
-    /* The header that this rank writes next. Not after a one-sided call: peers can be reading the
-       line, so the prefetch costs more than it saves if one rank alone writes bytes. */
-    if (k.in_header && !cddp__is_one_sided(call))
-      cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
+    r = cddp__write_shares(g, call, &k);
+    if (r == CDDP_OK) r = cddp__plain_round(g, call, CDDP__PHASE_STAGED);
+    if (r == CDDP_OK) r = cddp__read_chunk(g, call, &k);
   }
   return r;
 }
@@ -16636,25 +16804,25 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
   size_t bytes = call->count * call->esize, apart, i;
   cddp__chunk all = {0 /* begin */, call->count, bytes <= CDDP__PAYLOAD /* in_header */};
   /* g->slices serves as scratch: */
-  const void **srcs = (const void **)(void *)g->slices; /* [size] each rank's array */
+  const void **srcs = (const void **)(void *)g->slices;
   bool broadcasts = call->kind == CDDP__KIND_BROADCAST;
   bool sends = !broadcasts || g->rank == call->root;
-  bool staged = sends && !all.in_header; /* this rank writes to its staging buffer */
+  bool staged = sends && !all.in_header;
   char *space;
   cddp_result r;
   int p;
-  if (staged && CDDP__UNLIKELY(bytes > g->staging_ready) && /* the buffer lacks pages */
+  if (staged && CDDP__UNLIKELY(bytes > g->staging_ready) &&
       (r = cddp__commit_staging(g, bytes)) != CDDP_OK)
     return r;
   if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1 /* next */), call->send, bytes);
   r = cddp__round_of(g, call, CDDP__PHASE_STAGED,
                      sends && all.in_header ? call->send : NULL /* staged, or nothing */, bytes);
   if (r != CDDP_OK) return r;
-  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* the buffer of the next call: no rank reads it */
+  if (staged && bytes <= CDDP__PREFETCH_MAX) { /* that of the next call */
     space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
     for (i = 0; i < bytes; i += CDDP__CACHE_LINE) cddp__prefetch_to_write(space + i);
   }
-  if (broadcasts && sends) return CDDP_OK; /* the root has its array */
+  if (broadcasts && sends) return CDDP_OK;
   space = cddp__chunk_memory(g, g->round, &all, &apart);
   if (broadcasts) {
     memcpy(call->recv, space + (size_t)call->root * apart, bytes);
@@ -16674,8 +16842,8 @@ CDDP__OUT_OF_LINE cddp_result cddp__run_short(cddp_group *g, const cddp__call *c
 static void cddp__broadcast_direct(const cddp_group *g, const cddp__call *call, char *const *bufs) {
   size_t begin, end, n, bytes = call->count * call->esize;
   int p;
-  for (p = 0; p < g->size && bufs[p] != NULL; p++) {} /* finds the first NULL */
-  if (p < g->size) { /* rank p's is NULL, so only p itself can write to it: each rank copies all */
+  for (p = 0; p < g->size && bufs[p] != NULL; p++) {}
+  if (p < g->size) { /* p's is private, so each rank copies all */
     cddp__copy(call->recv, bufs[call->root], bytes);
     return;
   }
@@ -16698,14 +16866,14 @@ static cddp_result cddp__copy_direct(cddp_group *g, const cddp__call *call, void
   int p;
   if (call->kind == CDDP__KIND_BROADCAST) {
     cddp__broadcast_direct(g, call, (char *const *)bufs);
-  } else if (shape->reduces && !shape->scatters) { /* all_reduce: to all arrays; reduce: to one */
+  } else if (shape->reduces && !shape->scatters) { /* all_reduce, reduce */
     cddp__reduce_slices(g, call, call->count, bufs,
                         shape->to_root ? (char *)bufs[call->root] : NULL, CDDP__COPY_CACHED);
   } else if (cddp__receives(call, g->rank)) {
     for (p = 0; p < g->size; p++) {
       if (!cddp__sends(call, p)) continue;
       at = (size_t)g->rank * call->count;
-      if (call->shares != NULL) at = call->shares[p].peer_at; /* with counts: p has announced it */
+      if (call->shares != NULL) at = call->shares[p].peer_at; /* p has announced it */
       if (!shape->scatters) at = 0; /* one share for all ranks */
       g->slices[p] = p == g->rank ? (void *)(uintptr_t)cddp__share_for(call, p)
                                   : (char *)bufs[p] + at * call->esize;
@@ -16723,11 +16891,35 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   memset(&ref, 0, sizeof ref); /* CDDP__REF_NONE */
   cddp__call_bytes(g, call, &sent, &received);
   if (!cddp__in_one_buffer(call) /* else each rank reads or writes it */ &&
-      (sent == 0 /* no data */ || !cddp__is_read(call, g->rank) /* by another rank */))
+      (sent == 0 /* no data */ || !cddp__is_read(call, g->rank)))
     ref.kind = CDDP__REF_UNUSED;
-  if (ref.kind == CDDP__REF_UNUSED || cddp__is_in_place_all_to_all(call) /* ref is NONE: zeros */)
+  if (ref.kind == CDDP__REF_UNUSED || cddp__is_in_place_all_to_all(call))
     return ref;
   return cddp__ref_of(g->host, call->send, sent);
+}
+
+/* Maps the ranks' buffers, which the headers announce, to g->buffers. NULL: no rank reads it
+   (UNUSED), or can (NONE). */
+static cddp_result cddp__map_buffers(cddp_group *g, const cddp__call *call) {
+  cddp_result r = CDDP_OK;
+  int p;
+  for (p = 0; r == CDDP_OK && p < g->size; p++) {
+    const cddp__ref *ref = &cddp__op_header_of(g, p, g->round)->u.ref;
+    g->buffers[p] = NULL;
+    if (ref->kind <= CDDP__REF_UNUSED) continue;
+    if (p == g->rank) g->buffers[p] = (void *)(uintptr_t)call->send;
+    else r = cddp__map_ref(g->host, ref, &g->buffers[p]);
+  }
+  return r == CDDP_OK ? CDDP_OK : cddp__break(g, r);
+}
+
+/* Runs a call on the buffers that the headers announce. */
+static cddp_result cddp__run_direct(cddp_group *g, const cddp__call *call) {
+  cddp_result r = cddp__map_buffers(g, call);
+  if (r == CDDP_OK) r = cddp__begin_access(g);
+  if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
+  if (r == CDDP_OK) r = cddp__plain_round(g, call, CDDP__PHASE_DONE);
+  return r;
 }
 
 /* cddp__carrier.run on one host: runs a call directly if all buffers that other ranks read are in
@@ -16735,10 +16927,8 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
    that announces the buffers. If all ranks have, that round also announces this chunk. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
-  const cddp__ref *theirs;
   cddp__chunk first = cddp__chunk_at(g, call, 0);
-  bool direct = true; /* all buffers that other ranks read are shared, so far */
-  bool written = true; /* all ranks that send have staged their first chunk, so far */
+  bool all_shared = true, all_written = true; /* of the ranks whose bytes others read */
   cddp_result r = CDDP_OK;
   int p;
   /* UNUSED or NONE: no rank reads this rank's buffer directly, but some may read it staged. */
@@ -16746,26 +16936,16 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     r = cddp__write_shares(g, call, &first);
   if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
-    theirs = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
-    g->buffers[p] = NULL; /* stays if no rank reads it (UNUSED), or can (NONE) */
-    if (theirs->kind == CDDP__REF_NONE) { /* p's buffer is private: do others need it? */
-      direct = direct && !cddp__is_read(call, p);
-    } else if (theirs->kind != CDDP__REF_UNUSED) {
-      written = written && !cddp__is_read(call, p); /* p has an address, so it has staged nothing */
-      if (p == g->rank) /* needs no mapping */
-        g->buffers[p] = (void *)(uintptr_t)call->send;
-      else if (direct) { /* so far; else the call runs staged, and needs no mapping */
-        r = cddp__map_ref(g->host, theirs, &g->buffers[p]);
-        if (r != CDDP_OK) r = cddp__break(g, r);
-      }
-    }
+    uint64_t kind = cddp__op_header_of(g, p, g->round)->u.ref.kind;
+    if (!cddp__is_read(call, p)) continue;
+    if (kind == CDDP__REF_NONE) all_shared = false;
+    else if (kind != CDDP__REF_UNUSED) all_written = false;
   }
-  if (r == CDDP_OK && !direct) {
-    r = cddp__run_staged(g, call, written ? CDDP__WRITTEN : CDDP__NOT_WRITTEN);
+  if (r == CDDP_OK && all_shared) {
+    r = cddp__run_direct(g, call);
   } else if (r == CDDP_OK) {
-    r = cddp__begin_access(g);
-    if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
-    if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_DONE, NULL, 0 /* no payload */);
+    if (all_written) r = cddp__read_chunk(g, call, &first);
+    if (r == CDDP_OK) r = cddp__run_staged(g, call, all_written ? first.n : 0 /* begin */);
   }
   return cddp__end_access(g, r); /* staged: harmless without cddp__begin_access */
 }
@@ -16780,7 +16960,7 @@ static cddp_result cddp__run_by_size(cddp_group *g, const cddp__call *call) {
   if (g->hosts != NULL ? shape->scatters : shape->gathers && !shape->scatters && !g->oversubscribed)
     most /= 2;
   if (call->count <= most /* so the product cannot overflow */ && call->count * element <= most)
-    return cddp__run_staged(g, call, CDDP__NOT_WRITTEN);
+    return cddp__run_staged(g, call, 0 /* begin */);
   return (g->carrier->run)(g, call);
 }
 
@@ -16792,8 +16972,8 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   /* Behind the shares: see cddp__counts_bytes. */
   cddp__count_notice *sent = (cddp__count_notice *)(void *)(call->shares + g->size);
   cddp__count_notice *received = sent + g->size;
-  size_t most = 0; /* largest length here, then of all ranks */
-  cddp__call counts = *call; /* moves the notices, as a call without counts */
+  size_t most = 0; /* largest length */
+  cddp__call counts = *call; /* moves the notices */
   cddp_result r;
   int p;
   for (p = 0; p < g->size; p++)
@@ -16814,9 +16994,9 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     const cddp__count_notice *notice = &received[p];
     call->shares[p].peer_at = (size_t)notice->at;
-    most = cddp__max(most, (size_t)notice->most); /* so all ranks find the same largest length */
+    most = cddp__max(most, (size_t)notice->most); /* so it is the same on all ranks */
     *host_memory = *host_memory || notice->on_host != 0;
-    if (notice->count == call->shares[p].in) continue; /* as this rank expects */
+    if (notice->count == call->shares[p].in) continue;
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "
                "in %s",
@@ -16829,11 +17009,11 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *
 
 /* Enters the call in the flight recorder. Returns its number there; 0: the recorder is off. */
 CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *call) {
-  size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0 /* else a hash */, sent;
+  size_t count = call->kind != CDDP__KIND_BARRIER ? call->count : 0 /* it is a hash */, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
   if (call->shares != NULL) { /* a call with counts */
-    cddp__call_bytes(g, call, &sent, &count /* bytes received */);
-    count /= call->esize; /* now in elements */
+    cddp__call_bytes(g, call, &sent, &count);
+    count /= call->esize; /* bytes so far */
   }
   return cddp__record_new(g, cddp__shapes[call->kind].name, count, call->dtype,
                           cddp__shapes[call->kind].reduces ? call->op : -1, call->root);
@@ -16849,31 +17029,33 @@ static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t seque
   return record;
 }
 
+/* Runs a call with counts. */
+static cddp_result cddp__run_counted(cddp_group *g, const cddp__call *call) {
+  cddp__call sized = *call; /* receives the largest count */
+  bool host_memory = true; /* calls on device memory do not run here */
+  cddp_result r = cddp__exchange_counts(g, &sized, &host_memory);
+  return r == CDDP_OK && sized.count > 0 /* some rank has data */ ? cddp__run_by_size(g, &sized)
+                                                                 : r;
+}
+
 /* Runs a checked collective on this thread, by the fastest way for its size, and records its start
    and end. record: from cddp__record_call. */
 static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *call, uint64_t record) {
-  cddp__call sized; /* with the largest count */
-  bool host_memory = true; /* for cddp__exchange_counts: calls on device memory do not run here */
   cddp_result r = cddp__check_group(g);
-  if (r != CDDP_OK) goto done; /* records the failure */
-  g->calls++; /* the call's number, for texts and the record */
-  cddp__record_start(g, record, g->calls);
-  if (call->count == 0 || call->kind == CDDP__KIND_BARRIER) { /* no data: ranks only meet */
-    r = cddp__round_of(g, call, CDDP__PHASE_CALL, NULL, 0 /* no payload */);
-  } else if (g->size == 1) {
-    /* the only share is the result of each kind of call */
-    cddp__copy(call->recv, call->send, call->count * call->esize);
-  } else if (cddp__is_short(g, call)) {
-    r = cddp__run_short(g, call);
-  } else if (call->shares == NULL) {
-    r = cddp__run_by_size(g, call);
-  } else {
-    sized = *call;
-    r = cddp__exchange_counts(g, &sized, &host_memory);
-    if (r == CDDP_OK && sized.count > 0 /* else no rank has data */)
-      r = cddp__run_by_size(g, &sized);
+  if (r == CDDP_OK) {
+    g->calls++; /* the call's number, for texts and the record */
+    cddp__record_start(g, record, g->calls);
+    if (call->count == 0 || call->kind == CDDP__KIND_BARRIER) /* no data: ranks only meet */
+      r = cddp__plain_round(g, call, CDDP__PHASE_CALL);
+    else if (g->size == 1) /* the only share is the result of each kind of call */
+      cddp__copy(call->recv, call->send, call->count * call->esize);
+    else if (cddp__is_short(g, call))
+      r = cddp__run_short(g, call);
+    else if (call->shares == NULL)
+      r = cddp__run_by_size(g, call);
+    else
+      r = cddp__run_counted(g, call);
   }
-done:
   cddp__record_finish(g, record, r);
   return r;
 }
@@ -16910,12 +17092,12 @@ enum { CDDP__PACKET_ARRAYS = 256 }; /* most arrays of a packet */
 /* Broadcasts of many arrays in host memory. Small arrays are sent together, in a packet: a round
    for each would take longer than their bytes. */
 typedef struct cddp__packet {
-  cddp_group *g; /* all of its ranks take part */
-  int root, count; /* the rank that sends; number of arrays in the packet */
-  size_t used; /* bytes of these arrays */
-  void *to[CDDP__PACKET_ARRAYS]; /* [count] the arrays: read on the root, written on the others */
+  cddp_group *g;
+  int root, count; /* the rank that sends; number of arrays */
+  size_t used; /* their bytes */
+  void *to[CDDP__PACKET_ARRAYS]; /* [count] the arrays */
   size_t sizes[CDDP__PACKET_ARRAYS]; /* [count] their bytes */
-  char bytes[16384]; /* their contents, one after the other, while they are sent */
+  char bytes[16384]; /* their contents while they are sent */
 } cddp__packet;
 
 static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
@@ -16925,28 +17107,26 @@ static void cddp__packet_begin(cddp__packet *packet, cddp_group *g, int root) {
   packet->used = 0;
 }
 
+/* Copies the arrays to the packet's bytes (pack), or back. */
+static void cddp__packet_copy(cddp__packet *packet, bool pack) {
+  char *at = packet->bytes;
+  int i;
+  for (i = 0; i < packet->count; i++) {
+    size_t size = packet->sizes[i];
+    memcpy(pack ? at : packet->to[i], pack ? packet->to[i] : at, size);
+    at += size;
+  }
+}
+
 /* Broadcasts the packet, if it is not empty, and empties it. Must be called after the last
    cddp__packet_add. */
 static cddp_result cddp__packet_broadcast(cddp__packet *packet) {
   bool sends = packet->g->rank == packet->root;
-  size_t at = 0; /* of the next array, in packet->bytes */
   cddp_result r;
-  int i;
   if (packet->count == 0) return CDDP_OK;
-  if (sends) { /* the root collects its arrays */
-    for (i = 0; i < packet->count; i++) {
-      memcpy(packet->bytes + at, packet->to[i], packet->sizes[i]);
-      at += packet->sizes[i];
-    }
-  }
+  if (sends) cddp__packet_copy(packet, true /* pack */);
   r = cddp__broadcast(packet->g, packet->bytes, packet->used, packet->root);
-  at = 0;
-  if (!sends && r == CDDP_OK) { /* the other ranks fill their arrays */
-    for (i = 0; i < packet->count; i++) {
-      memcpy(packet->to[i], packet->bytes + at, packet->sizes[i]);
-      at += packet->sizes[i];
-    }
-  }
+  if (!sends && r == CDDP_OK) cddp__packet_copy(packet, false /* unpack */);
   /* Empties it, also after a failure: cddp__packet_add then still has room. */
   cddp__packet_begin(packet, packet->g, packet->root);
   return r;
@@ -16963,10 +17143,22 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
   if (bytes > sizeof packet->bytes / 4) return cddp__run_call(packet->g, &c); /* long: alone */
   if (bytes == 0) return CDDP_OK;
   if (packet->count == CDDP__PACKET_ARRAYS || bytes > sizeof packet->bytes - packet->used)
-    r = cddp__packet_broadcast(packet); /* it is full: empties it */
+    r = cddp__packet_broadcast(packet); /* empties it */
   packet->to[packet->count] = data;
   packet->sizes[packet->count++] = bytes;
   packet->used += bytes;
+  return r;
+}
+
+/* Broadcasts an error text, in pieces that fit into headers: they need no memory. */
+static cddp_result cddp__broadcast_text(cddp_group *g, char text[CDDP__ERROR_MAX], int root) {
+  size_t at, n;
+  cddp_result r = CDDP_OK;
+  for (at = 0; r == CDDP_OK && at < CDDP__ERROR_MAX; at += n) {
+    n = cddp__min(CDDP__PAYLOAD, CDDP__ERROR_MAX - at);
+    r = cddp__broadcast(g, text + at, n, root);
+    if (memchr(text + at, 0, n) != NULL) break; /* the text's NUL: this piece is the last */
+  }
   return r;
 }
 
@@ -16975,12 +17167,11 @@ static cddp_result cddp__packet_add(cddp__packet *packet, void *data, size_t cou
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
                                    void *all) {
   size_t each = n + 4; /* bytes of a vote: a result in 4 bytes, and the payload */
-  size_t at, piece; /* of the text: offset and length of the bytes in one broadcast */
   char *votes, *own; /* [size] all ranks'; this rank's, behind these */
-  char text[CDDP__ERROR_MAX]; /* this rank's error text, then rank p's */
+  char text[CDDP__ERROR_MAX]; /* this rank's error, then rank p's */
   cddp_result r;
   int p;
-  if (g == NULL || g->size == 1) { /* no other rank */
+  if (g == NULL || g->size == 1) {
     if (n > 0) memcpy(all, payload, n);
     return mine;
   }
@@ -16996,14 +17187,9 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
     cddp_result theirs = (cddp_result)cddp__get32(vote);
     if (n > 0) memcpy((char *)all + (size_t)p * n, vote + 4, n);
     if (theirs == CDDP_OK) continue;
-    /* Rank p broadcasts its text, in pieces that fit into headers: they need no memory. */
-    for (at = 0; r == CDDP_OK && at < sizeof text; at += piece) {
-      piece = cddp__min(CDDP__PAYLOAD, sizeof text - at);
-      r = cddp__broadcast(g, text + at, piece, p);
-      if (memchr(text + at, 0, piece) != NULL) break; /* the text's NUL: this piece is the last */
-    }
-    if (r != CDDP_OK) break; /* a failed broadcast has set another text */
-    r = cddp__fail(theirs, "%s", text); /* ends the loop: the lowest failing rank is p */
+    r = cddp__broadcast_text(g, text, p);
+    if (r != CDDP_OK) break; /* it has set another text */
+    r = cddp__fail(theirs, "%s", text); /* ends the loop */
     if (p != g->rank) r = cddp__fail_in(r, "rank %d: ", p);
   }
   cddp__free(&g->host->allocator, votes);
@@ -17018,12 +17204,13 @@ static cddp_result cddp__agree(cddp_group *g, cddp_result mine) {
 /* Records a collective, and starts it in the engine with this thread's site and floating-point
    mode. */
 static cddp_result cddp__enqueue(cddp_work *work) {
-  work->anywhere = true; /* a thread that waits can run it */
+  cddp_record *record;
+  work->anywhere = true;
   work->fp_mode = 1 + cddp__fp_mode();
   cddp__copy_site(&work->site, &cddp__this_site);
   work->record = cddp__record_call(work->group, &work->call);
-  if (cddp__record_at(work->group, work->record) != NULL)
-    cddp__record_at(work->group, work->record)->engine = 1; /* run by the engine, or in a wait */
+  record = cddp__record_at(work->group, work->record);
+  if (record != NULL) record->engine = 1;
   return cddp__engine_push(work);
 }
 
@@ -17034,7 +17221,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
   cddp_work *started;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if (call->shares == NULL && cddp__load32(&g->engine.own_state) == CDDP__OWN_FREE) {
-    cddp__store32(&g->engine.own_state, CDDP__OWN_LENT); /* only this thread takes it: no race */
+    cddp__store32(&g->engine.own_state, CDDP__OWN_LENT); /* only this thread takes it */
     started = &g->engine.own; /* the fields not set here and by cddp__enqueue are always 0: */
     CDDP_ASSERT(started->context == NULL && !started->on_stream && started->event == NULL &&
                 started->stage == NULL);
@@ -17048,7 +17235,6 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
   started->call = *call;
   started->run = cddp__run_work;
   if (call->shares != NULL) {
-    /* a copy: the caller frees its shares */
     started->call.shares = (cddp__counted_share *)(void *)(started + 1);
     memcpy(started->call.shares, call->shares, (size_t)g->size * sizeof *call->shares);
   }
@@ -17063,7 +17249,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *call, cddp_
 static cddp_result cddp__cpu_start(cddp_group *g, const cddp__call *call, cddp_work **work) {
   if (cddp__is_message(call)) return cddp__start_message(g, call, work);
   if (work != NULL) return cddp__start_work(g, call, work);
-  cddp__engine_drain(g); /* earlier calls with a handle run first */
+  cddp__engine_drain(g);
   return cddp__run_call(g, call);
 }
 
@@ -17101,10 +17287,20 @@ static const cddp__carrier cddp__shm_carrier = {
     false /* not foreign */, true /* shared */, cddp__run_large, NULL /* so no `average` */,
     cddp__nothing_to_split, cddp__nothing_to_leave};
 
+/* Whether the smaller buffer is this rank's share in the larger one, or both are one. */
+static bool cddp__is_in_place(const cddp_group *g, const cddp__call *call, size_t sent,
+                              size_t received) {
+  uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv;
+  size_t own /* position of this rank's share in the larger buffer */ =
+      call->shares != NULL ? call->shares[g->rank].in_at : (size_t)g->rank * call->count;
+  if (call->kind == CDDP__KIND_ALL_TO_ALL_V) return false; /* never */
+  if (sent > received) return recv == send + own * call->esize; /* as in reduce_scatter */
+  if (sent < received) return send == recv + own * call->esize; /* as in all_gather */
+  return send == recv; /* all_to_all */
+}
+
 /* The error in a call's buffers, for a text; NULL: none. They must not overlap, except in place. */
 static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *call) {
-  uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv, own;
-  bool in_place = false; /* the smaller buffer is this rank's share in the larger one */
   size_t sent, received;
   cddp__call_bytes(g, call, &sent, &received);
   if (sent > 0 && call->send == NULL)
@@ -17113,17 +17309,9 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
   if ((sent > 0 && cddp__misaligned(call->send, call->esize)) ||
       (received > 0 && cddp__misaligned(call->recv, call->esize)))
     return "a buffer is not aligned to its elements: its address must be a multiple of their size";
-  if (cddp__in_one_buffer(call) || sent == 0 || received == 0 || send >= recv + received ||
-      recv >= send + sent)
-    return NULL; /* no overlap */
-  /* byte offset of this rank's share in the larger buffer */
-  own = call->shares != NULL ? call->shares[g->rank].in_at * call->esize
-                         : (uintptr_t)g->rank * call->count * call->esize;
-  if (call->kind != CDDP__KIND_ALL_TO_ALL_V) /* which is never in place */
-    in_place = sent > received   ? recv == send + own /* as in reduce_scatter */
-               : sent < received ? send == recv + own /* as in all_gather */
-                                 : send == recv /* all_to_all */;
-  if (in_place) return NULL;
+  if (cddp__in_one_buffer(call) || !cddp__buffers_overlap(call, sent, received) ||
+      cddp__is_in_place(g, call, sent, received))
+    return NULL;
   return "send and recv overlap, but not as in-place calls do: see the function's comment in "
          "cddp.h";
 }
@@ -17131,8 +17319,8 @@ static const char *cddp__buffer_error(const cddp_group *g, const cddp__call *cal
 /* Whether the host can read p: not if it is device memory. The kernel reads 8 bytes there (else
    EFAULT), then refuses `how`: no signal mask changes. */
 static bool cddp__host_reads(const void *p) {
-  uintptr_t word = (uintptr_t)p & ~(uintptr_t)7; /* does not cross into the next page */
-  return syscall(SYS_rt_sigprocmask, -1 /* how */, word, NULL /* old */, 8 /* bytes */) == 0 ||
+  uintptr_t word = (uintptr_t)p & ~(uintptr_t)7; /* inside one page */
+  return syscall(SYS_rt_sigprocmask, -1 /* how */, word, NULL, 8 /* bytes */) == 0 ||
          errno != EFAULT;
 }
 
@@ -17146,7 +17334,7 @@ static const char *cddp__memory_error(const cddp_group *g, const cddp__call *cal
 #ifdef CDDP_CUDA
   if (!g->backend->on_device) cddp__call_bytes(g, call, &sent, &received);
 #endif
-  (void)g; /* without CUDA all memory is the host's: sent and received stay 0 */
+  (void)g; /* without CUDA both stay 0 */
   if (sent > 0 && !cddp__host_reads(call->send)) return "send " CDDP__NO_HOST_MEMORY;
   if (received > 0 && !cddp__host_reads(call->recv)) return "recv " CDDP__NO_HOST_MEMORY;
   return NULL;
@@ -17154,14 +17342,14 @@ static const char *cddp__memory_error(const cddp_group *g, const cddp__call *cal
 
 /* Refuses device memory in a group without a device. */
 static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *params, int count) {
-  int k;
+  const cddp_param *p;
   if (g->backend->on_device) return CDDP_OK;
-  for (k = 0; k < 2 * count; k++) { /* even k: data; odd k: grad */
-    const cddp_param *p = &params[k / 2];
-    const void *at = k % 2 == 0 ? p->data : p->grad;
-    if (p->count > 0 && at != NULL && !cddp__host_reads(at))
+  for (p = params; p < params + count; p++) {
+    bool bad_data = p->data != NULL && !cddp__host_reads(p->data);
+    bool bad_grad = p->grad != NULL && !cddp__host_reads(p->grad);
+    if (p->count > 0 && (bad_data || bad_grad))
       return CDDP__REFUSE("%s of parameter \"%.60s\" " CDDP__NO_HOST_MEMORY,
-                          k % 2 == 0 ? "data" : "grad", p->name != NULL ? p->name : "");
+                          bad_data ? "data" : "grad", p->name != NULL ? p->name : "");
   }
   return CDDP_OK;
 }
@@ -17173,9 +17361,9 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
   bool one_buffer = cddp__in_one_buffer(call), message = cddp__is_message(call);
   const char *wrong = NULL;
   if (g == NULL) return CDDP__REFUSE("the group is NULL");
-  if ((message || shape->from_root || shape->to_root) && /* others have no root: -1 */
+  if ((message || shape->from_root || shape->to_root) &&
       (call->root < 0 || call->root >= g->size) &&
-      (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV)) /* a receive: from any rank */
+      (call->root != CDDP_ANY || call->kind != CDDP__KIND_RECV))
     return CDDP__REFUSE("%s is %d; the group has ranks 0 to %d", message ? "peer" : "root",
                         call->root, g->size - 1);
   /* All shares have at most SIZE_MAX / 2 bytes, PTRDIFF_MAX. The first test spares small calls the
@@ -17193,7 +17381,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
     wrong = "tag is negative";
   else if (call->count > 0 &&
            (!one_buffer || call->send == NULL || cddp__misaligned(call->send, call->esize)))
-    wrong = cddp__buffer_error(g, call); /* not needed for one buffer that exists and is aligned */
+    wrong = cddp__buffer_error(g, call);
   if (wrong == NULL && call->count > 0) wrong = cddp__memory_error(g, call);
   return wrong == NULL ? CDDP_OK : CDDP__REFUSE("%s", wrong);
 }
@@ -17211,6 +17399,42 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *call)
    How a group is left: a rank marks its slot and counts itself in the control block. When all ranks
    have left, the rank that allocated the block frees it (>>arena). */
 
+/* Rank p's index on this host; -1: it is on another host. members: as in cddp__group_build. */
+static int cddp__index_here(const cddp__host *host, const int *members, int p) {
+  const cddp__net *net = host->net;
+  if (members != NULL) return members[p];
+  if (net == NULL) return p; /* the job is on one host */
+  return net->ranks[p].host == net->host ? net->ranks[p].index : -1;
+}
+
+static void cddp__init_locks(cddp_group *g) {
+  pthread_mutex_init(&g->fail_lock, NULL);
+  pthread_mutex_init(&g->p2p.lock, NULL);
+  pthread_mutex_init(&g->engine.lock, NULL);
+  cddp__cond_init(&g->engine.changed);
+  cddp__cond_init(&g->engine.work);
+}
+static void cddp__destroy_locks(cddp_group *g) {
+  pthread_mutex_destroy(&g->fail_lock);
+  pthread_mutex_destroy(&g->p2p.lock);
+  pthread_mutex_destroy(&g->engine.lock);
+  pthread_cond_destroy(&g->engine.changed);
+  pthread_cond_destroy(&g->engine.work);
+}
+
+/* Sets the size of the staging buffers in a group of one host; else cddp__sort_hosts does. Caches
+   can differ, but all ranks must use one size: the first one's choice. */
+static void cddp__set_staging(cddp_group *g) {
+  size_t l2 = CDDP__L2; /* in a small cache large buffers are slower; 0: not known */
+  size_t bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(g->size)
+                                                   : CDDP__STAGING_MIN;
+  (void)cddp__compare_swap32(&g->block->staging_bytes, 0, (uint32_t)bytes);
+  g->staging_ready = SIZE_MAX; /* without a memfd, or by cddp__commit_block, all have memory */
+  if (g->local_size < g->size) return;
+  g->staging_size = cddp__load32(&g->block->staging_bytes);
+  if (g->host->arena.fd >= 0) g->staging_ready = 0;
+}
+
 /* Creates this rank's object of a group, on a control block that all members have mapped. Takes a
    reference to the host.
      rank      this rank's number in the new group, of `size` ranks
@@ -17219,55 +17443,41 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
                                      const int *members, char *block, double timeout_s) {
   /* Bytes of 4 arrays behind the group: pointers buffers, slices; ints host_index, slot_index. */
   size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *));
-  size_t bytes, l2; /* bytes of a staging buffer; of the cache */
   cddp_group *g = (cddp_group *)cddp__calloc(&host->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
-  int i, slot_count = 0; /* slots given to ranks of this host so far */
-  *out = NULL; /* also after a failure */
+  int i, slot_count = 0; /* slots given so far */
+  *out = NULL;
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
   g->buffers = (void **)(void *)(g + 1);
   g->slices = g->buffers + size;
   g->host_index = (int *)(void *)(g->slices + size);
   g->slot_index = g->host_index + size;
-  for (i = 0; i < size; i++)
-    g->host_index[i] = members != NULL ? members[i]
-                    : host->net == NULL ? i /* the job is on one host */
-                    : host->net->ranks[i].host == host->net->host ? host->net->ranks[i].index : -1;
+  for (i = 0; i < size; i++) {
+    g->host_index[i] = cddp__index_here(host, members, i);
+    if (g->host_index[i] >= 0) g->local_size++;
+  }
   g->host = host;
   g->rank = rank;
   g->size = size;
   g->block = (cddp__control_block *)(void *)block;
-  g->block_generation = cddp__load32(&g->block->generation); /* differs once the block is freed */
+  g->block_generation = cddp__load32(&g->block->generation);
   g->timeout_s = timeout_s;
-  for (i = 0; i < size; i++) g->local_size += g->host_index[i] >= 0; /* ranks of this host */
   for (i = 0; i < size; i++) /* ranks of other hosts share the slot behind this host's */
     g->slot_index[i] = g->host_index[i] >= 0 ? slot_count++ : g->local_size;
-  g->local_rank = g->slot_index[rank]; /* slots of this host's ranks are numbered like these */
+  g->local_rank = g->slot_index[rank]; /* numbered likewise */
   g->slots = (cddp__slot *)(void *)(block + cddp__slots_at(size));
   g->staging = block + cddp__head_bytes(size, g->local_size);
-  /* Bytes of the second-level cache; 0: unknown. In a small one large buffers are slower. */
-  l2 = CDDP__L2;
-  bytes = l2 == 0 || l2 >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
-  /* The first rank's choice stays: caches can differ, but all ranks must use one size. */
-  (void)cddp__compare_swap32(&g->block->staging_bytes, 0, (uint32_t)bytes);
-  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging_bytes)
-                                          : 0; /* several hosts: cddp__sort_hosts sets it */
-  g->staging_ready = host->arena.fd < 0 /* no memfd */ || g->local_size < size
-                         ? SIZE_MAX /* all have memory: cddp__commit_block */ : 0;
+  cddp__set_staging(g);
   g->backend = &cddp__cpu_backend;
   g->carrier = &cddp__shm_carrier;
   /* The first rank's number, which cddp__init replaces in the job's first group. */
   (void)cddp__compare_swap32(&g->block->cores, 0, (uint32_t)host->cores);
   cddp__set_wait_policy(g);
   g->yields = CDDP__YIELDS;
-  pthread_mutex_init(&g->fail_lock, NULL);
-  pthread_mutex_init(&g->p2p.lock, NULL);
-  pthread_mutex_init(&g->engine.lock, NULL);
-  cddp__cond_init(&g->engine.changed);
-  cddp__cond_init(&g->engine.work);
+  cddp__init_locks(g);
   slot = cddp__slot_of(g, rank);
   g->engine.works = &slot->works;
-  g->p2p.sends[0] = slot->sends; /* the first block of send requests */
+  g->p2p.sends[0] = slot->sends;
   g->p2p.send_blocks = 1;
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&host->lock);
@@ -17286,12 +17496,12 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
    memory, so all hosts of a lead are freed together, after all groups of all threads. */
 static void cddp__host_release(cddp__host *host) {
   cddp__host *lead = host != NULL ? host->lead : NULL;
-  int left; /* number of references that remain */
+  int left;
   if (host == NULL) return;
   pthread_mutex_lock(&lead->lock);
   left = --lead->refs;
   pthread_mutex_unlock(&lead->lock);
-  if (left > 0) return; /* other groups of this rank, or of a thread of its host, use the memory */
+  if (left > 0) return; /* the memory is in use */
   while (lead != NULL) { /* frees the lead, then each sibling */
     host = lead;
     lead = host->sibling; /* the next one */
@@ -17305,8 +17515,8 @@ static void cddp__host_release(cddp__host *host) {
    a negative color. */
 static int cddp__members_of_color(const cddp_group *g, int color, int *members) {
   int n = 0, p, i;
-  if (color < 0) return 0; /* this rank is in no new group */
-  for (p = 0; p < g->size; p++) { /* in order of rank, for equal keys */
+  if (color < 0) return 0;
+  for (p = 0; p < g->size; p++) {
     const int32_t *theirs = cddp__op_header_of(g, p, g->round)->u.split; /* color, key */
     if (theirs[0] != color) continue;
     for (i = n++; i > 0; i--) { /* insertion: members with larger keys move up */
@@ -17329,6 +17539,25 @@ static cddp_result cddp__commit_block(cddp__host *host, uint64_t base, int size,
   return cddp__fail_commit("the control block of a group", bytes);
 }
 
+/* Allocates the control block of a group of n ranks, `here` of them on this host. *ref: its
+   reference; NONE after a failure, which tells the other ranks. */
+static cddp_result cddp__allocate_block(cddp__host *host, int n, int here, cddp__ref *ref) {
+  size_t bytes = cddp__block_bytes(n, here);
+  void *block = cddp__arena_alloc(host, bytes, CDDP__EXTENT_BLOCK);
+  cddp_result r;
+  if (block == NULL) return CDDP_OUT_OF_MEMORY;
+  *ref = cddp__ref_of(host, block, bytes);
+  r = cddp__commit_block(host, ref->base + ref->offset, n, here);
+  if (r == CDDP_OK) {
+    /* when as many ranks have left, the block is freed */
+    cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
+    return CDDP_OK;
+  }
+  cddp__arena_free(host, block);
+  memset(ref, 0, sizeof *ref); /* CDDP__REF_NONE */
+  return r;
+}
+
 /* A round of g. On each host the first member of a new group allocates its control block, and the
    others map it. Fails if the round fails.
      members   [n] the new group's members, as ranks of g; n 0: this rank is in no new group
@@ -17336,35 +17565,20 @@ static cddp_result cddp__commit_block(cddp__host *host, uint64_t base, int size,
      mine      receives the result of this rank's own part: other ranks do not know it yet */
 static cddp_result cddp__exchange_block(cddp_group *g, const int *members, int n, cddp__ref *ref,
                                         char **block, cddp_result *mine) {
-  void *p = NULL; /* the block */
+  void *p; /* the block */
   cddp_result r;
-  size_t bytes; /* of the block */
-  int first = 0, here = 0, i; /* index of the first member on this host; number of members here */
-  for (i = n - 1; i >= 0; i--) { /* downwards: the last assignment is that of the first member */
+  int first = -1, here = 0, i; /* the first member on this host; number of members here */
+  for (i = 0; i < n; i++) {
     if (g->host_index[members[i]] < 0) continue;
-    first = i;
-    here++;
+    if (here++ == 0) first = members[i];
   }
-  bytes = cddp__block_bytes(n, here);
   *block = NULL;
   *mine = CDDP_OK;
-  memset(ref, 0, sizeof *ref);
-  if (n > 0 && members[first] == g->rank) { /* this rank allocates */
-    p = cddp__arena_alloc(g->host, bytes, CDDP__EXTENT_BLOCK);
-    if (p != NULL) *ref = cddp__ref_of(g->host, p, bytes);
-    *mine = p == NULL ? CDDP_OUT_OF_MEMORY
-                      : cddp__commit_block(g->host, ref->base + ref->offset, n, here);
-    if (*mine == CDDP_OK) {
-      /* when as many ranks have left, the block is freed */
-      cddp__store32(&((cddp__control_block *)p)->size, (uint32_t)here);
-    } else {
-      cddp__arena_free(g->host, p);
-      memset(ref, 0, sizeof *ref); /* CDDP__REF_NONE tells the other ranks of the failure */
-    }
-  }
+  memset(ref, 0, sizeof *ref); /* CDDP__REF_NONE */
+  if (first == g->rank) *mine = cddp__allocate_block(g->host, n, here, ref);
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_BLOCK, 0 /* count */, ref, sizeof *ref);
   if (r != CDDP_OK || n == 0 /* this rank needs no block */) return r;
-  *ref = cddp__op_header_of(g, members[first], g->round)->u.ref; /* that rank has allocated */
+  *ref = cddp__op_header_of(g, first, g->round)->u.ref;
   /* NONE: the allocating rank has failed, and alone reports it: cddp__agree tells the others. */
   if (ref->kind != CDDP__REF_NONE && (*mine = cddp__map_ref(g->host, ref, &p)) == CDDP_OK)
     *block = (char *)p;
@@ -17380,10 +17594,10 @@ static void cddp__group_hold(cddp_group *g, enum cddp__hold change) {
   g->models += (int)change; /* LEAVE_GROUP is 0 */
   host->models += (int)change;
   if (change == CDDP__LEAVE_GROUP) cddp__store32(&g->left, 1);
-  last = cddp__load32(&g->left) != 0 && g->models == 0; /* this call ends the last use of g */
+  last = cddp__load32(&g->left) != 0 && g->models == 0;
   pthread_mutex_unlock(&host->lock);
   if (!last) return;
-  (g->backend->close)(g); /* frees a device's context */
+  (g->backend->close)(g);
   cddp__free(&host->allocator, g->world);
   cddp__free(&host->allocator, g);
   cddp__host_release(host);
@@ -17401,8 +17615,21 @@ static void cddp__leave_for_ended(cddp_group *g) {
         cddp__load32(&slot->state) == CDDP__SLOT_TAKEN &&
         cddp__process_gone(g->host, g->host_index[k]) &&
         cddp__compare_swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_ENDED))
-      cddp__add32(&g->block->left, 1); /* only one rank does this: the swap fails on others */
+      cddp__add32(&g->block->left, 1); /* by one rank: the swap fails on others */
   }
+}
+
+/* Frees the memory of this rank's sends; of open messages, which peers can still receive, once all
+   ranks have left. */
+static void cddp__free_sends(cddp_group *g) {
+  int i;
+  for (i = 0; i < cddp__send_count(g); i++) {
+    const cddp__send_request *request = cddp__send_at(g, i);
+    if (cddp__send_open(request)) cddp__arena_free_with(g->host, request->stage, g->block);
+    else cddp__arena_free(g->host, request->stage);
+  }
+  for (i = 1; i < g->p2p.send_blocks; i++) /* block 0 is in the slot */
+    cddp__arena_free_with(g->host, g->p2p.sends[i], g->block);
 }
 
 /* Leaves the group: peers that wait for this rank fail. Frees the group unless models or handles
@@ -17412,42 +17639,50 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__host *host = g->host;
   cddp_group **at;
   char text[CDDP__ERROR_MAX];
-  int i;
   memcpy(text, cddp__error_text, sizeof text);
   (g->backend->leave)(g); /* ends work on a device */
-  cddp__engine_stop(g); /* ends its thread; operations in flight fail */
-  cddp__stop_serving(g); /* from now on no other thread serves g's receives */
+  cddp__engine_stop(g); /* operations in flight fail */
+  cddp__stop_serving(g);
   pthread_mutex_lock(&host->lock);
   for (at = &host->groups; *at != g; at = &(*at)->next) {}
   *at = g->next;
   pthread_mutex_unlock(&host->lock);
   cddp__hosts_leave(g); /* closes the links */
-  for (i = cddp__send_count(g) - 1; i >= 0; i--) /* peers can still receive open messages */
-    if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(host, cddp__send_at(g, i)->stage);
-    else cddp__arena_free_with(host, cddp__send_at(g, i)->stage, g->block); /* when all have left */
-  for (i = 1; i < g->p2p.send_blocks; i++) /* block 0 is in the slot */
-    cddp__arena_free_with(host, g->p2p.sends[i], g->block);
-  (g->carrier->leave)(g); /* frees MPI's communicator */
+  cddp__free_sends(g);
+  (g->carrier->leave)(g);
   (void)cddp__compare_swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT); /* DEAD stays */
-  cddp__wake_all(g); /* peers that wait for this rank see that it has left */
+  cddp__wake_all(g);
   if (host->elastic) cddp__leave_for_ended(g);
   cddp__add32(&g->block->left, 1); /* the block can be freed from here on */
   if (g->block_ref.kind == CDDP__REF_NONE) { /* the job's first group: its block is no extent */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
-    if (host->record != NULL) host->record->left = 1; /* for cddptrace: the rank has not crashed */
-    host->slots = NULL; /* waits in other groups no longer publish here */
+    if (host->record != NULL) host->record->left = 1; /* for cddptrace */
+    host->slots = NULL; /* waits no longer publish here */
     if (!host->one_process || g->size == 1) /* else all threads use this mapping */
       munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }
-  pthread_mutex_destroy(&g->fail_lock);
-  pthread_mutex_destroy(&g->p2p.lock);
-  pthread_mutex_destroy(&g->engine.lock);
-  pthread_cond_destroy(&g->engine.changed);
-  pthread_cond_destroy(&g->engine.work);
+  cddp__destroy_locks(g);
   cddp__free(&host->allocator, g->hosts);
   g->hosts = NULL; /* for models that outlive it. No lock: g is in no list anymore */
   cddp__group_hold(g, CDDP__LEAVE_GROUP); /* can free g */
   memcpy(cddp__error_text, text, sizeof text);
+}
+
+/* Gives a group that was split from `from` its id, and its data about other hosts.
+     members   [size] its ranks, as ranks of `from`
+     ranks     [size] receives its ranks in the job */
+static cddp_result cddp__attach_split(const cddp_group *from, cddp_group *g, int color,
+                                      const int *members, int *ranks) {
+  uint64_t hashed[3]; /* the same on all its ranks: other hosts know the group by its id */
+  int i;
+  hashed[0] = from->id;
+  hashed[1] = from->calls;
+  hashed[2] = (uint64_t)color;
+  g->id = cddp__hash64(0 /* seed */, hashed, sizeof hashed) | 1; /* odd: of a split */
+  if (from->world == NULL) return CDDP_OK; /* the job is on one host */
+  for (i = 0; i < g->size; i++) ranks[i] = from->world[members[i]];
+  /* The groups of an elastic model have a net of their own, that of its members. */
+  return cddp__hosts_attach(g, from->hosts != NULL ? from->hosts->net : from->host->net, ranks);
 }
 
 /* Collective: splits g by color, in host memory. All ranks return the same result.
@@ -17456,17 +17691,18 @@ static void cddp__group_leave(cddp_group *g) {
 static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
                                cddp_group **out) {
   const cddp_allocator *allocator = &g->host->allocator;
-  /* [n] the new group's members, as ranks of g; from g->size on [n] their indices on this host,
-     later their ranks in the job */
+  /* [n] the new group's members, as ranks of g */
   int *members = (int *)cddp__calloc(allocator, 2 * (size_t)g->size, sizeof *members);
+  int *numbers; /* [n] their indices on this host, later their ranks in the job */
   int i, n, rank = 0; /* n: of members; rank: this rank's number in the new group */
   int32_t mine[2]; /* color, key */
-  uint64_t record, hashed[3]; /* flight record; what the new group's id is a hash of */
+  uint64_t record; /* flight record */
   cddp__ref ref;
   char *block = NULL;
-  cddp_result r, built; /* of all ranks; of this rank's part */
+  cddp_result r, built; /* built: of this rank's part */
   *out = NULL;
   if (members == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  numbers = members + g->size;
   mine[0] = color;
   mine[1] = key;
   g->calls++;
@@ -17482,32 +17718,23 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   }
   for (i = 0; i < n; i++) {
     if (members[i] == g->rank) rank = i;
-    members[g->size + i] = g->host_index[members[i]];
+    numbers[i] = g->host_index[members[i]];
   }
   if (block != NULL)
-    built = cddp__group_build(out, g->host, rank, n, members + g->size, block, g->timeout_s);
+    built = cddp__group_build(out, g->host, rank, n, numbers, block, g->timeout_s);
   if (block != NULL && *out == NULL) /* this rank will not leave: the owner must not wait for it */
     cddp__add32(&((cddp__control_block *)(void *)block)->left, 1);
   if (*out != NULL) {
     (*out)->block_ref = ref;
-    hashed[0] = g->id; /* the same on all its ranks: other hosts know the group by its id */
-    hashed[1] = g->calls;
-    hashed[2] = (uint64_t)color;
-    (*out)->id = cddp__hash64(0 /* seed */, hashed, sizeof hashed) | 1; /* odd: of a split */
-    if (g->world != NULL) { /* else the job is on one host, and cddp__hosts_attach does nothing */
-      for (i = 0; i < n; i++) members[g->size + i] = g->world[members[i]];
-    }
-    /* The groups of an elastic model have a net of their own, that of its members. */
-    built = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
-                               members + g->size);
+    built = cddp__attach_split(g, *out, color, members, numbers);
   }
   (void)cddp__end_access(g, CDDP_OK);
-  r = cddp__agree(g, built); /* all ranks get the failure of one */
+  r = cddp__agree(g, built);
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* the hosts' leaders connect */
     r = cddp__round(*out, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0 /* count */, NULL,
                     0 /* no payload */);
   if (r == CDDP_OK) r = (g->carrier->split)(g, *out, color, rank /* key: the same order */);
-  if (*out != NULL && r != CDDP_OK) { /* built, but this or another rank failed later */
+  if (*out != NULL && r != CDDP_OK) {
     cddp__group_leave(*out);
     *out = NULL;
   }
@@ -17522,9 +17749,9 @@ done:
 static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t check,
                                      cddp_group **out) {
   cddp_result r;
-  cddp__engine_drain(g); /* earlier calls with a handle run first */
+  cddp__engine_drain(g);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if ((r = (g->backend->prepare)(g)) != CDDP_OK) return r; /* waits for work on the device */
+  if ((r = (g->backend->prepare)(g)) != CDDP_OK) return r;
   r = cddp__split(g, color, key, check, out);
   if (r != CDDP_OK || *out == NULL /* a negative color */) return r;
   r = (g->backend->open)(g, *out);
@@ -17552,10 +17779,10 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
         !cddp__arena_lock(host, F_RDLCK, CDDP__USE_BYTES, host->size /* bytes */))
       return cddp__fail_errno("lock on the shared memory");
     for (i = 0; i < host->size; i++) host->ranks[i].use_locked = i != host->index; /* of peers */
-    if (host->index == 0 && /* the first rank of the host commits it for all */
+    if (host->index == 0 && /* commits it for all */
         (r = cddp__commit_block(host, 0 /* base */, size, host->size)) != CDDP_OK) return r;
   }
-  block = cddp__map_memory(fd, 0 /* offset in the memfd */, bytes);
+  block = cddp__map_memory(fd, 0 /* base */, bytes);
   if (block == NULL) return cddp__fail_mapping("the group's shared memory", bytes);
   if (fd >= 0) madvise(block, bytes, MADV_DONTDUMP); /* not in core dumps */
   r = cddp__group_build(out, host, config->rank, size, NULL /* all */, block, config->timeout_s);
@@ -17575,24 +17802,32 @@ static void cddp__host_set_ranks(cddp__host *host, cddp__net *table) {
   host->size = table->hosts[table->host].size; /* this host's ranks; so far all ranks of the job */
   host->index = table->ranks[table->rank].index;
   cddp__set_window(host, host->index, host->arena.window_bits);
-  if (table->host_count > 1) host->net = table; /* the host owns it now; else rdv still does */
+  if (table->host_count > 1) host->net = table; /* else rdv owns it */
+}
+
+/* Opens a pidfd of the next process in the ring, for cddp__watch_next. If seccomp forbids it, only
+   that process's parent can know how it ends. */
+static void cddp__open_next_pidfd(cddp__host *host) {
+  int next = (host->index + 1) % host->size;
+  if (next == host->index) return; /* alone */
+  host->ranks[next].pidfd =
+      cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)host->ranks[next].pid, 0u));
 }
 
 /* Starts a job of several ranks: they find each other, share their host's memory, and create the
    group of all ranks. After a failure *out can be a group too, which the caller destroys. */
 static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp__host *host) {
   cddp__rendezvous rdv;
-  int next; /* index on the host of the process that this rank watches: the next in the ring */
   cddp_result r = cddp__rendezvous_init(&rdv, config, host);
   if (r == CDDP_OK) r = cddp__claim_rank(&rdv); /* fails if a living process has this rank */
   if (r == CDDP_OK) r = cddp__listen_endpoint(&rdv);
   cddp__close_fd(&config->listen_fd); /* rdv has a duplicate */
-  if (r == CDDP_OK) r = cddp__collect_ranks(&rdv); /* the table of all ranks */
+  if (r == CDDP_OK) r = cddp__collect_ranks(&rdv);
   if (r == CDDP_OK) cddp__host_set_ranks(host, rdv.net);
-  if (r == CDDP_OK && rdv.memory_fd >= 0) { /* from the first rank of this host */
+  if (r == CDDP_OK && rdv.memory_fd >= 0) {
     cddp__take_memfd(host, rdv.memory_fd, host->size);
-    rdv.memory_fd = -1; /* the host owns it now */
-  } else if (r == CDDP_OK && host->size > 1) { /* a rank alone on its host needs no memfd */
+    rdv.memory_fd = -1;
+  } else if (r == CDDP_OK && host->size > 1) {
     /* The first rank of the host. A window holds at least the host's control block, and a huge page
        for other allocations. */
     r = cddp__create_memfd(host, CDDP__HUGE_PAGE + cddp__block_bytes(host->size, host->size));
@@ -17601,7 +17836,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
   if (r == CDDP_OK)
     r = cddp__record_open(&host->record, cddp__hash64(0 /* seed */, rdv.net->token, 16) /* job */,
                           config->rank, config->world_size, 0 /* join */);
-  if (r == CDDP_OK) r = cddp__send_table(&rdv); /* to this rank's clients */
+  if (r == CDDP_OK) r = cddp__send_table(&rdv);
   if (r == CDDP_OK) r = cddp__await_ready(&rdv); /* until all ranks have the group */
 #ifdef CDDP_MPI /* MPI's start can block forever without all ranks: all must call it, and return */
   if (r == CDDP_OK && strcmp(config->backend, "mpi") == 0) {
@@ -17612,13 +17847,8 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
 #endif
   r = cddp__rendezvous_end(&rdv, *out, r); /* sends a failure to the other ranks */
   if (r != CDDP_OK) return r;
-  host->started_before = cddp__boot_ticks(); /* all ranks have started before now */
-  /* For cddp__wait_tick, which stores how the next process has ended. If seccomp forbids
-     pidfd_open, only that process's parent can know it. */
-  next = (host->index + 1) % host->size;
-  if (next != host->index)
-    host->ranks[next].pidfd =
-        cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)host->ranks[next].pid, 0u));
+  host->started_before = cddp__boot_ticks();
+  cddp__open_next_pidfd(host);
   return CDDP_OK;
 }
 
@@ -17629,7 +17859,7 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
   int fd = -1; /* the memfd of the job's ranks on this host; -1: there are none */
   int world_size = host->size; /* max(WORLD_SIZE, RANK + 1): cddp__init */
   cddp_result r;
-  host->joined = true; /* so cddp__world_group makes a group without other ranks */
+  host->joined = true; /* for cddp__world_group */
   r = cddp__join_find(host, &fd); /* fills the table */
   if (r == CDDP_OK && fd >= 0) r = cddp__join_memory(host, fd, table->local_size);
   if (r == CDDP_OK) r = cddp__world_group(out, host, config);
@@ -17640,11 +17870,11 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
       "rank %d has joined the job (CDDP_JOIN) and does not belong to the group of its "
       "first ranks: use cddp_ddp_group, the group of the current ranks, and skip "
       "cddp_load (the job sends its weights and states)", config->rank);
-  (void)cddp__break(*out, CDDP_UNSUPPORTED); /* all calls on it fail with this text */
+  (void)cddp__break(*out, CDDP_UNSUPPORTED);
   if (table->job != 0) /* 0: the job has no flight recorder */
     r = cddp__record_open(&host->record, table->job, config->rank, world_size,
                           table->record_number);
-  if (r == CDDP_OK && host->arena.fd >= 0) { /* numbered behind the first group's ranks */
+  if (r == CDDP_OK && host->arena.fd >= 0) { /* behind the first group's ranks */
     host->size = table->local_size;
     host->index = host->arena.window;
   }
@@ -17654,6 +17884,33 @@ static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, 
 /* Removes the flight recorder's file of a start that failed. */
 static void cddp__discard_record(const cddp__host *host) {
   cddp__record_discard(host->record, host->joined ? host->job_info->table.record_number : 0);
+}
+
+/* Enters the job in the way that the configuration asks for. */
+static cddp_result cddp__enter_job(cddp_group **out, cddp__config *config, cddp__host *host) {
+  if (config->joins) return cddp__join_job(out, config, host);
+  if (config->world_size == 1) return cddp__world_group(out, host, config);
+  return cddp__start_job(out, config, host);
+}
+
+/* The end of cddp__init: all ranks of the job have created their group. */
+static cddp_result cddp__complete_group(cddp_group *g, const cddp__config *config) {
+  cddp__host *host = g->host;
+  cddp_result r = CDDP_OK;
+  cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
+  cddp__store32(&g->block->cores, (uint32_t)host->cores);
+  cddp__set_wait_policy(g);
+  if (g->size == 1)
+    r = cddp__record_open(&host->record, cddp__record_job(), 0 /* rank */, 1 /* size */,
+                          0 /* join: a rank of the first group */);
+#ifdef CDDP_MPI
+  if (r != CDDP_OK || strcmp(config->backend, "mpi") != 0) return r;
+  if (g->size == 1) r = cddp__mpi_start(g); /* else started with the job */
+  if (r == CDDP_OK) r = cddp__mpi_split(NULL /* all processes */, g, 0 /* color */, g->rank);
+  if (r == CDDP_OK) g->carrier = &cddp__mpi_carrier;
+#endif
+  (void)config; /* unused without MPI */
+  return r;
 }
 
 /* cddp_init, except the device. d: the caller's desc, with defaults set. */
@@ -17674,32 +17931,16 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (config.init_method[0] != 0)
     r = cddp__job_info_create(host, &config);
   if (r == CDDP_OK && host->one_process && host->job_info != NULL) { /* processes can join */
-    cddp__hold_name(host->job_info); /* shows joining processes that the job lives */
-    cddp__share_for_joins(host); /* creates the memfd */
+    cddp__hold_name(host->job_info);
+    cddp__share_for_joins(host);
   }
-  if (r == CDDP_OK)
-    r = config.joins ? cddp__join_job(&g, &config, host)
-        : config.world_size == 1 ? cddp__world_group(&g, host, &config)
-        : cddp__start_job(&g, &config, host);
+  if (r == CDDP_OK) r = cddp__enter_job(&g, &config, host);
   /* Still open in a job of one rank, which does not listen. A process uses CDDP_LISTEN_FD once. */
   if (config.listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   cddp__close_fd(&config.listen_fd);
   cddp__host_release(host); /* frees the host if no group was built: a group has a reference */
-  if (r == CDDP_OK && !config.joins) { /* in a joining process no other rank is in g */
-    cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
-    cddp__store32(&g->block->cores, (uint32_t)host->cores);
-    cddp__set_wait_policy(g);
-    if (g->size == 1)
-      r = cddp__record_open(&host->record, cddp__record_job(), 0 /* rank */, 1 /* size */,
-                            0 /* join: a rank of the first group */);
-  }
-#ifdef CDDP_MPI
-  if (r == CDDP_OK && !config.joins && strcmp(config.backend, "mpi") == 0) {
-    if (g->size == 1) r = cddp__mpi_start(g); /* else started with the job */
-    if (r == CDDP_OK) r = cddp__mpi_split(NULL /* all processes */, g, 0 /* color */, g->rank);
-    if (r == CDDP_OK) g->carrier = &cddp__mpi_carrier;
-  }
-#endif
+  if (r == CDDP_OK && !config.joins /* then g has no other rank */)
+    r = cddp__complete_group(g, &config);
   if (r != CDDP_OK && g != NULL) {
     cddp__discard_record(host);
     cddp__group_leave(g);

@@ -544,7 +544,7 @@ static int sum_in_pieces(cddp_group *g, void *arg) {
   for (i = 0; i < N; i++) x[i] = (float)(i * (rank + 1));
   ((size_t *)arg)[rank] = g->staging_size;
   c = cddp__make_call(CDDP__KIND_ALL_REDUCE, x, x, N, CDDP_F32, CDDP_SUM, -1);
-  bad = cddp__run_staged(g, &c, false) != CDDP_OK;
+  bad = cddp__run_staged(g, &c, 0 /* begin */) != CDDP_OK;
   for (i = 0; i < N; i++) bad += x[i] != (float)i + (float)(2 * i) + (float)(3 * i);
   /* As where each rank has a core: through caches and past them. */
   bad += p->chunks != 0 && g->size > g->host->cores;
@@ -554,7 +554,7 @@ static int sum_in_pieces(cddp_group *g, void *arg) {
     c = cddp__make_call(CDDP__KIND_ALL_REDUCE, x + k, x + k, (size_t)(k == 0 ? N : N / 16) - 1,
                         CDDP_F32, CDDP_SUM, -1);
     for (i = 0; i < N; i++) x[i] = (float)(i * (rank + 1));
-    bad += cddp__run_staged(g, &c, false) != CDDP_OK;
+    bad += cddp__run_staged(g, &c, 0 /* begin */) != CDDP_OK;
     for (i = k; (size_t)(i - k) < c.count; i++)
       bad += x[i] != (float)i + (float)(2 * i) + (float)(3 * i);
   }
