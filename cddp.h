@@ -7197,7 +7197,7 @@ static bool cddp__arena_punch(const cddp__host *host, uint64_t base, uint64_t si
 }
 
 /* Locks n life or use bytes from offset `at` (type: F_RDLCK, F_WRLCK), or unlocks them (F_UNLCK).
-   Does not wait: returns false with errno set (EAGAIN or EACCES: another process has a lock). */
+   Does not wait: false, with errno EAGAIN or EACCES: another process has a lock. */
 static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
@@ -7207,8 +7207,8 @@ static bool cddp__arena_lock(const cddp__host *host, int type, int at, int n) {
   return fcntl(host->arena.fd, F_SETLK, &lock) == 0;
 }
 
-/* Whether the process with this window (not this process) holds the lock of its life byte: it
-   lives. (F_GETLK ignores the caller's own locks.) If the program has closed the memfd: false. */
+/* Whether the process with this window holds the lock of its life byte: it lives. Not for this
+   process, as F_GETLK ignores the caller's own locks. If the memfd is closed: false. */
 static bool cddp__life_byte_is_locked(const cddp__host *host, int window) {
   struct flock lock;
   memset(&lock, 0, sizeof lock);
@@ -7759,8 +7759,7 @@ static void cddp__read_numbers(const char *path, long long *first, long long *se
   fclose(file);
 }
 
-/* The container's limit of processor time (docker --cpus, a pod's limit) in cores, rounded up;
-   INT_MAX: none. */
+/* The container's limit of processor time (docker --cpus) in cores, rounded up; INT_MAX: none. */
 static int cddp__container_cores(void) {
   long long quota = 0, period = 0, none; /* quota: microseconds of processor time in each period */
   cddp__read_numbers("/sys/fs/cgroup/cpu.max", &quota, &period); /* cgroup v2 */
@@ -7827,8 +7826,8 @@ static cddp__process cddp__process_at(cddp__host *host, int window) {
   return copy;
 }
 
-/* Stores a process's pid. Adds the process to host->others unless that or host->ranks has it. Only
-   for the thread that trains. Returns the process. NULL: out of memory. */
+/* Stores a process's pid, and adds the process to host->others unless that or host->ranks has it.
+   Only for the thread that trains. NULL: out of memory. */
 static cddp__process *cddp__add_process(cddp__host *host, int window, uint32_t pid) {
   cddp__process *p;
   for (p = host->others; p != NULL && p->window != window; p = p->next) {}
@@ -7933,9 +7932,8 @@ static void cddp__unmap_window(cddp__host *host, cddp__process *p) {
   p->use_locked = false;
 }
 
-/* Frees the memory of a process that has ended. If another process still reads it (has locked the
-   use byte), does nothing: that process frees it later. Then removes p from host->others, if that
-   has it, and frees p. */
+/* Frees the memory of a process that has ended, and removes p from host->others, if that has it. If
+   another process still reads the memory, does nothing: that process frees it later. */
 static void cddp__free_window(cddp__host *host, cddp__process *p) {
   cddp__process **link = &host->others;
   int use = CDDP__USE_BYTES + p->window; /* offset of the use byte */
@@ -7971,8 +7969,7 @@ static void cddp__segments_free(cddp__host *host, struct cddp__segments *table) 
   cddp__free(&host->allocator, table->list);
 }
 
-/* Frees a host that no group uses any more. Unmaps the memory of all ranks, and closes the memfd,
-   which ends its locks, and the listeners. */
+/* Frees a host that no group uses any more, with all its memory and descriptors. */
 static void cddp__host_free(cddp__host *host) {
   cddp_allocator allocator = host->allocator; /* a copy: the host's own is freed with the host */
   cddp__process *p;
@@ -10360,7 +10357,7 @@ static void cddp__register_fork_handler(void) {
    threads. */
 static void cddp__serve_in_waits(cddp_group *g) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
-  if (g->p2p.is_served) return; /* already in the list */
+  if (g->p2p.is_served) return;
   pthread_once(&once, cddp__register_fork_handler);
   pthread_mutex_lock(&cddp__served_lock);
   g->p2p.is_served = true;
@@ -10373,7 +10370,7 @@ static void cddp__serve_in_waits(cddp_group *g) {
 static void cddp__stop_serving(cddp_group *g) {
   cddp_group **at = &cddp__served;
   if (!g->p2p.is_served) return;
-  pthread_mutex_lock(&cddp__served_lock); /* waits for a thread that serves g now */
+  pthread_mutex_lock(&cddp__served_lock); /* no thread serves g now */
   while (*at != g) at = &(*at)->p2p.next_served;
   __atomic_store_n(at, g->p2p.next_served, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&cddp__served_lock);
@@ -10386,7 +10383,7 @@ static void cddp__watch_next(cddp__host *host) {
   int next = (host->index + 1) % host->size, status;
   const cddp__process *process = &host->ranks[next];
   cddp__atomic_u32 *ended;
-  if (host->slots == NULL || process->pidfd < 0 /* it cannot be watched */) return;
+  if (host->slots == NULL || process->pidfd < 0) return;
   ended = &host->slots[next].ended;
   if (cddp__load32(ended) == 0 /* not stored yet */ && cddp__process_gone(host, next) &&
       cddp__exit_status(process->pidfd, process->pid, &status))
@@ -10585,7 +10582,7 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
 static cddp_result cddp__arrive(cddp_group *g) {
   uint32_t arrived = cddp__add32(&g->block->arrivals, 1);
   g->arrive_target += (uint32_t)g->local_size; /* when all ranks of the host have arrived */
-  if (arrived == g->arrive_target) { /* this rank is the last */
+  if (arrived == g->arrive_target) { /* the last */
     cddp__exchange32(&g->block->release, g->round); /* a full fence before `sleepers` is read */
     if (cddp__load32(&g->block->sleepers) != 0) cddp__futex_wake(&g->block->release);
     return CDDP_OK;
@@ -15022,7 +15019,7 @@ static cddp__send_request *cddp__send_at(const cddp_group *g, int index) {
   return &g->p2p.sends[block][index];
 }
 
-static int cddp__send_count(const cddp_group *g) { /* of this rank's requests, free and used */
+static int cddp__send_count(const cddp_group *g) {
   return CDDP__SENDS * ((1 << g->p2p.send_blocks) - 1); /* SENDS * (1 + 2 + 4 + ...) */
 }
 
@@ -15065,7 +15062,7 @@ static bool cddp__reclaim_send(cddp__send_request *request) {
    Counts the sends in flight to rank `to`, and their copies' bytes: sends_open, sends_staged.
    Returns the free request with the memory that fits `bytes` best; -1: none is free. */
 static int cddp__scan_sends(cddp_group *g, int to, size_t bytes) {
-  size_t kept = 0; /* bytes of the memory that requests keep unused, for later messages */
+  size_t kept = 0; /* bytes of unused memory, for later messages */
   size_t size, best_size = 0; /* stage_size of a request, of `best` */
   int i, best = -1, n = cddp__send_count(g);
   uint32_t top = cddp__load32(&cddp__slot_of(g, g->rank)->send_top);
@@ -15585,7 +15582,7 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
     if (cddp__wait_try_yield(&w)) continue;
     if ((r = cddp__message_tick(work, &w, limit)) != CDDP_OK) break;
-    if (w.due && !shown) shown = cddp__show_message_wait(work); /* after 20 ms */
+    if (w.due && !shown) shown = cddp__show_message_wait(work);
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, work->call.root, events);
     else {
@@ -15677,7 +15674,7 @@ static cddp_result cddp__end_recv(cddp_work *work, cddp_result r) {
   cddp_record *record;
   if (r != CDDP_OK) return r;
   if (work->result != CDDP_OK) {
-    r = cddp__check_failure(g); /* a mismatch has broken the group: this sets the text */
+    r = cddp__check_failure(g); /* a mismatch: sets the text */
     return r != CDDP_OK ? r : work->result; /* CDDP_ABORTED: canceled */
   }
   cddp__last_source = work->from;
@@ -15722,7 +15719,7 @@ static cddp_result cddp__finish_recv(cddp_work *work, double limit) {
 struct cddp__mpi {
   MPI_Comm comm;
   cddp_group *group; /* it has the same ranks */
-  struct cddp__mpi *next; /* in cddp__mpi_groups */
+  struct cddp__mpi *next;
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -15811,7 +15808,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *call, const
   void *out = recv;
   cddp_result r;
   int code;
-  if (half) { /* f16 and bf16 are summed in f32, as in all backends: in a copy */
+  if (half) { /* summed in f32, as in all backends */
     in = out = cddp__malloc(&g->host->allocator, n * sizeof(float));
     if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
     cddp__convert(out, CDDP_F32, send, dtype, n);
@@ -15993,8 +15990,7 @@ static void cddp__mpi_finalize(void) {
   if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized) MPI_Finalize();
 }
 
-/* Initializes MPI unless the program has, and checks that its world has the size of this group.
-   Sets the attribute that calls cddp__mpi_at_finalize. */
+/* Initializes MPI unless the program has. Checks that its world has the size of this group. */
 static cddp_result cddp__mpi_start(const cddp_group *g) {
   int initialized = 0, level = 0, size = 0, code = MPI_Initialized(&initialized);
   if (code == MPI_SUCCESS && !initialized) {
@@ -16049,7 +16045,7 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
     code = MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN); /* by default an error ends the job */
   pthread_mutex_unlock(&cddp__mpi_lock);
   if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Comm_split");
-  if (to == NULL) return CDDP_OK; /* this rank is in no new group */
+  if (to == NULL) return CDDP_OK;
   to->mpi = (struct cddp__mpi *)cddp__calloc(&to->host->allocator, 1, sizeof *to->mpi);
   if (to->mpi == NULL) return CDDP_OUT_OF_MEMORY;
   to->mpi->comm = comm;
@@ -16330,7 +16326,7 @@ static void cddp__engine_stop(cddp_group *g) {
   engine->stop = true;
   pthread_cond_signal(&engine->work); /* it runs the queue, and ends */
   pthread_mutex_unlock(&engine->lock);
-  if (in_flight) /* so they fail */
+  if (in_flight)
     cddp__break(g, cddp__fail(
         CDDP_ABORTED, "rank %d destroyed the group while an operation was in flight", g->rank));
   pthread_join(engine->thread, NULL);
@@ -16406,7 +16402,7 @@ static cddp_result cddp__run_message(cddp_work *work, bool waits) {
    to its handle. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cddp_work **work) {
   bool waits = work == NULL;
-  cddp_work on_stack, *w = &on_stack; /* w: on the stack if this call waits, else on the heap */
+  cddp_work on_stack, *w = &on_stack;
   cddp_record *record;
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
@@ -16964,8 +16960,7 @@ static cddp_result cddp__run_by_size(cddp_group *g, const cddp__call *call) {
   return (g->carrier->run)(g, call);
 }
 
-/* In a call with counts: exchanges and checks the lengths and positions of the ranks' shares, by an
-   exchange of notices.
+/* In a call with counts: exchanges and checks the lengths and positions of the ranks' shares.
      call          its count becomes the largest length
      host_memory   whether this rank's buffers are in host memory; becomes whether any rank's are */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *call, bool *host_memory) {
@@ -17157,7 +17152,7 @@ static cddp_result cddp__broadcast_text(cddp_group *g, char text[CDDP__ERROR_MAX
   for (at = 0; r == CDDP_OK && at < CDDP__ERROR_MAX; at += n) {
     n = cddp__min(CDDP__PAYLOAD, CDDP__ERROR_MAX - at);
     r = cddp__broadcast(g, text + at, n, root);
-    if (memchr(text + at, 0, n) != NULL) break; /* the text's NUL: this piece is the last */
+    if (memchr(text + at, 0, n) != NULL) break; /* the text ends here */
   }
   return r;
 }
@@ -17255,7 +17250,7 @@ static cddp_result cddp__cpu_start(cddp_group *g, const cddp__call *call, cddp_w
 
 static cddp_result cddp__cpu_synchronize(cddp_group *g) {
   cddp__engine_drain(g);
-  return cddp__check_group(g); /* an operation that failed has broken the group */
+  return cddp__check_group(g); /* a failed operation has broken it */
 }
 
 static void *cddp__cpu_alloc(cddp_group *g, size_t bytes) {
@@ -17673,7 +17668,7 @@ static void cddp__group_leave(cddp_group *g) {
      ranks     [size] receives its ranks in the job */
 static cddp_result cddp__attach_split(const cddp_group *from, cddp_group *g, int color,
                                       const int *members, int *ranks) {
-  uint64_t hashed[3]; /* the same on all its ranks: other hosts know the group by its id */
+  uint64_t hashed[3]; /* the same on all its ranks */
   int i;
   hashed[0] = from->id;
   hashed[1] = from->calls;
@@ -17710,7 +17705,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   r = cddp__round(g, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CALL, check, mine, sizeof mine);
   if (r != CDDP_OK) goto done;
   n = cddp__members_of_color(g, color, members);
-  r = cddp__begin_access(g); /* until *out has the block: an elastic model can lose its owner */
+  r = cddp__begin_access(g); /* an elastic model can lose the block's owner */
   if (r == CDDP_OK) r = cddp__exchange_block(g, members, n, &ref, &block, &built);
   if (r != CDDP_OK) {
     (void)cddp__end_access(g, CDDP_OK /* no failure: peers use no buffers of this rank here */);
@@ -17722,7 +17717,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   }
   if (block != NULL)
     built = cddp__group_build(out, g->host, rank, n, numbers, block, g->timeout_s);
-  if (block != NULL && *out == NULL) /* this rank will not leave: the owner must not wait for it */
+  if (block != NULL && *out == NULL) /* the owner must not wait for it */
     cddp__add32(&((cddp__control_block *)(void *)block)->left, 1);
   if (*out != NULL) {
     (*out)->block_ref = ref;
@@ -17856,7 +17851,7 @@ static cddp_result cddp__start_job(cddp_group **out, cddp__config *config, cddp_
    memory. cddp_ddp_create does the rest: >>elastic. */
 static cddp_result cddp__join_job(cddp_group **out, const cddp__config *config, cddp__host *host) {
   const cddp__join_table *table = &host->job_info->table;
-  int fd = -1; /* the memfd of the job's ranks on this host; -1: there are none */
+  int fd = -1; /* the memfd of the job's ranks on this host; -1: none */
   int world_size = host->size; /* max(WORLD_SIZE, RANK + 1): cddp__init */
   cddp_result r;
   host->joined = true; /* for cddp__world_group */
