@@ -11760,11 +11760,9 @@ static cddp__message *cddp__receive_message(cddp__connection *c, size_t most) {
   return m;
 }
 
-/* Sends FAIL as cddp__send_message does. */
 static cddp_result cddp__send_failure(cddp__connection *c, cddp_result result, const char *text,
                                       double deadline) {
-  cddp_result r = cddp__post_failure(c, result, text);
-  return r == CDDP_OK ? cddp__connection_exchange(c, 0 /* to read */, deadline) : r;
+  return cddp__send_message(c, CDDP__FAILED + (uint32_t)result, text, strlen(text), deadline);
 }
 
 /* Fails because the connection to a child or the parent has ended: names the rank. */
@@ -11965,7 +11963,7 @@ static cddp_result cddp__receive_port(cddp__rendezvous *rdv, cddp__connection *c
   return CDDP_OK;
 }
 
-/* To find another parent, or to be the root. */
+/* To find another parent, or to become the root. */
 static void cddp__close_parent(cddp__rendezvous *rdv) {
   size_t i;
   cddp__connection_close(&rdv->parent.connection);
