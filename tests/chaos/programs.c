@@ -2840,7 +2840,8 @@ static bool grows(const process *q, char *text, size_t size) {
       rises += i > begin && use > most;
       most = kind >= PRIVATE && use < most ? most : use;
     }
-    if (last - first < least || 4 * rises < n - begin) continue; /* a first use of something */
+    /* a first use of something: of memory one rise of a few measures shows nothing */
+    if (last - first < least || 4 * rises < n - begin || (kind >= PRIVATE && rises < 2)) continue;
     snprintf(text, size, "rank %d: %d %s up to measure %d, %d at %d", q->rank, first, names[kind],
              at[begin + some - 1], last, at[n - 1]);
     return true;
