@@ -1368,6 +1368,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - Ranks that are threads can be elastic only in the group of cddp_run_threads, not if each
        thread calls cddp_init, and not on GPUs. No process can join them.
      - No process can join a job of one host that was started under a file size limit (ulimit -f).
+     - Of several hosts, one on which the job began with one rank, or none, has no shared memory:
+       ranks that join there exchange all data by TCP, which is slower.
      - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join, MPI; no step in a
        CUDA graph.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
