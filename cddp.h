@@ -24071,8 +24071,9 @@ static cddp_result cddp__elastic_synchronize(cddp_ddp *d, cddp__message *table,
     if (r == CDDP_OK) r = cddp__run_model_collective(d, &call);
     if (lacks_mean) cddp__set_whole_mean(elastic);
   }
-  if (r == CDDP_OK && some_join) r = cddp__send_snapshot(d, from, source);
   if (r == CDDP_OK && some_lack_mean) r = cddp__await_model(d); /* on GPUs: for the mean */
+  /* The last that can fail: it sets `updates` of a joining rank, which `reductions` follows. */
+  if (r == CDDP_OK && some_join) r = cddp__send_snapshot(d, from, source);
   if (r != CDDP_OK) return r;
   if (lacks_mean || sends_mean /* to joining ranks too */) elastic->has_mean = true;
   if (elastic->repeat != CDDP__REPEAT_NEEDED) elastic->reductions = from->reductions;
