@@ -9571,10 +9571,12 @@ static bool cddp__has_remote_headers(const cddp_group *g) {
    Entry points:
      a failure       cddp__break, _break_here, _publish_failure and _announce_failure, _wake_all
      known failures  cddp__check_group, _check_failure, _check_cause, _set_cause, _has_cause
-     ended ranks     cddp__check_peers, _rank_end, _rank_gone, _process_gone, _break_lost
+     ended ranks     cddp__check_peers, _rank_end, _rank_gone, _process_gone, _break_lost,
+                     _exit_status, _boot_ticks
      late ranks      cddp__break_late; cddp__publish_wait, _clear_wait, _check_deadlock
      peers' memory   cddp__begin_access, _end_access
-     texts           cddp__describe_*, _name_rank, _list_ranks
+     threads         cddp__detect_second_thread, _mark_multithreaded
+     texts           cddp__describe_*, _name_rank, _list_ranks, _copy_text, _job_rank
    How it works:
      1. The first rank to notice a failure writes its text into its own slot, and swaps result and
         slot number into block->broken, if that is 0. From then on every call of every rank returns
@@ -11033,7 +11035,7 @@ static void cddp__send_arrivals(cddp_group *g, uint32_t round) {
 }
 
 /* Records another host's list of arrived ranks, for example "7 0-3, 6" for round 7, and sends this
-   host's list. */
+   host's list, if it was not sent yet. */
 static void cddp__record_arrivals(cddp_group *g, const char *text) {
   char *at, *begin; /* behind the number parsed last; where the next range begins */
   uint32_t round = (uint32_t)strtoul(text, &at, 10);
@@ -13741,7 +13743,7 @@ static void cddp__read_link(cddp_group *g, cddp__connection *link, enum cddp__re
   if (hosts->polling) (void)!write(hosts->wake_fd, &one, sizeof one); /* ends an epoll_wait */
 }
 
-/* Sends waiting bytes on all links. Returns how many are left. */
+/* Sends waiting bytes on all links. Returns how many are left on links that have not ended. */
 static size_t cddp__hosts_send_queued(cddp_group *g) {
   cddp__connection *link;
   size_t unsent = 0;
