@@ -2239,7 +2239,7 @@ typedef struct cddp__engine {
 enum {
   CDDP__OWN_FREE, /* not in use: the next collective takes it */
   CDDP__OWN_HELD, /* the only operation in flight; no thread runs it yet. Not queued, so waiting for
-                     it needs no lock; nor counted in slot.works (cddp__works_visible) */
+                     it needs no lock; nor counted in slot.works (cddp__works_complete) */
   CDDP__OWN_RUNS, /* outside the queue and slot.works, run by the thread that waits for it */
   CDDP__OWN_LENT  /* in the queue, or done */
 };
@@ -8745,7 +8745,7 @@ typedef struct cddp__fold {
                           sources */
 } cddp__fold;
 
-/* widths are set later. Parameters: see the fields. */
+/* widths NULL: a caller can set them later. Parameters: see the fields. */
 CDDP__INLINED void cddp__fold_init(cddp__fold *fold, const void *const *srcs, int nsrcs, int ranks,
                                    cddp_dtype dtype, cddp_op op) {
   const cddp__loops *tables = cddp__pick_loops();
