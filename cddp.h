@@ -17339,9 +17339,10 @@ static const char *cddp__memory_error(const cddp_group *g, const cddp__call *cal
 
 /* Refuses device memory in a group without a device. */
 static cddp_result cddp__check_memory(const cddp_group *g, const cddp_param *params, int count) {
-  const cddp_param *p;
+  int i;
   if (g->backend->on_device) return CDDP_OK;
-  for (p = params; p < params + count; p++) {
+  for (i = 0; i < count; i++) {
+    const cddp_param *p = &params[i];
     bool bad_data = p->data != NULL && !cddp__host_reads(p->data);
     bool bad_grad = p->grad != NULL && !cddp__host_reads(p->grad);
     if (p->count > 0 && (bad_data || bad_grad))
