@@ -12466,9 +12466,8 @@ static bool cddp__looks_for_root(const cddp__rendezvous *rdv) {
 }
 
 /* Begins to connect to the root's next address. */
-static cddp_result cddp__connect_root(cddp__rendezvous *rdv) {
+static cddp_result cddp__connect_root(cddp__rendezvous *rdv, double deadline) {
   cddp__root_search *root = &rdv->root;
-  double deadline = cddp__try_deadline(rdv);
   const cddp__address *at = &root->addresses[root->next++];
   int fd, error;
   cddp_result r;
@@ -12493,6 +12492,7 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
   cddp__root_search *root = &rdv->root;
   double start = rdv->deadline - rdv->config->timeout_s, /* of the rendezvous */
          now = cddp__now(),
+         deadline = cddp__try_deadline(rdv), /* before cddp__find_addresses sets try_s */
          /* s, between two looks into a store; in large jobs more coordinators look */
          most_pause = 0.02 + 1e-5 * rdv->config->world_size;
   if (now < root->next_look) return CDDP_OK;
@@ -12510,7 +12510,7 @@ static cddp_result cddp__try_root(cddp__rendezvous *rdv) {
     root->blocked.s[0] = 0; /* finding the addresses no longer fails */
   }
   if (root->fd_count > 0) return CDDP_OK; /* this rank is the root: its address is published */
-  if (root->address_count > 0) return cddp__connect_root(rdv);
+  if (root->address_count > 0) return cddp__connect_root(rdv, deadline);
   root->next_look = now + root->pause; /* the root has not published its address yet */
   root->pause = 2 * root->pause < most_pause ? 2 * root->pause : most_pause;
   return CDDP_OK;
