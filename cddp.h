@@ -1342,9 +1342,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    apply if a host's last rank dies in the milliseconds in which another loss is handled.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
-   MASTER_ADDR:MASTER_PORT. One rank of each host listens at MASTER_PORT. If that rank dies,
-   another rank of its host takes over when all ranks have computed their shards of the step. If
-   no rank listens for 20 s (on the joining process's own host: 2 s), the joining process gets
+   MASTER_ADDR:MASTER_PORT. If that rank answers first, the process waits up to 20 s for one on its
+   host, to share that host's memory. One rank of each host listens at MASTER_PORT. If that rank
+   dies, another rank of its host takes over when all ranks have computed their shards of the step.
+   If no rank listens for 20 s (on the joining process's own host: 2 s), the joining process gets
    CDDP_PEER_LOST: start it again.
 
    If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's
@@ -13475,13 +13476,14 @@ static bool cddp__join_calls_here(const cddp__join_search *search) {
 }
 
 /* Receives the answer to call i, if it has arrived. Removes a call that has ended; the last call
-   moves to i. *here: a rank of this host has answered. */
+   moves to i. *answered: no other answer is needed. */
 static cddp_result cddp__join_continue_call(cddp__job_info *job, cddp__join_search *search, int i,
-                                            int *fd, cddp__join_table *table, bool *here) {
+                                            int *fd, cddp__join_table *table, bool *answered) {
   cddp__connection *call = &search->calls[i];
+  bool asks_again = job->table.lead.model.params != 0; /* only for the leader, not for memory */
   cddp_result r = call->ready ? cddp__join_receive(job, call, fd, table) : CDDP_NETWORK;
-  *here = r == CDDP_OK && call->peer >= 0;
-  if (r == CDDP_OK && !*here && search->far_until == 0)
+  *answered = r == CDDP_OK && (call->peer >= 0 /* of this host */ || asks_again);
+  if (r == CDDP_OK && !*answered && search->far_until == 0)
     search->far_until = cddp__earlier_deadline(CDDP__JOB_SILENT_S, search->deadline);
   if (call->state == CDDP__CONNECTION_ENDED) {
     cddp__connection_close(call);
@@ -13510,7 +13512,7 @@ static cddp_result cddp__find_job(cddp__host *host, double deadline, int *fd,
   for (i = 0; i < CDDP__JOIN_CALLS; i++) polled[i] = &search.calls[i];
   while (r == CDDP_OK && !answered) {
     r = cddp__join_call_ranks(host, &search);
-    if (r == CDDP_OK) r = cddp__join_check_time(host, &search);
+    if (r == CDDP_OK && search.far_until == 0) r = cddp__join_check_time(host, &search);
     if (r == CDDP_OK)
       r = cddp__connections_poll(&host->allocator, polled, (size_t)search.count,
                                  NULL, 0 /* listeners */,
