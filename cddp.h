@@ -2742,8 +2742,9 @@ enum { CDDP__JOIN_POLL, CDDP__JOIN_WAIT };
 static void cddp__join_serve(cddp__host *host, bool waits);
 static void cddp__join_close(cddp__host *host);
 
-/* >>links: sends the ranks of other hosts a notice, such as the failure of a group. world: the
-   ranks' numbers in the job; NULL: the same. code: a result, | CDDP__NOTICE_*. */
+/* >>links: sends a notice about a group (its id), such as its failure, to its ranks on other hosts.
+   world: [size] the ranks' numbers in the job; NULL: as in the group. code: a result, |
+   CDDP__NOTICE_*. */
 static void cddp__send_notices(const cddp__net *n, uint64_t group, const int *world, int size,
                                uint32_t code, const char *text);
 
@@ -3257,25 +3258,25 @@ static void cddp__prefetch_to_write(void *p) {
 /* The floating-point mode: what changes results. 0: the default (round to nearest, keep
    subnormals), or another processor. With different modes the ranks' weights would diverge. */
 enum {
-  CDDP__FP_ROUNDING = 3, /* two bits. 1: downward, 2: upward, 3: towards zero */
+  CDDP__FP_ROUNDING_MASK = 3, /* two bits. 1: downward, 2: upward, 3: towards zero */
   CDDP__FP_FTZ = 4,      /* subnormal results become 0 */
   CDDP__FP_DAZ = 8       /* subnormal operands count as 0 */
 };
 #if defined(__x86_64__)
 enum { /* their bits in MXCSR */
   CDDP__MXCSR_DAZ = 1 << 6,
-  CDDP__MXCSR_ROUNDING = 13, /* the lower of two bits, with the values of CDDP__FP_ROUNDING */
+  CDDP__MXCSR_ROUNDING_SHIFT = 13, /* two bits, with the values above */
   CDDP__MXCSR_FTZ = 1 << 15,
   /* all bits of the mode: */
-  CDDP__MXCSR_MODE = CDDP__MXCSR_DAZ | 3 << CDDP__MXCSR_ROUNDING | CDDP__MXCSR_FTZ
+  CDDP__MXCSR_MODE = CDDP__MXCSR_DAZ | 3 << CDDP__MXCSR_ROUNDING_SHIFT | CDDP__MXCSR_FTZ
 };
 #elif defined(__aarch64__)
 enum { /* their bits in FPCR */
   CDDP__FPCR_DAZ = 1 << 0,  /* FIZ, Armv8.7 */
-  CDDP__FPCR_ROUNDING = 22, /* the lower of two bits: cddp__fpcr_rounding converts */
+  CDDP__FPCR_ROUNDING_SHIFT = 22, /* two bits: cddp__fpcr_rounding converts */
   CDDP__FPCR_FTZ = 1 << 24, /* FZ: results and operands */
   /* all bits of the mode: */
-  CDDP__FPCR_MODE = CDDP__FPCR_DAZ | 3 << CDDP__FPCR_ROUNDING | CDDP__FPCR_FTZ
+  CDDP__FPCR_MODE = CDDP__FPCR_DAZ | 3 << CDDP__FPCR_ROUNDING_SHIFT | CDDP__FPCR_FTZ
 };
 /* FPCR counts upward before downward; the same table converts both ways. */
 static const unsigned char cddp__fpcr_rounding[4] = {0, 2, 1, 3};
@@ -3285,13 +3286,13 @@ static uint32_t cddp__fp_mode(void) { /* this thread's */
 #if defined(__x86_64__)
   uint32_t mxcsr = __builtin_ia32_stmxcsr();
   if (CDDP__LIKELY((mxcsr & CDDP__MXCSR_MODE) == 0)) return 0; /* the default mode */
-  mode = mxcsr >> CDDP__MXCSR_ROUNDING & CDDP__FP_ROUNDING;
+  mode = mxcsr >> CDDP__MXCSR_ROUNDING_SHIFT & CDDP__FP_ROUNDING_MASK;
   if (mxcsr & CDDP__MXCSR_FTZ) mode |= CDDP__FP_FTZ;
   if (mxcsr & CDDP__MXCSR_DAZ) mode |= CDDP__FP_DAZ;
 #elif defined(__aarch64__)
   uint64_t fpcr;
   __asm__ __volatile__("mrs %0, fpcr" : "=r"(fpcr));
-  mode = cddp__fpcr_rounding[fpcr >> CDDP__FPCR_ROUNDING & CDDP__FP_ROUNDING];
+  mode = cddp__fpcr_rounding[fpcr >> CDDP__FPCR_ROUNDING_SHIFT & CDDP__FP_ROUNDING_MASK];
   if (fpcr & CDDP__FPCR_FTZ) mode |= CDDP__FP_FTZ | CDDP__FP_DAZ;
   if (fpcr & CDDP__FPCR_DAZ) mode |= CDDP__FP_DAZ;
 #endif
@@ -3302,7 +3303,7 @@ static uint32_t cddp__fp_mode(void) { /* this thread's */
 static void cddp__set_fp_mode(uint32_t mode) {
 #if defined(__x86_64__)
   uint32_t mxcsr = __builtin_ia32_stmxcsr() & ~(uint32_t)CDDP__MXCSR_MODE;
-  mxcsr |= (mode & CDDP__FP_ROUNDING) << CDDP__MXCSR_ROUNDING;
+  mxcsr |= (mode & CDDP__FP_ROUNDING_MASK) << CDDP__MXCSR_ROUNDING_SHIFT;
   if (mode & CDDP__FP_FTZ) mxcsr |= CDDP__MXCSR_FTZ;
   if (mode & CDDP__FP_DAZ) mxcsr |= CDDP__MXCSR_DAZ;
   __builtin_ia32_ldmxcsr(mxcsr);
@@ -3310,7 +3311,7 @@ static void cddp__set_fp_mode(uint32_t mode) {
   uint64_t fpcr;
   __asm__ __volatile__("mrs %0, fpcr" : "=r"(fpcr));
   fpcr &= ~(uint64_t)CDDP__FPCR_MODE;
-  fpcr |= (uint64_t)cddp__fpcr_rounding[mode & CDDP__FP_ROUNDING] << CDDP__FPCR_ROUNDING;
+  fpcr |= (uint64_t)cddp__fpcr_rounding[mode & CDDP__FP_ROUNDING_MASK] << CDDP__FPCR_ROUNDING_SHIFT;
   if (mode & CDDP__FP_FTZ) fpcr |= CDDP__FPCR_FTZ; /* covers operands (DAZ) too */
   else if (mode & CDDP__FP_DAZ) fpcr |= CDDP__FPCR_DAZ;
   __asm__ __volatile__("msr fpcr, %0" : : "r"(fpcr));
@@ -3325,7 +3326,8 @@ static cddp__text cddp__describe_fp_mode(uint32_t mode) {
   static const char *const flushing[] = {"keeps subnormals", "flushes subnormal results (FTZ)",
                                          "takes subnormal operands for 0 (DAZ)",
                                          "flushes subnormals (FTZ, DAZ)"};
-  return cddp__textf("rounds %s, %s", rounding[mode & CDDP__FP_ROUNDING], flushing[mode >> 2 & 3]);
+  return cddp__textf("rounds %s, %s", rounding[mode & CDDP__FP_ROUNDING_MASK],
+                     flushing[mode >> 2 & 3]);
 }
 
 /* Sleeps until cddp__futex_wake or for at most `seconds`, if *a is `value`. Can return early: the
@@ -3962,7 +3964,7 @@ static size_t cddp__challenge_feed(cddp__challenge *challenge, const unsigned ch
 typedef struct cddp__address {
   __extension__ union { /* sa.ss_family tells: v4, v6 or un. C99 has no unions without a name */
     struct sockaddr any; /* for system calls */
-    struct sockaddr_storage sa;
+    struct sockaddr_storage storage;
     struct sockaddr_in v4;
     struct sockaddr_in6 v6;
     struct sockaddr_un un;
@@ -4082,49 +4084,50 @@ static cddp__text cddp__describe_address(const cddp__address *address) {
   char host[128], port[16];
   /* AF_UNIX: bytes of the name, behind the NUL of an abstract socket */
   int length = (int)address->size - (int)offsetof(struct sockaddr_un, sun_path) - 1;
-  if (address->sa.ss_family == AF_UNIX)
+  if (address->storage.ss_family == AF_UNIX)
     return cddp__textf("the abstract Unix socket @%.*s", length > 0 ? length : 0,
                        address->un.sun_path + 1);
   if (getnameinfo(&address->any, address->size, host, sizeof host, port, sizeof port,
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0)
     return cddp__textf("(unknown address)");
-  return cddp__textf(address->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
+  return cddp__textf(address->storage.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
 }
 
 /* Does nothing to a Unix socket's address. sin6_port has the offset of sin_port. */
 static void cddp__address_set_port(cddp__address *address, int port) {
-  if (address->sa.ss_family != AF_UNIX) address->v4.sin_port = htons((uint16_t)port);
+  if (address->storage.ss_family != AF_UNIX) address->v4.sin_port = htons((uint16_t)port);
 }
 
 static int cddp__address_port(const cddp__address *address) { /* 0: a Unix socket, or none set */
-  return address->sa.ss_family != AF_UNIX ? ntohs(address->v4.sin_port) : 0;
+  return address->storage.ss_family != AF_UNIX ? ntohs(address->v4.sin_port) : 0;
 }
 
 /* Whether two addresses differ at most in their ports; false for Unix sockets. */
 static bool cddp__address_same_host(const cddp__address *a, const cddp__address *b) {
-  if (a->sa.ss_family != b->sa.ss_family || a->sa.ss_family == AF_UNIX) return false;
-  if (a->sa.ss_family == AF_INET) return a->v4.sin_addr.s_addr == b->v4.sin_addr.s_addr;
+  if (a->storage.ss_family != b->storage.ss_family || a->storage.ss_family == AF_UNIX) return false;
+  if (a->storage.ss_family == AF_INET) return a->v4.sin_addr.s_addr == b->v4.sin_addr.s_addr;
   return memcmp(&a->v6.sin6_addr, &b->v6.sin6_addr, sizeof a->v6.sin6_addr) == 0 &&
          a->v6.sin6_scope_id == b->v6.sin6_scope_id;
 }
 
 /* Makes an address its family's wildcard, 0.0.0.0 or ::, and keeps the port. */
 static void cddp__address_to_all(cddp__address *address) {
-  if (address->sa.ss_family == AF_INET6)
+  if (address->storage.ss_family == AF_INET6)
     memset(&address->v6.sin6_addr, 0, sizeof address->v6.sin6_addr);
-  if (address->sa.ss_family == AF_INET) address->v4.sin_addr.s_addr = htonl(INADDR_ANY);
+  if (address->storage.ss_family == AF_INET) address->v4.sin_addr.s_addr = htonl(INADDR_ANY);
 }
 
 static bool cddp__address_is_loopback(const cddp__address *address) { /* ::1 or 127.*.*.* */
-  if (address->sa.ss_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&address->v6.sin6_addr) != 0;
-  return address->sa.ss_family == AF_INET && ntohl(address->v4.sin_addr.s_addr) >> 24 == 127;
+  if (address->storage.ss_family == AF_INET6)
+    return IN6_IS_ADDR_LOOPBACK(&address->v6.sin6_addr) != 0;
+  return address->storage.ss_family == AF_INET && ntohl(address->v4.sin_addr.s_addr) >> 24 == 127;
 }
 
 /* The scope of a link-local address is an interface number of the host that has sent it. Replaces
    it with that of `here`, this host's address on the same link; 0: unknown. */
 static void cddp__set_scope(struct sockaddr_in6 *in, const cddp__address *here) {
   if (in->sin6_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&in->sin6_addr))
-    in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
+    in->sin6_scope_id = here->storage.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
 /* The address that a peer has sent as `in`, which can be a sockaddr_in. Any family except IPv6's,
@@ -4133,8 +4136,8 @@ static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   cddp__address a;
   memset(&a, 0, sizeof a);
   a.v6 = *in;
-  if (a.sa.ss_family != AF_INET6) a.sa.ss_family = AF_INET;
-  a.size = a.sa.ss_family == AF_INET6 ? sizeof a.v6 : sizeof a.v4;
+  if (a.storage.ss_family != AF_INET6) a.storage.ss_family = AF_INET;
+  a.size = a.storage.ss_family == AF_INET6 ? sizeof a.v6 : sizeof a.v4;
   return a;
 }
 
@@ -4163,12 +4166,13 @@ static void cddp__unix_name(cddp__address *address, const char *name) {
 /* ::ffff:192.0.2.1, as of an IPv4 connection to a listener on ::, becomes 192.0.2.1. */
 static void cddp__unmap_ipv4(cddp__address *address) {
   struct sockaddr_in ipv4;
-  if (address->sa.ss_family != AF_INET6 || !IN6_IS_ADDR_V4MAPPED(&address->v6.sin6_addr)) return;
+  if (address->storage.ss_family != AF_INET6 || !IN6_IS_ADDR_V4MAPPED(&address->v6.sin6_addr))
+    return;
   memset(&ipv4, 0, sizeof ipv4);
   ipv4.sin_family = AF_INET;
   ipv4.sin_port = address->v6.sin6_port;
   memcpy(&ipv4.sin_addr, &address->v6.sin6_addr.s6_addr[12], sizeof ipv4.sin_addr);
-  memset(&address->sa, 0, sizeof address->sa);
+  memset(&address->storage, 0, sizeof address->storage);
   address->v4 = ipv4;
   address->size = sizeof ipv4;
 }
@@ -4190,10 +4194,10 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
     cddp__address *a = &out[n];
     if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue; /* no TCP/IP */
     memset(a, 0, sizeof *a);
-    memcpy(&a->sa, info->ai_addr, info->ai_addrlen);
+    memcpy(&a->storage, info->ai_addr, info->ai_addrlen);
     a->size = info->ai_addrlen;
     cddp__unmap_ipv4(a);
-    if (a->sa.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&a->v6.sin6_addr) &&
+    if (a->storage.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&a->v6.sin6_addr) &&
         a->v6.sin6_scope_id == 0) {
       unzoned = true; /* Linux cannot know the interface */
       continue;
@@ -4227,7 +4231,7 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
     if (!wanted || !(i->ifa_flags & IFF_UP)) continue;
     if (family != AF_INET && family != AF_INET6) continue;
     memset(&out[n], 0, sizeof out[n]);
-    memcpy(&out[n].sa, i->ifa_addr, size);
+    memcpy(&out[n].storage, i->ifa_addr, size);
     out[n].size = (socklen_t)size;
     /* Keep it, except a link-local one that was not asked for: other links cannot reach it. */
     if (name != NULL || family == AF_INET || !IN6_IS_ADDR_LINKLOCAL(&out[n].v6.sin6_addr)) n++;
@@ -4250,7 +4254,7 @@ static bool cddp__address_is_local(const cddp__address *address) {
 /* The address of this end of a socket. Returns false, with errno, if fd is not an open socket. */
 static bool cddp__local_address(int fd, cddp__address *address) {
   memset(address, 0, sizeof *address);
-  address->size = sizeof address->sa;
+  address->size = sizeof address->storage;
   if (getsockname(fd, &address->any, &address->size) != 0) return false;
   cddp__unmap_ipv4(address);
   return true;
@@ -4279,7 +4283,7 @@ static int cddp__prepare_stream(int fd) {
   uint32_t peer[3]; /* pid, uid, gid */
   /* After a failure the family is not AF_UNIX, and set_tcp_options fails too. */
   (void)cddp__local_address(fd, &a);
-  if (a.sa.ss_family != AF_UNIX /* TCP */) return cddp__set_tcp_options(fd) ? 0 : errno;
+  if (a.storage.ss_family != AF_UNIX /* TCP */) return cddp__set_tcp_options(fd) ? 0 : errno;
   if (!cddp__peer_process(fd, peer)) return errno;
   return peer[1] /* uid */ == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
 }
@@ -4307,7 +4311,7 @@ static int cddp__accept(int listener) {
 static bool cddp__connected_to_itself(int fd) {
   cddp__address here, there;
   memset(&there, 0, sizeof there);
-  there.size = sizeof there.sa;
+  there.size = sizeof there.storage;
   return cddp__local_address(fd, &here) && getpeername(fd, &there.any, &there.size) == 0 &&
          cddp__address_same_host(&here, &there) &&
          cddp__address_port(&here) == cddp__address_port(&there);
@@ -4330,7 +4334,7 @@ static int cddp__connect_until(int fd, const cddp__address *address, double dead
    *out is -1. */
 static int cddp__connect_address(const cddp__address *address, double deadline, int *out) {
   int error;
-  *out = cddp__socket(address->sa.ss_family);
+  *out = cddp__socket(address->storage.ss_family);
   if (*out < 0) return errno;
   error = cddp__connect_until(*out, address, deadline);
   if (error == 0 && cddp__connected_to_itself(*out))
@@ -4343,11 +4347,11 @@ static int cddp__connect_address(const cddp__address *address, double deadline, 
 /* Listens at one address and port. Returns 0, and *out is the socket; or an errno, and *out is -1.
    "::" accepts IPv4 too. An earlier job's closed connections do not occupy the port (REUSEADDR). */
 static int cddp__listen_address(const cddp__address *address, int *out) {
-  int on = 1, error, fd = cddp__socket(address->sa.ss_family);
+  int on = 1, error, fd = cddp__socket(address->storage.ss_family);
   *out = fd;
   if (fd < 0) return errno;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (address->sa.ss_family == AF_INET6) {
+  if (address->storage.ss_family == AF_INET6) {
     int v6only = !IN6_IS_ADDR_UNSPECIFIED(&address->v6.sin6_addr); /* 0, for "::": IPv4 too */
     setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &v6only, sizeof v6only);
   }
@@ -4401,7 +4405,7 @@ static int cddp__listen_port(cddp__address *addresses, int count, int port, int 
 
 /* Advice after strerror(error): cddp__listen_all has failed to listen at an address. */
 static const char *cddp__listen_advice(const cddp__address *address, bool any_port, int error) {
-  bool has_port = address->sa.ss_family != AF_UNIX;
+  bool has_port = address->storage.ss_family != AF_UNIX;
   if (has_port && error == EADDRINUSE)
     return any_port ? "; no port of this host is free"
                     : "; another program uses this port: choose a free one, the same for all ranks";
@@ -4421,9 +4425,9 @@ static cddp_result cddp__listen_all(cddp__address *addresses, int count, int *fd
   int asked = cddp__address_port(&addresses[0]); /* 0: any port */
   int first = asked, last = asked; /* ports to try; 0: the system chooses */
   int error = 0, pid = (int)getpid(), port, ports, tries, i;
-  bool only_unix = count == 1 && addresses[0].sa.ss_family == AF_UNIX;
+  bool only_unix = count == 1 && addresses[0].storage.ss_family == AF_UNIX;
   cddp__text failed = {""}; /* the last address that failed */
-  if (asked == 0 && addresses[count > 1 ? 1 : 0].sa.ss_family != AF_UNIX &&
+  if (asked == 0 && addresses[count > 1 ? 1 : 0].storage.ss_family != AF_UNIX &&
       cddp__port_range(&first, &last) != CDDP_OK)
     return CDDP_INVALID_ARGUMENT;
   ports = last - first + 1;
@@ -5724,9 +5728,10 @@ static void *cddp__server_main(void *arg) { /* on the server's thread, until `st
   struct epoll_event events[64]; /* the next epoll_wait reports those beyond 64 */
   for (;;) {
     double start = cddp__now();
-    int i, n, ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* no deadlines */;
-    n = epoll_wait(server->epoll, events, 64, ms);
-    cddp__note_sleep(start, 1e-3 * ms);
+    /* Without clients there are no deadlines. A connection or a stop wakes this thread. */
+    int i, n, wait_ms = server->clients != NULL ? CDDP__SERVER_CHECK_MS : 1000 /* long */;
+    n = epoll_wait(server->epoll, events, 64, wait_ms);
+    cddp__note_sleep(start, 1e-3 * wait_ms);
     if (n < 0 && errno != EINTR) return NULL; /* the program has closed server->epoll */
     if (cddp__load32(&server->stop) != 0) return NULL;
     for (i = 0; i < n; i++) {
@@ -6105,7 +6110,7 @@ static cddp_result cddp__listen_at(cddp__address *address, int count, int listen
   cddp_result r;
   if (listen_fd < 0) {
     r = cddp__listen_all(address, count, fds, fd_count);
-    if (r == CDDP_NETWORK && address[0].sa.ss_family == AF_UNIX) /* the name is in use */
+    if (r == CDDP_NETWORK && address[0].storage.ss_family == AF_UNIX) /* the name is in use */
       cddp__append(cddp__error_text, sizeof cddp__error_text,
                    "; another process has this name: choose another");
     return r;
@@ -6328,7 +6333,7 @@ static cddp_result cddp__file_store_attempt(cddp_store *store, const cddp__store
   }
   for (i = 0; i < record->count; i++) /* the file can be damaged: no long reads */
     record->addresses[i].size =
-        (socklen_t)cddp__min(record->addresses[i].size, sizeof record->addresses[i].sa);
+        (socklen_t)cddp__min(record->addresses[i].size, sizeof record->addresses[i].storage);
   return CDDP_OK;
 }
 
@@ -7579,6 +7584,7 @@ static cddp__extent *cddp__take_extent(cddp__host *host, size_t size, size_t who
    set, and the extent is free again. */
 static char *cddp__use_extent(cddp__host *host, cddp__extent *extent, enum cddp__extent_use use,
                               size_t bytes, size_t whole) {
+  bool is_block = use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY;
   size_t committed = cddp__committed_bytes(use, bytes, whole);
   char *address = cddp__extent_address(extent);
   extent->use = use;
@@ -7588,13 +7594,11 @@ static char *cddp__use_extent(cddp__host *host, cddp__extent *extent, enum cddp_
     if (use != CDDP__EXTENT_BLOCK_LAZY) /* such a block uses few of its pages */
       cddp__request_huge_pages(address, whole);
   } else if (!cddp__populate(host, address, cddp__extent_base(extent), committed)) {
-    /* LAZY memory commits nothing, which cannot fail. So only a block commits a part. */
-    bool is_block = committed < whole;
     (void)cddp__fail_commit(is_block ? "the control block of a group" : "cddp_alloc", whole);
     cddp__extent_release(host, extent);
     return NULL;
   }
-  if (use == CDDP__EXTENT_BLOCK || use == CDDP__EXTENT_BLOCK_LAZY) {
+  if (is_block) {
     cddp__control_block *block = (cddp__control_block *)(void *)address;
     cddp__store32(&block->generation, ++host->arena.generation); /* from 1; a hole has 0 */
     cddp__pending_add(host, extent, block); /* the block is freed after itself */
@@ -10884,7 +10888,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   const cddp__rank_entry *entry = &n->ranks[peer];
   cddp__address to = cddp__internet_address(&n->hosts[entry->host].address);
   cddp__address from = cddp__internet_address(&n->hosts[n->host].address); /* of this host */
-  int fd = cddp__socket(to.sa.ss_family);
+  int fd = cddp__socket(to.storage.ss_family);
   cddp__connection *c = fd < 0 ? NULL : cddp__link_alloc(&n->allocator);
   *out = c; /* NULL: no socket or no memory */
   if (fd < 0) return cddp__fail_errno("socket");
@@ -10897,7 +10901,7 @@ static cddp_result cddp__link_connect(const cddp__net *n, int peer, int purpose,
   cddp__address_set_port(&to, entry->port);
   cddp__address_set_port(&from, 0); /* the system chooses one */
   cddp__set_scope(&to.v6, &from); /* a link-local address needs this host's interface */
-  if (from.sa.ss_family == to.sa.ss_family)
+  if (from.storage.ss_family == to.storage.ss_family)
     (void)!bind(fd, &from.any, from.size); /* without it the system chooses an address */
   cddp__link_write_hello(n, c, purpose, group);
   if (connect(fd, &to.any, to.size) != 0 && errno != EINPROGRESS && errno != EINTR)
@@ -11815,14 +11819,14 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
   cddp__address list[CDDP__ADDRESSES_MAX];
   int n, i;
-  if (fd < 0 || !cddp__local_address(fd, out) || out->sa.ss_family == AF_UNIX)
+  if (fd < 0 || !cddp__local_address(fd, out) || out->storage.ss_family == AF_UNIX)
     *out = cddp__loopback_address();
   if (name == NULL) return CDDP_OK; /* no CDDP_IFNAME */
   n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX);
   if (n == 0)
     return CDDP__REFUSE("CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
                         "and has an address; `ip addr` lists them", name);
-  for (i = 0; i < n && list[i].sa.ss_family != out->sa.ss_family; i++) {}
+  for (i = 0; i < n && list[i].storage.ss_family != out->storage.ss_family; i++) {}
   *out = list[i < n ? i : 0 /* none of that family */];
   return CDDP_OK;
 }
@@ -12408,7 +12412,7 @@ static cddp_result cddp__read_root_key(cddp__root_search *root, cddp__root_key *
 static void cddp__use_root_key(cddp__root_search *root, const cddp__root_key *value) {
   int fd = root->store->connection.fd;
   cddp__address *a = root->addresses, here; /* here: this end of the store's connection */
-  socklen_t size = sizeof a[1].sa;
+  socklen_t size = sizeof a[1].storage;
   if (!cddp__local_address(fd, &here)) return;
   memcpy(root->proof_salt, value->proof_salt, sizeof root->proof_salt);
   root->address_count = 1;
@@ -12603,7 +12607,8 @@ static void cddp__close_port(cddp__rendezvous *rdv, bool keep) {
     int *fd = &root->fds[--root->fd_count];
     cddp__address a;
     bool has_address = cddp__local_address(*fd, &a);
-    bool keeps = is_rank_0 && keep && !(has_address && a.sa.ss_family == AF_UNIX /* no port */);
+    bool keeps =
+        is_rank_0 && keep && !(has_address && a.storage.ss_family == AF_UNIX /* no port */);
     if (is_rank_0) shutdown(*fd, SHUT_RDWR);
     if (keeps && has_address) /* again: shutdown(2) frees a port chosen by the system */
       (void)!bind(*fd, &a.any, a.size);
@@ -14523,7 +14528,7 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
            (f->begin + begin) * c->esize;
   if (f->shape->to_root && f->local_root < 0) /* reduce, root elsewhere: to be sent */
     return f->result + (size_t)(k % CDDP__SUM_AREAS) * f->piece_max * c->esize;
-  return cddp__local_view(f, 0 /* no shares */, begin);
+  return cddp__local_view(f, 0 /* any rank: the buffer is one share, sent and received */, begin);
 }
 
 /* Writes this host's sums of n elements of an owner's part, from `begin` on, to f->sums, and moves
@@ -15590,7 +15595,9 @@ static cddp_result cddp__message_wait(cddp_work *work, double limit) {
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, work->call.root, events);
     else {
-      cddp__add32(&slot->event_sleepers, 1); /* now peers that change a send wake this thread */
+      /* Before the last look: without sleepers cddp__notify leaves `events` unchanged. (wait_sleep
+         adds itself too late for that.) */
+      cddp__add32(&slot->event_sleepers, 1);
       if (!cddp__message_ready(work)) /* a change before that woke no thread */
         cddp__wait_sleep(g, &w, &slot->event_sleepers, &slot->events, events);
       cddp__add32(&slot->event_sleepers, (uint32_t)-1);
@@ -17788,7 +17795,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *host,
   r = cddp__group_build(out, host, config->rank, size, NULL /* all */, block, config->timeout_s);
   if (r != CDDP_OK) munmap(block, bytes);
   if (r != CDDP_OK || host->joined /* the group works with no other rank */) return r;
-  cddp__count_cores(host, (*out)->block->processors); /* adds this rank's: cddp__init counts all */
+  cddp__count_cores(host, (*out)->block->processors); /* this rank's: _complete_group counts all */
   return cddp__hosts_attach(*out, host->net, NULL /* all ranks */);
 }
 
@@ -17897,7 +17904,7 @@ static cddp_result cddp__enter_job(cddp_group **out, cddp__config *config, cddp_
 static cddp_result cddp__complete_group(cddp_group *g, const cddp__config *config) {
   cddp__host *host = g->host;
   cddp_result r = CDDP_OK;
-  cddp__count_cores(host, g->block->processors); /* all ranks have added theirs */
+  cddp__count_cores(host, g->block->processors); /* complete: all ranks have added theirs */
   cddp__store32(&g->block->cores, (uint32_t)host->cores);
   cddp__set_wait_policy(g);
   if (g->size == 1)
@@ -18244,7 +18251,8 @@ struct cddp_optim { /* owner: the thread that calls cddp_optim_* or cddp_ddp_ste
 
   /* States that the ranks of a host share: >>ddp-states. */
   cddp_ddp *shared_by; /* each rank of this model steps a part; NULL: states are not shared */
-  void (*unshare)(cddp_optim *o); /* cddp__end_sharing. This and the next 3: only with shared_by */
+  void (*unshare)(cddp_optim *o); /* cddp__end_sharing, which >>ddp-states has. This and the next
+                                     3: only with shared_by */
   char *shared_states; /* mapped here; layout: cddp__state_at */
   char *own_shared;    /* shared_states on the rank that allocated them; else NULL */
   cddp_optim *next;    /* in shared_by->sharing */
@@ -18292,7 +18300,8 @@ static void cddp__sgd_begin(const cddp_optim *optim, int i, cddp__update *update
   if (s->keep != 0 && !s->nesterov && !s->first) update->loop = update->loops[CDDP_F32].sgd_loop;
 }
 
-/* PyTorch's rounding of the factor alpha of add_: to half precision, if the weights have it. */
+/* PyTorch's rounding of the factor alpha of add_: to half precision, if it updates half weights
+   (masters are f32). */
 static double cddp__sgd_scalar(const cddp__update *update, double x) {
   float y = cddp__round_odd(x); /* not (float)x: with `narrow` x would be rounded twice */
   uint16_t rounded;
@@ -20151,7 +20160,6 @@ static void cddp__end_sharing(cddp_optim *optim) {
   while (*link != optim) link = &(*link)->next;
   *link = optim->next;
   optim->shared_by = NULL;
-  optim->unshare = NULL;
   cddp__arena_free(d->group->host, optim->own_shared);
 }
 
@@ -21472,6 +21480,7 @@ static cddp_result cddp__ddp_all_gather(cddp_ddp *d) {
     r = cddp__end_update(d, NULL /* no optim */, !d->group->backend->on_device /* cleared */);
   if (r == CDDP_OK) r = cddp__complete(d, !d->group->backend->on_device /* stepped */);
   d->step.scattered = r != CDDP_OK; /* true: the step is not completed */
+  /* publish can have begun to access peers' memory: they leave it, as the model breaks first. */
   if (r != CDDP_OK) r = cddp__end_access(g, cddp__break_model(d, r));
   cddp__record_finish(g, record, r);
   return r;
@@ -22243,7 +22252,7 @@ static void cddp__meeting_free(cddp__meeting *m) {
 /* Opens a datagram socket and connects it, which sends nothing: it looks up the route. -1 and
    errno: no socket, or no route. */
 static int cddp__open_route(const cddp__address *to) {
-  int error, fd = socket(to->sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0 /* UDP */);
+  int error, fd = socket(to->storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0 /* UDP */);
   if (fd < 0 || connect(fd, &to->any, to->size) == 0) return fd;
   error = errno;
   cddp__close_fd(&fd);
@@ -23443,7 +23452,8 @@ static cddp_result cddp__map_sums(cddp_ddp *d, int k, char **packets) {
 
 /* --- the reduction --- */
 
-/* Fails unless `other`, the last update of `member`, is the same call as this rank's. */
+/* Fails unless `other`, the last update of `member`, is the same call as this rank's. Neither has
+   kind 0 (no update). */
 static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *other,
                                         int member) {
   const cddp__elastic_call *mine = &d->elastic->last_update;
@@ -23658,7 +23668,7 @@ static cddp__snapshot cddp__optim_snapshot(const cddp_optim *optim, float *count
 
 /* Allocates the control blocks of the next control and comm, for the report: any rank can become
    its host's lowest, which owns them. */
-static cddp_result cddp__allocate_blocks(cddp_ddp *d, cddp__rank_report *report) {
+static cddp_result cddp__allocate_next_blocks(cddp_ddp *d, cddp__rank_report *report) {
   cddp__host *host = d->group->host;
   size_t bytes = 0;
   int i;
@@ -23700,7 +23710,7 @@ static cddp_result cddp__create_report(cddp_ddp *d, cddp__message **out) {
     report->snapshot = cddp__optim_snapshot(d->optim, counts);
   for (i = 0; i < d->shards.count; i++)
     sums[i] = cddp__nodes_contain(d->shards.own_nodes, d->shards.own_node_count, i);
-  return cddp__allocate_blocks(d, report);
+  return cddp__allocate_next_blocks(d, report);
 }
 
 /* --- a meeting: the groups of the members --- */
@@ -23715,8 +23725,8 @@ static void cddp__peek_link(cddp__connection *link) {
   else if (got < 0 && errno != EAGAIN /* open, no bytes */) cddp__connection_end(link, errno);
 }
 
-/* Whether an ended link proves that its member has ended. A BYE says so, or the member's system
-   closed the link between two frames without a reset, which a firewall cannot. */
+/* Whether an ended link proves that its member has ended. A BYE with CDDP__BYE_OVER says so, or the
+   member's system closed the link between two frames without a reset, which a firewall cannot. */
 static bool cddp__proves_end(const cddp__connection *link) {
   if (link->peer_over) return true;
   if (link->error != 0 || link->peer_failed /* it lives, only the group is broken */) return false;
@@ -24704,7 +24714,7 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *sampler) {
 }
 
 CDDPDEF bool cddp_sampler_next(cddp_sampler *sampler, size_t *index) {
-  size_t position, sample; /* in the permutation; the index there */
+  size_t position, sample = 0; /* in the permutation; the index there */
   if (sampler == NULL) return false;
   sampler->result = CDDP_OK;
   if (sampler->position >= sampler->size) { /* the epoch has ended for this rank */

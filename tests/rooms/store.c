@@ -1511,7 +1511,7 @@ static void test_scopes(void) {
   CHECK_EQ(inet_pton(AF_INET6, "fe80::1", &there.v6.sin6_addr), 1);
   cddp__set_scope(&there.v6, &here);
   CHECK_EQ(there.v6.sin6_scope_id, 3);
-  here.sa.ss_family = AF_INET;
+  here.storage.ss_family = AF_INET;
   cddp__set_scope(&there.v6, &here);
   CHECK_EQ(there.v6.sin6_scope_id, 0);
   CHECK_EQ(inet_pton(AF_INET6, "fd00::1", &there.v6.sin6_addr), 1);
