@@ -68,8 +68,8 @@
      bucket       gradients that are reduced together; a hook is your function that reduces one
      elastic      a model or job that goes on when ranks are lost, and which ranks can join
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    a range of a parameter that one rank updates (on CPUs: one rank of each host), if
-                  you use cddp_ddp_partitions
+     partition    a range of a parameter that one rank updates, if you use cddp_ddp_partitions. On
+                  CPUs each host updates all ranges, each by one of its ranks
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -189,12 +189,14 @@ extern "C" {
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
    made the call, and none was lost, timed out, or had no memory left at all.
 
-   For a model's calls these words do not hold. If cddp_ddp_ready, _next_shard, _wait, _step,
-   _reduce_scatter, _all_gather, _sync_buffers, _gather_states or _join fails, the model is broken:
-   its collective calls fail on all ranks (in elastic models: on this rank). The group stays usable,
-   unless it uses NCCL or a rank was lost. These break nothing: CDDP_UNSUPPORTED; an argument that
-   is NULL or an index out of range; cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without
-   _reduce_scatter. Groups of elastic jobs: see the fine print.
+   Of a model's calls "usable", "broken" and "either" say nothing. If cddp_ddp_ready, _next_shard,
+   _wait, _step, _reduce_scatter, _all_gather, _sync_buffers, _gather_states or _join fails, the
+   model is broken: its collective calls fail on all ranks (in elastic models: on this rank). The
+   group stays usable, unless it uses NCCL or a rank was lost.
+
+   These break nothing: CDDP_UNSUPPORTED; an argument that is NULL or an index out of range;
+   cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without _reduce_scatter. For groups of
+   elastic jobs see the fine print.
 
    To continue, destroy what is broken, and create it anew (fine print: stopped peers). If a rank
    has died, number the others anew, from 0: cddp_group_desc.rank and .world_size. */
@@ -443,15 +445,15 @@ CDDPDEF int cddp_source(void);
    for in any order, by one thread each. */
 CDDPDEF cddp_result cddp_wait(cddp_work *w);
 /* Like cddp_wait, for at most timeout_s seconds; 0 does not block. The calling thread waits, on
-   a GPU too. With NCCL the first message between two ranks has no time limit. When timeout_s has
-   passed: CDDP_TIMEOUT; if it is negative or NaN: CDDP_INVALID_ARGUMENT. Neither frees w: the
-   operation continues, its group is usable, and cddp_wait, cddp_wait_for or cddp_cancel must
-   follow. If the group's own limit ends first: CDDP_ABORTED, and w is freed. Like
+   a GPU too. With NCCL it can exceed timeout_s in the first message between two ranks. When
+   timeout_s has passed: CDDP_TIMEOUT; if it is negative or NaN: CDDP_INVALID_ARGUMENT. Neither
+   frees w: the operation continues, its group is usable, and cddp_wait, cddp_wait_for or
+   cddp_cancel must follow. If the group's own limit ends first: CDDP_ABORTED, and w is freed. Like
    work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Ends a cddp_recv before its message arrives, and frees w. A later recv gets the message. Never
-   blocks. CDDP_UNSUPPORTED does not free w: the message has arrived, or w is a send, a collective,
-   an operation of NCCL, or an operation of a cddp_ddp_group that ranks have left or joined since.
+   blocks. CDDP_UNSUPPORTED, and w is not freed, if the message has arrived, or if w is a send, a
+   collective, an operation of NCCL, or one of a cddp_ddp_group that has lost or got ranks since.
    No thread may be waiting for w. Like MPI_Cancel. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
 /* *done = whether the operation has ended, with or without success. cddp_wait must follow. Does not
@@ -565,8 +567,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
 /* Frees the model, and gradients that cddp_ddp_create allocated: their pointers become NULL. Local;
    NULL is fine. An optimizer whose desc.ddp is NULL can then step another model that has the same
    params array. If d was broken, destroy the optimizer too: ranks can have stepped it
-   differently. In an unfinished step of a model with comm_hook call cddp_barrier first: otherwise
-   ranks that are still in the step before can fail (CDDP_ABORTED). */
+   differently. Before you destroy a model with a comm_hook in the middle of a step, call
+   cddp_barrier: otherwise ranks that are still in the previous step can fail (CDDP_ABORTED). */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 /* Call it when params[param].grad is complete: once for each parameter in a step (with shards: in
@@ -642,9 +644,10 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 /* The number of ranks in the mean of the last cddp_ddp_wait or _step: those that had data. */
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 
-/* SPARSE GRADIENTS (all others are dense). For a parameter with sparse_rows, such as an embedding:
-   adds values[i * width ..], of its dtype, to row rows[i] of its gradient, with width = count /
-   sparse_rows. Rows can repeat, and n can differ between ranks. The values are copied.
+/* SPARSE GRADIENTS (all others are dense). Adds n rows to the gradient of a parameter that has
+   sparse_rows, such as an embedding: row rows[i] gets values[i * width ..] for each i < n. The
+   values have the parameter's dtype; width = count / sparse_rows. Rows can repeat, and n can differ
+   between ranks. The values are copied.
    cddp_ddp_ready follows as for other parameters. The step uses the rows up. If no rank had the
    parameter ready, cddp_ddp_wait keeps them for the next step.
 
@@ -662,9 +665,9 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
-/* The number of buckets; and a bucket's parameters: writes at most capacity indices, returns how
-   many it has, -1 for a bad argument. After the first step the buckets change once, to rank 0's
-   order of cddp_ddp_ready. Local. */
+/* The number of buckets. _bucket_params writes at most capacity indices of a bucket's parameters,
+   and returns their number, or -1 for a bad argument. After the first step the buckets change once,
+   to rank 0's order of cddp_ddp_ready. Local. */
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
@@ -827,7 +830,7 @@ typedef struct cddp_sampler { /* all fields but result are private */
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
-/* Begins an epoch; with the number of the present one, begins that one anew. The first call after
+/* Begins this epoch; if the sampler is in it already, starts it again. The first call after
    cddp_load keeps the position if it names the file's epoch. */
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch);
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
@@ -913,7 +916,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    (WORLD_SIZE as at the start, MASTER_ADDR, MASTER_PORT, CDDP_SECRET) and CDDP_JOIN=1. Its RANK is
    any number below 4,096 that no living rank has. It receives the weights, the states of cddp's
    optimizer, the buffers and the step count between two steps. cddprun --elastic and
-   cddp_spawn_elastic do this automatically.
+   cddp_spawn_elastic do this automatically. To join their jobs by hand, start them with CDDP_SECRET
+   set.
 
    In a joining process cddp_rank(g) is its RANK, and cddp_world_size(g) the number of ranks that
    started the job. If shards is 0, that is also the number of shards. Collectives of g are
@@ -941,8 +945,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
    If one of its ranks is lost, its calls return CDDP_PEER_LOST (a call during the loss can succeed
    on some ranks), and training continues; ask again in the next step. You can wait for a handle in
-   a later step: CDDP_PEER_LOST if ranks were lost or joined before its operation had ended. No
-   thread may wait for a handle while another thread is in cddp_ddp_next_shard. */
+   a later step. If ranks were lost or joined before its operation ended, the wait returns
+   CDDP_PEER_LOST. No thread may wait for a handle while another is in cddp_ddp_next_shard. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* >>api-checkpoints -------------------------------------------------------------------------------
@@ -1194,10 +1198,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    destroy an object in use, leave a call by pthread_cancel or longjmp, call cddp in a signal
    handler, or change the environment during cddp_init.
 
-   STOPPED PEERS. After a failed call its buffers are the caller's again, with one exception: a
-   peer on this host that is stopped (SIGSTOP, a frozen container) for more than 5 s after the
-   failure. When it continues, it can still write to those of the call's buffers that cddp_alloc
-   returned. Free them (cddp does not reuse them), and create anew the models that used them.
+   STOPPED PEERS. After a failed call its buffers are the caller's again, unless a peer on this host
+   stays stopped (SIGSTOP, a frozen container) for more than 5 s after the failure. When it
+   continues, it can still write to those of the buffers that came from cddp_alloc. Free them (cddp
+   does not reuse them), and create anew the models that used them.
 
    STOPPED JOBS. A whole job can be stopped for any time (by Slurm, or because its only machine
    is suspended). If only some processes are stopped, the others get CDDP_TIMEOUT; one stopped
@@ -1279,14 +1283,13 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    Elastic models free a lost rank's memory a step later: memory must suffice for one rank more.
    Huge pages need Linux 6.1, or "advise" in transparent_hugepage/shmem_enabled.
 
-   MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each
-   other in different groups. cddp finds such a deadlock if each rank uses cddp from one thread,
-   and has no comm_hook of its own. Otherwise, and between hosts, the deadlock ends in a
-   time-out.
+   MISMATCHES AND DEADLOCKS. CDDP_MISMATCH also means that two ranks on one host wait for each other
+   in different groups. cddp finds such a deadlock if each rank uses cddp from one thread, and no
+   model has a comm_hook of yours. Otherwise, and between hosts, the deadlock ends in a time-out.
 
    cddp knows only threads that have called it. So let each new thread first call cddp_synchronize:
    else cddp believes that the rank has one thread, and can report a deadlock where there is none.
-   Pass a group that no other thread is using: the call waits for the group's operations.
+   Pass cddp_synchronize a group that no other thread is using: it waits for the group's operations.
 
    MESSAGES. If ranks are threads, a send of more than 64 KiB blocks until it is received. A send
    without a handle blocks while 128 messages of this rank in this group, or 256 MiB of copies of
@@ -1369,8 +1372,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - Ranks that are threads can be elastic only in the group of cddp_run_threads, not if each
        thread calls cddp_init, and not on GPUs. No process can join them.
      - No process can join a job of one host that was started under a file size limit (ulimit -f).
-     - Of several hosts, one on which the job began with one rank, or none, has no shared memory:
-       ranks that join there exchange all data by TCP, which is slower.
+     - In a job on several hosts, a host that had at most one rank at the start has no shared
+       memory: ranks that join there exchange all data by TCP, which is slower.
      - Not with comm_hook, find_unused_parameters, uneven_inputs, cddp_ddp_join, MPI; no step in a
        CUDA graph.
      - cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and _gather_states return
@@ -1387,7 +1390,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    With master_weights, gradients are summed in f32 and rounded once (with NCCL as NCCL does). The
    first step sets the masters from the weights. A checkpoint has them as optimizer.master.NAME.
    If two optimizers step the same parameter in turn, the masters of one undo the other's steps:
-   call cddp_optim_write_copies(s) before a step of s that comes after one of the other. If you
+   call cddp_optim_write_copies(s) before each step of s that follows a step of the other. If you
    forget, cddp_ddp_step fails (CDDP_INVALID_ARGUMENT), but cddp_optim_step goes wrong without an
    error.
 
@@ -1400,8 +1403,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    not notice concurrent saves.
 
    If reading fails after the checks, rank 0's params can be partly overwritten. cddp_load refuses
-   states of the other kind of optimizer (SGD, AdamW); with partial it loads only their learning
-   rate.
+   states of the other kind of optimizer (SGD, AdamW); with partial it ignores the states, and loads
+   only the learning rate.
 
    FORKED RANKS. cddp_spawn sets torchrun's variables. Without CDDP_SECRET it sets a random
    CDDP_JOB_SECRET, which keeps other users of the host out. If there are several ranks, each has
@@ -1416,9 +1419,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    the new program's exit code counts. fn must catch its exceptions (C++).
 
    FLIGHT RECORDER. >>api-layouts has the file's format. JOB is a random number in 16 hexadecimal
-   digits, the same on all ranks. A process that joined later has
-   dir/cddp-JOB-RANK.joinN.rec. Truncating a running job's file ends the rank by SIGBUS. A cddp_init
-   that fails removes its rank's file.
+   digits, the same on all ranks. A process that joined later has dir/cddp-JOB-RANK.joinN.rec (N
+   counts). Truncating a running job's file ends the rank by SIGBUS. A cddp_init that fails removes
+   its rank's file.
 
    STORES. With file:// the first process that opens the path serves; other hosts use a TCP port
    (of CDDP_PORTS, if set). When it dies or calls cddp_store_destroy, operations of other processes
@@ -1631,7 +1634,7 @@ CDDPDEF void cddp_register_kernels(const struct cddp_kernels *kernels); /* must 
              cddp__reduce              adds all values, in canonical order
      cddp_all_reduce of 25 MiB: as above up to cddp__run_recorded, then carrier->run
        cddp__run_large                 a round announces where the buffers are
-         cddp__run_direct              shared memory: cddp__reduce_slices, then one more round
+         cddp__copy_direct             shared memory: cddp__reduce_slices, then one more round
          cddp__run_staged              other memory, by chunks: cddp__write_shares, a round,
                                        cddp__read_chunk
      Training step of a model on one host, 2 rounds: >>ddp-step and >>ddp-host
@@ -1806,7 +1809,7 @@ enum cddp__phase {
   CDDP__PHASE_REFS,      /* the headers have the addresses of the ranks' buffers */
   CDDP__PHASE_CHUNK,     /* the ranks of a host have written, or read, a chunk */
   CDDP__PHASE_DONE,      /* this rank has read the others' buffers: they can change them */
-  CDDP__PHASE_BLOCK,     /* the headers have the address of a new group's control block */
+  CDDP__PHASE_BLOCK,     /* the headers have the address of a control block, or of shared states */
   CDDP__PHASE_CONNECTED, /* connections or a communicator are established */
   CDDP__PHASE_ROWS,      /* the headers have the sizes of the ranks' sparse rows */
   CDDP__PHASE_ROWS_DONE, /* this rank has read the others' rows: they can reuse that memory */
@@ -2352,7 +2355,8 @@ typedef struct cddp__shard_node {
 enum cddp__storage {
   CDDP__STORAGE_COPIED,   /* in the arena, copied from params[i].grad, the caller's */
   CDDP__STORAGE_PLACED,   /* in the arena; params[i].grad points to it */
-  CDDP__STORAGE_IN_PLACE, /* at params[i].grad, the caller's, on all ranks */
+  CDDP__STORAGE_IN_PLACE, /* at params[i].grad, the caller's: all ranks have it in memory that the
+                             others can map */
 };
 
 /* One parameter of a cddp_ddp. Offsets are bytes in the model: all gradients side by side, also
@@ -2438,7 +2442,7 @@ typedef struct cddp__member {
   char name[72]; /* of its host, for texts: cddp__host.name */
 } cddp__member;
 
-/* Ranks exchange it to create a model; joining ones get the leader's. */
+/* Ranks exchange it to create a model, without `model`; joining ones get the leader's. */
 typedef struct cddp__leader_info {
   cddp__member self; /* the rank that sends it */
   unsigned char token[16]; /* random number of the model: the first rank's is used */
@@ -2687,7 +2691,7 @@ typedef struct cddp__hosts {
   struct cddp__subtree *subtrees; /* [subtree_count] of the canonical tree, each on one host; sorted
                                      by rank */
   int subtree_count;
-  int *widths; /* [subtree_count] leaves of each subtree */
+  int *widths; /* [subtree_count] number of leaves of each subtree, for cddp__reduce_nodes */
   int *leaves, leaf_count; /* [leaf_count] the ranks that are summed: those not in cddp_ddp_join */
   struct cddp__posted_frame *posted; /* [size * CDDP__POSTED_MAX] frames, then free entries */
   int posted_count; /* number of frames in `posted`, those not yet sent or received completely */
@@ -2702,8 +2706,8 @@ typedef struct cddp__hosts {
   bool local_only; /* only this host's ranks take part in the current round */
   char *stage; /* pieces in transit to and from other hosts */
   size_t stage_size; /* bytes of `stage` */
-  char **scratch; /* [local_size] slot.scratch of each rank of this host, as mapped here; NULL: not
-                     used so far */
+  char **scratch; /* [size; local_size used] slot.scratch of each rank of this host, as mapped
+                     here; NULL: not used so far */
   cddp__connection *links; /* to other hosts, by next. p2p.lock guards it and all fields up to
                               `polling` */
   cddp__message *stored, **stored_end; /* messages without a receive, oldest first; the pointer that
@@ -4872,6 +4876,7 @@ static int cddp__connection_send(cddp__connection *c, const cddp__frame_head *he
     struct iovec io[2]; /* the rest of the head, and the body; or only the rest of the body */
     ssize_t n;
     io[0].iov_base = (char *)at;
+    /* `most` is more than a head, so `stop` is behind the head. */
     io[0].iov_len = cddp__min((in_head ? head_size : stop) - *sent, CDDP__SEND_BYTES);
     io[1].iov_base = (char *)(uintptr_t)data;
     io[1].iov_len = in_head ? cddp__min(stop, CDDP__SEND_BYTES) - head_size : 0;
@@ -5674,7 +5679,8 @@ static void cddp__server_add_client(cddp__server *server, int fd, bool spare) {
     if (server->secret == NULL || client->connection.challenge.state != CDDP__CHALLENGE_PROVEN)
       oldest = client; /* the last match: the list begins with the newest */
   }
-  if (!spare || silent >= cddp__unproven_most(0 /* ranks: unknown */)) {
+  /* 0 ranks: their number is unknown. Ranks of a larger job that are closed connect again. */
+  if (!spare || silent >= cddp__unproven_most(0)) {
     if (oldest == NULL) {
       /* sends the reason, if the socket accepts it; of too many silent clients none */
       if (!spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -6103,8 +6109,8 @@ static int cddp__url_scheme(const char *url, const char **name) {
 }
 
 /* Listens at `count` addresses, and sets fds[fd_count], their listening sockets. But if listen_fd
-   is the launcher's listening socket, not -1, duplicates that, and sets address[0]. After a failure
-   the caller closes the sockets in fds, if any. */
+   is the launcher's listening socket, not -1, duplicates that, as its owner closes it too, and sets
+   address[0]. After a failure the caller closes the sockets in fds, if any. */
 static cddp_result cddp__listen_at(cddp__address *address, int count, int listen_fd, int *fds,
                                    int *fd_count) {
   cddp_result r;
@@ -7778,7 +7784,8 @@ static int cddp__container_cores(void) {
   return (int)((quota - 1) / period) + 1;
 }
 
-/* Sets a bitmap of the processors that this thread may use, of the first `most` of them. */
+/* Sets a bitmap of the processors that this thread may use, but only the lowest `most`: its
+   container's limit. A bitmap, as the ranks' are merged and then counted. */
 static void cddp__own_processors(uint64_t mine[CDDP__PROCESSORS / 64], int most) {
   uint64_t bits;
   int i;
@@ -8652,6 +8659,7 @@ static const cddp__loops cddp__loops_base[] = {CDDP__DTYPES(CDDP__X)};
 typedef short __attribute__((vector_size(16))) cddp__8_halves;
 typedef float __attribute__((vector_size(32))) cddp__8_floats;
 
+/* f16 by the processor's instructions (F16C), in place of CDDP__HALF_KERNELS. For CDDP__ROW_f16. */
 CDDP__AVX2 static void cddp__widen_f16_avx2(cddp__f32 *d, const void *src, size_t n) {
   const cddp__u16 *s = (const cddp__u16 *)src;
   size_t i;
@@ -13276,17 +13284,18 @@ static int cddp__join_continue(cddp__host *host, double begin, cddp__connection 
 /* The body of cddp__join_serve. The caller holds joins.lock. */
 static void cddp__join_serve_calls(cddp__host *host, bool waits) {
   struct cddp__join_listeners *joins = &host->joins;
-  cddp__connection *waiting[32]; /* calls with a proof that has just begun */
+  cddp__connection *awaited[32]; /* calls that sent their first message since `begin`: more can
+                                    follow at once. Of more than 32 the rest is not awaited */
   double begin = cddp__now(), cpu_begin = cddp__thread_seconds(), now;
   bool few; /* few descriptors are left */
-  int n; /* number of calls in `waiting` */
+  int n; /* number of calls in `awaited` */
   for (;;) {
     few = cddp__join_accept(host, joins->fd, true /* local */);
     few = cddp__join_accept(host, joins->tcp_fd, false /* TCP */) || few;
-    n = cddp__join_continue(host, begin, waiting, 32 /* most */, few);
+    n = cddp__join_continue(host, begin, awaited, 32 /* most */, few);
     now = cddp__now();
     if (!waits || n == 0 || now < joins->wait_end || now >= begin + CDDP__JOIN_WAIT_S) break;
-    (void)cddp__connections_poll(&host->allocator, waiting, (size_t)n, NULL, 0 /* listeners */,
+    (void)cddp__connections_poll(&host->allocator, awaited, (size_t)n, NULL, 0 /* listeners */,
                                  begin + CDDP__JOIN_WAIT_S);
   }
   if (now > begin + CDDP__JOIN_WAIT_S / 2) /* a long wait: the next calls do not wait */
@@ -16905,37 +16914,15 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *call) {
   return cddp__ref_of(g->host, call->send, sent);
 }
 
-/* Maps the ranks' buffers, which the headers announce, to g->buffers. NULL: no rank reads it
-   (UNUSED), or can (NONE). */
-static cddp_result cddp__map_buffers(cddp_group *g, const cddp__call *call) {
-  cddp_result r = CDDP_OK;
-  int p;
-  for (p = 0; r == CDDP_OK && p < g->size; p++) {
-    const cddp__ref *ref = &cddp__op_header_of(g, p, g->round)->u.ref;
-    g->buffers[p] = NULL;
-    if (ref->kind <= CDDP__REF_UNUSED) continue;
-    if (p == g->rank) g->buffers[p] = (void *)(uintptr_t)call->send;
-    else r = cddp__map_ref(g->host, ref, &g->buffers[p]);
-  }
-  return r == CDDP_OK ? CDDP_OK : cddp__break(g, r);
-}
-
-/* Runs a call on the buffers that the headers announce. */
-static cddp_result cddp__run_direct(cddp_group *g, const cddp__call *call) {
-  cddp_result r = cddp__map_buffers(g, call);
-  if (r == CDDP_OK) r = cddp__begin_access(g);
-  if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
-  if (r == CDDP_OK) r = cddp__plain_round(g, call, CDDP__PHASE_DONE);
-  return r;
-}
-
 /* cddp__carrier.run on one host: runs a call directly if all buffers that other ranks read are in
    shared memory, else staged. A rank with private memory writes its first chunk before the round
    that announces the buffers. If all ranks have, that round also announces this chunk. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
   cddp__ref ref = cddp__call_ref(g, call);
+  const cddp__ref *theirs;
   cddp__chunk first = cddp__chunk_at(g, call, 0);
-  bool all_shared = true, all_written = true; /* of the ranks whose bytes others read */
+  bool direct = true; /* all buffers that other ranks read are shared, so far */
+  bool written = true; /* all ranks that send have staged their first chunk, so far */
   cddp_result r = CDDP_OK;
   int p;
   /* UNUSED or NONE: no rank reads this rank's buffer directly, but some may read it staged. */
@@ -16943,16 +16930,27 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *call) {
     r = cddp__write_shares(g, call, &first);
   if (r == CDDP_OK) r = cddp__round_of(g, call, CDDP__PHASE_REFS, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
-    uint64_t kind = cddp__op_header_of(g, p, g->round)->u.ref.kind;
-    if (!cddp__is_read(call, p)) continue;
-    if (kind == CDDP__REF_NONE) all_shared = false;
-    else if (kind != CDDP__REF_UNUSED) all_written = false;
+    theirs = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
+    g->buffers[p] = NULL; /* stays if no rank reads it (UNUSED), or can (NONE) */
+    if (theirs->kind == CDDP__REF_NONE) { /* p's buffer is private: do others need it? */
+      direct = direct && !cddp__is_read(call, p);
+    } else if (theirs->kind != CDDP__REF_UNUSED) {
+      written = written && !cddp__is_read(call, p); /* p has an address, so it has staged nothing */
+      if (p == g->rank) /* needs no mapping */
+        g->buffers[p] = (void *)(uintptr_t)call->send;
+      else if (direct) { /* so far; else the call runs staged, and needs no mapping */
+        r = cddp__map_ref(g->host, theirs, &g->buffers[p]);
+        if (r != CDDP_OK) r = cddp__break(g, r);
+      }
+    }
   }
-  if (r == CDDP_OK && all_shared) {
-    r = cddp__run_direct(g, call);
+  if (r == CDDP_OK && direct) {
+    r = cddp__begin_access(g);
+    if (r == CDDP_OK) r = cddp__copy_direct(g, call, g->buffers);
+    if (r == CDDP_OK) r = cddp__plain_round(g, call, CDDP__PHASE_DONE);
   } else if (r == CDDP_OK) {
-    if (all_written) r = cddp__read_chunk(g, call, &first);
-    if (r == CDDP_OK) r = cddp__run_staged(g, call, all_written ? first.n : 0 /* begin */);
+    if (written) r = cddp__read_chunk(g, call, &first);
+    if (r == CDDP_OK) r = cddp__run_staged(g, call, written ? first.n : 0 /* begin */);
   }
   return cddp__end_access(g, r); /* staged: harmless without cddp__begin_access */
 }
@@ -22965,8 +22963,9 @@ static bool cddp__await_confirmation(cddp__meeting *m, int member, double deadli
   bool confirmed = message != NULL && message->head.number == CDDP_OK;
   /* No member of the table is lost yet, and cddp__handle_call refuses others. */
   CDDP_ASSERT(!m->lost_leader_called);
-  if (message == NULL && m->unreachable < 0 && cddp__now() < deadline)
-    m->ended[member] = 1; /* it has just reported or sent the table: no firewall separates it */
+  /* Not late, so the link has ended. It has just carried a report or the table, so no firewall
+     separates the member: it has ended, unless the network fails now (some member unreachable). */
+  if (message == NULL && m->unreachable < 0 && cddp__now() < deadline) m->ended[member] = 1;
   cddp__free(&m->group->host->allocator, message);
   return confirmed;
 }
@@ -23054,7 +23053,7 @@ typedef struct cddp__published {
 
 /* The control block of a group that lost a rank. */
 typedef struct cddp__lost_block {
-  const cddp__control_block *block; /* where this process had mapped it */
+  const cddp__control_block *block; /* its address here; only a key to find its extent by */
   uint32_t generation; /* of the block; a later group in its memory has another */
   uint64_t step;       /* elastic.updates when this rank left the group */
 } cddp__lost_block;
@@ -27660,7 +27659,7 @@ static cddp_result cddp__check_request(const cddp_store *store, const cddp__requ
     return CDDP__REFUSE("count is %d; it must be from 0 to %u", request->count, CDDP__KEYS_MAX);
   for (i = 0; i < request->count; i++) {
     if (request->keys[i] == NULL) return CDDP__REFUSE("the key is NULL");
-    if (strlen(request->keys[i]) >= CDDP__KEY_MAX) /* with the prefix "/" */
+    if (strlen(request->keys[i]) >= CDDP__KEY_MAX) /* the limit counts a "/" before the key */
       return CDDP__REFUSE("the key '%s...' has more than %u bytes",
                           cddp__cut(request->keys[i], 32).s, CDDP__KEY_MAX - 1u);
   }
