@@ -7497,7 +7497,7 @@ static bool cddp__populate(const cddp__host *host, char *address, uint64_t base,
   for (at = 0; at < huge; at += CDDP__HUGE_PAGE) /* the first small page of each, for COLLAPSE */
     if (!cddp__arena_commit(host, base + at, 1 /* byte */)) return false;
   if (huge > 0) madvise(address, (size_t)huge, MADV_COLLAPSE);
-  return cddp__arena_commit(host, base, size); /* the rest */
+  return cddp__arena_commit(host, base, size); /* allocates the pages that do not exist yet */
 }
 
 /* Whether p, an address in this process, is in the segment. */
@@ -8290,11 +8290,11 @@ CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
 
 #define CDDP__STATES 3 /* largest number of state arrays of an optimizer, per parameter */
 
-/* The factors of one optimizer step. */
+/* The factors of one step of a parameter. */
 typedef struct cddp__scalars {
   double sign; /* factor of the gradient: 1, or -1 to maximize */
   cddp_adamw_step adamw; /* all of AdamW's: >>api-layouts */
-  double step;  /* -lr; this field and the rest are for SGD */
+  double step;  /* -lr * lr_scales[i]; this field and the rest are for SGD */
   double decay; /* weight_decay */
   double keep;  /* factor of the momentum */
   double take;  /* factor of the gradient that is added to the momentum */
@@ -13114,12 +13114,12 @@ static void cddp__refuse_misfits(cddp__rendezvous *rdv) {
    have just connected or have built the group already. */
 static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_result r) {
   cddp__text text = cddp__textf("%s", cddp_error()); /* a copy: sends can fail too */
-  cddp__text remote = text; /* for other hosts */
+  cddp__text named = text; /* for the parent, which passes it on, and for other hosts */
   int passes = 0; /* limited, as processes can connect again and again */
   size_t k, told; /* told: number of children that have to read FAIL */
   if (!rdv->common_failure) /* others need the name of the rank that failed */
-    remote = cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text.s);
-  if (rdv->parent.connection.fd >= 0) cddp__channel_send_failure(&rdv->parent, r, remote.s);
+    named = cddp__textf("rank %d failed during the rendezvous: %s", rdv->config->rank, text.s);
+  if (rdv->parent.connection.fd >= 0) cddp__channel_send_failure(&rdv->parent, r, named.s);
   do { /* the children, and processes that connect meanwhile: they get the error too */
     told = 0;
     for (k = rdv->child_count; k-- > 0;) {
@@ -13127,15 +13127,15 @@ static void cddp__report_failure(cddp__rendezvous *rdv, cddp_group *g, cddp_resu
       if (child->fail_sent)
         told++;
       else
-        cddp__fail_child(rdv, k, r, child->connection.local ? text.s : remote.s);
+        cddp__fail_child(rdv, k, r, child->connection.local ? text.s : named.s);
     }
     (void)cddp__accept_channels(rdv, rdv->node_socket);
   } while (rdv->child_count > told && passes++ < CDDP__MAX_RANKS);
   cddp__drain_channels(rdv);
-  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", remote.s)); /* for ranks that use it already */
+  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", named.s)); /* for ranks that use it already */
   if (rdv->host->net != NULL) /* ranks of other hosts can use group 0 already, too */
     cddp__send_notices(rdv->host->net, 0 /* group */, NULL /* world: the same */, rdv->net->size,
-                       (uint32_t)r, remote.s);
+                       (uint32_t)r, named.s);
   cddp__fail(r, "%s", text.s); /* this thread's error again */
 }
 
@@ -13377,6 +13377,7 @@ static cddp_result cddp__join_call_ranks(const cddp__host *host, cddp__join_sear
     (void)cddp__resolve(job->master, job->port, search->addresses, &search->address_count);
     search->next_resolve = now + (search->address_count > 0 ? 5 : 0.5 /* does not resolve yet */);
   }
+  /* rank < 0: address -1 - rank of MASTER_ADDR */
   for (rank = search->far_until == 0 ? -search->address_count : 0;
        rank < rank_end && search->count < CDDP__JOIN_CALLS && r == CDDP_OK; rank++)
     if (!cddp__join_skips(job, search, rank)) r = cddp__join_call(host, search, rank);
@@ -15422,7 +15423,8 @@ static bool cddp__take_unposted(cddp_group *g, cddp_work *work) {
    false: the caller posts it. */
 static bool cddp__spin_recv(cddp_work *work) {
   cddp_group *g = work->group;
-  int i, spin = cddp__spin_of(g->host); /* polls; 0: ranks share cores */
+  /* Polls; 0: ranks share cores. All, not a quarter: a poll looks at one rank's requests. */
+  int i, spin = cddp__spin_of(g->host);
   if (g->hosts != NULL || work->call.root == CDDP_ANY) return false; /* only served in the list */
   work->from = work->call.root;
   for (i = 0; i < spin && !cddp__is_broken(g); i++) {
@@ -16713,7 +16715,7 @@ static void cddp__read_staged(const cddp_group *g, const cddp__call *call,
 static void cddp__reduce_slices(const cddp_group *g, const cddp__call *call, size_t n,
                                 void *const *bufs, char *to, bool nontemporal) {
   cddp_dtype dtype = (cddp_dtype)call->dtype;
-  unsigned char sums[CDDP__NT_BLOCK]; /* nontemporal: of a block */
+  unsigned char sums[CDDP__NT_BLOCK]; /* nontemporal: those of a block, in the cache until copied */
   /* Most bytes of a block: as `sums` holds, or between two looks at is_broken. */
   size_t begin, end, block_bytes = nontemporal ? sizeof sums : CDDP__CHECK_BYTES;
   size_t block; /* its elements */
@@ -17486,7 +17488,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *host, int ran
   g->p2p.send_blocks = 1;
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&host->lock);
-  if (host->groups == NULL /* g is the job's first group */ && size > 1) host->slots = g->slots;
+  /* In the job's first group ranks show their waits to all others, if there are any. */
+  if (host->groups == NULL && size > 1) host->slots = g->slots;
   g->next = host->groups;
   host->groups = g;
   pthread_mutex_unlock(&host->lock);
@@ -19850,6 +19853,7 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
   int b, i, param, in_arena; /* in_arena: parameters of the bucket, so far */
   d->plan.count = cddp__plan_buckets(
       d->plan.offsets, d->plan.params, d->params, d->count, order, d->plan.limits, 2 /* limits */);
+  /* a copy that is sorted by offset below; the program sees the order of plan.params */
   memcpy(d->plan.sorted, d->plan.params, (size_t)d->count * sizeof *d->plan.params);
   for (b = 0; b < d->plan.count; b++) {
     cddp__bucket_state *bucket = &d->plan.buckets[b];
@@ -20743,7 +20747,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *optim, bool averaged
   CDDP__POINT("fuse");
   pass.steps = true;
   if (optim->partitioned) return cddp__partitioned_step(&pass);
-  cddp__part_of(d, d->me, &begin, &end); /* me: local_rank, as in cddp__mean_part */
+  cddp__part_of(d, d->me, &begin, &end); /* me: this rank's local_rank */
   cddp__run_pass(&pass, begin, end);
   r = cddp__step_rows(d, optim);
   return r == CDDP_OK ? cddp__fetch_weights(d, optim) : r;
@@ -20821,8 +20825,9 @@ static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double 
 static const cddp__ddp_memory cddp__host_memory = {
     cddp__host_use /* select_device */, cddp__host_use /* enter */, cddp__host_copy,
     cddp__host_zero, cddp__host_alloc, NULL /* free */, cddp__host_scratch, NULL /* meet: always */,
-    cddp__push_bucket, cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets /* fence */,
-    NULL /* await: no stream */, NULL /* broadcast: packets do it */, cddp__host_scale,
+    cddp__push_bucket /* begin_bucket */, cddp__reduce_bucket, cddp__host_sum,
+    cddp__await_buckets /* fence */, NULL /* await: no stream */,
+    NULL /* broadcast: packets do it */, cddp__host_scale,
     NULL /* place_rows: no kernels */, cddp__host_clip, NULL /* norm: d->step.norm */,
     cddp__host_step, cddp__host_publish};
 
@@ -21372,7 +21377,7 @@ static cddp_result cddp__finish_step(cddp_ddp *d, int kind, cddp_optim *optim, u
     while (r == CDDP_OK && d->sharing != NULL) /* each call removes the first of the list */
       r = cddp__gather_shared(d->sharing);
   if (r == CDDP_OK) r = cddp__reduce_gradients(d, kind, optim, &averaged, &wrote);
-  if (r == CDDP_OK && optim != NULL)
+  if (r == CDDP_OK && optim != NULL) /* absent ranks step, too, which needs current weights */
     r = cddp__catch_up(d, optim, d->step.active[0]); /* buckets no longer use d->scratch.calls */
   if (r == CDDP_OK && d->rows.sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->step.active_count < d->group->size)
@@ -25486,13 +25491,14 @@ static int cddp__sync_file(int fd) {
 
 static cddp_result cddp__sync_directory(cddp__ckpt *ckpt) {
   char *slash = strrchr(ckpt->temporary, '/'), *folder = ckpt->temporary;
-  int fd, error;
+  int folder_fd, error;
   strcpy(slash != NULL ? slash + 1 : folder, "."); /* over the file's name, unused after rename */
-  fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
-  error = fd >= 0 ? cddp__sync_file(fd) : errno;
-  if (fd < 0 && ckpt->fd >= 0) /* for example no right to read: syncs the whole file system */
+  folder_fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
+  error = folder_fd >= 0 ? cddp__sync_file(folder_fd) : errno;
+  /* Not readable, for example: syncs the whole file system, by the file's descriptor. */
+  if (folder_fd < 0 && ckpt->fd >= 0) /* else cddp__rename_temporary has closed it */
     error = syscall(SYS_syncfs, ckpt->fd) == 0 ? 0 : errno;
-  cddp__close_fd(&fd);
+  cddp__close_fd(&folder_fd);
   if (error == 0 || error == ENOSYS) return CDDP_OK;
   return cddp__fail(
       CDDP_IO, "fsync of %s: %s; the checkpoint was written, but a crash can still lose it", folder,
@@ -26038,7 +26044,7 @@ static cddp_result cddp__match_item(cddp__ckpt *ckpt, cddp__st_item *item,
   item->file_tensor = tensor;
   if (item->data == &ckpt->lr) ckpt->has_lr = true;
   if (!is_state) return CDDP_OK;
-  if (optim->backend->on_device) item->data = *item->state_pointer;
+  if (optim->backend->on_device) item->data = *item->state_pointer; /* exists since creation */
   else /* malloc: the optimizer owns it later */
     item->data = cddp__calloc(NULL, 1, cddp__kept_bytes(ckpt, item));
   return item->data != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
