@@ -68,8 +68,8 @@
      bucket       gradients that are reduced together; a hook is your function that reduces one
      elastic      a model or job that goes on when ranks are lost, and which ranks can join
      shard        one of S pieces of a step's data, each computed by one rank (>>api-shards)
-     partition    a range of a parameter that one rank updates, if you use cddp_ddp_partitions. On
-                  CPUs each host updates all ranges, each by one of its ranks
+     partition    a range of a parameter that one rank (on CPUs: one rank of each host) updates,
+                  if you use cddp_ddp_partitions
      state        an optimizer's value for each weight, such as momentum
      master       in mixed precision the f32 value of a weight, which the optimizer updates
      copy         a master's value in f16 or bf16, which the forward and backward pass read
@@ -189,10 +189,10 @@ extern "C" {
    Exceptions. If cddp_ddp_create, cddp_save or cddp_load fails, the group stays usable if all ranks
    made the call, and none was lost, timed out, or had no memory left at all.
 
-   Of a model's calls "usable", "broken" and "either" say nothing. If cddp_ddp_ready, _next_shard,
-   _wait, _step, _reduce_scatter, _all_gather, _sync_buffers, _gather_states or _join fails, the
-   model is broken: its collective calls fail on all ranks (in elastic models: on this rank). The
-   group stays usable, unless it uses NCCL or a rank was lost.
+   The words "usable", "broken" and "either" do not apply to a model's calls. If cddp_ddp_ready,
+   _next_shard, _wait, _step, _reduce_scatter, _all_gather, _sync_buffers, _gather_states or _join
+   fails, the model is broken: its collective calls fail on all ranks (in elastic models: on this
+   rank). The group stays usable, unless it uses NCCL or a rank was lost.
 
    These break nothing: CDDP_UNSUPPORTED; an argument that is NULL or an index out of range;
    cddp_ddp_step while cddp_ddp_no_sync is on; _all_gather without _reduce_scatter. For groups of
@@ -210,7 +210,8 @@ extern "C" {
   X(CDDP_PEER_LOST, "peer lost")               /* broken: a rank died or left, as the text says */ \
   X(CDDP_MISMATCH, "ranks disagree")           /* broken: the text shows what differs */ \
   X(CDDP_UNAUTHORIZED, "unauthorized")         /* no group exists: wrong or missing secret */ \
-  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed, split network, wait_for */ \
+  X(CDDP_ABORTED, "aborted")                   /* broken: destroyed beside running work; elastic \
+                                                  ranks without a majority; cddp_wait_for */ \
   X(CDDP_UNSUPPORTED, "unsupported")           /* usable: not in this build or situation */ \
   X(CDDP_CUDA, "CUDA error")                   /* either */ \
   X(CDDP_NCCL, "NCCL error")                   /* broken */ \
@@ -471,8 +472,9 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
 
    Buckets are reduced during the backward pass. In three cases they are reduced after it: in
    elastic models; with more shards than ranks; and on one CPU host if the previous step ended
-   with cddp_ddp_step. In this last case cddp expects that this step, too, ends with
-   cddp_ddp_step, which then averages and updates in one pass.
+   with cddp_ddp_step. In this last case cddp assumes that this step, too, ends with
+   cddp_ddp_step, which then averages and updates in one pass. If it ends with cddp_ddp_wait
+   instead, only the overlap with the backward pass is lost.
 
    AN EXISTING TRAINER keeps its loop, its gradients and its optimizer. Set data, grad and count of
    each cddp_param to its arrays, and write instead of cddp_ddp_step:
@@ -767,7 +769,7 @@ typedef struct cddp_adamw_desc {
   bool sharded_states;
 } cddp_adamw_desc;
 
-/* torch.optim.SGD, bit for bit. params must stay in place. */
+/* torch.optim.SGD, bit for bit. params must stay in place. Local. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                                  const cddp_sgd_desc *desc);
 
@@ -887,7 +889,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      TRY(cddp_ddp_create(&ddp, g, p, n, &desc));
      cddp_sampler_desc o = {0};
      o.dataset_size = 60000, o.shuffle = true, o.world_size = 8; // 8: the shards
-     TRY(cddp_sampler_init(&sampler, &o));             // not saved: step t gives its position
+     TRY(cddp_sampler_init(&sampler, &o));             // step t gives its position
 
      uint64_t batches = (cddp_sampler_size(&sampler) + 31) / 32;
      for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
@@ -1058,10 +1060,10 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 
 /* cddp_spawn for elastic training: when a rank fails the others continue, and the rank is forked
    again, with CDDP_JOIN=1. If a rank fails before the elastic model exists, all ranks are ended and
-   forked again. Both count as restarts. After max_restarts the others continue without the rank; if
-   no elastic model exists yet, the call fails like cddp_spawn. Once a rank has returned 0 no rank
-   is forked again, and the result is CDDP_OK. If all ranks that have the model die, the result is
-   CDDP_PEER_LOST, which names the last one. */
+   forked again. Each of these counts as one restart. After max_restarts the others continue without
+   the rank; if no elastic model exists yet, the call fails like cddp_spawn. Once a rank has
+   returned 0 no rank is forked again, and the result is CDDP_OK. If all ranks that have the model
+   die, the result is CDDP_PEER_LOST, which names the last one. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
@@ -1169,8 +1171,8 @@ CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amoun
 /* Stores desired if the value equals expected (expected_size 0: if key is absent). On return
    value[capacity] holds what is now stored at the key, *size its length. If the key is absent and
    expected_size is not 0, nothing is stored, and value and *size get expected. *swapped: whether
-   the key now holds desired, even if another process stored it; so in an election no two processes
-   may pass the same desired. If value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has
+   the key now holds desired, even if another process stored it: in an election each process must
+   pass a desired of its own. If value exceeds capacity: CDDP_INVALID_ARGUMENT, but the call has
    been made, and *swapped and *size are set. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
@@ -1345,11 +1347,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    apply if a host's last rank dies in the milliseconds in which another loss is handled.
 
    Joins: a joining process asks the ranks on its host, and the rank that listens at
-   MASTER_ADDR:MASTER_PORT. If that rank answers first, the process waits up to 20 s for one on its
-   host, to share that host's memory. One rank of each host listens at MASTER_PORT. If that rank
-   dies, another rank of its host takes over when all ranks have computed their shards of the step.
-   If no rank listens for 20 s (on the joining process's own host: 2 s), the joining process gets
-   CDDP_PEER_LOST: start it again.
+   MASTER_ADDR:MASTER_PORT. If the latter answers first, the joining process still waits up to 20 s
+   for an answer from its own host, whose ranks it can share memory with. One rank of each host
+   listens at MASTER_PORT. If it dies, another rank of its host takes over when all ranks have
+   computed their shards of the step. If no rank listens at MASTER_ADDR for 20 s (2 s if that is the
+   joining process's own host), the joining process gets CDDP_PEER_LOST: start it again.
 
    If all ranks at MASTER_ADDR are lost, set MASTER_ADDR to a host that has a rank. If torchrun's
    store listens at MASTER_PORT, join only on a host with a rank. If a job began on one host, only
@@ -1367,7 +1369,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
      - Only the group of cddp_init or cddp_run_threads can have an elastic model, one at a time.
        After a loss it can have no further one. If a rank fails between two models, the job ends.
      - A process that was in a job can join it again (CDDP_JOIN) after it has destroyed its models
-       and groups of that job. CDDP_JOIN counts for each of its calls of cddp_init: unset it before
+       and groups of that job. Each of its calls of cddp_init reads CDDP_JOIN: unset it before
        one that starts another job.
      - Ranks that are threads can be elastic only in the group of cddp_run_threads, not if each
        thread calls cddp_init, and not on GPUs. No process can join them.
