@@ -4294,7 +4294,7 @@ static int cddp__prepare_stream(int fd) {
   return peer[1] /* uid */ == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN_USER;
 }
 
-/* A non-blocking socket that forked children and exec close; -1 and errno on failure. */
+/* A non-blocking socket that forked children disconnect and exec closes; -1: errno tells why. */
 static int cddp__socket(int family) {
   return cddp__disconnect_in_forks(
       cddp__above_stdio(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)));
@@ -7882,7 +7882,7 @@ static void cddp__find_processes(cddp__host *host) {
   for (; host->joins_seen < joins; host->joins_seen++) {
     window = host->size + (int)host->joins_seen; /* windows are numbered in the order of joins */
     if (window == host->arena.window || cddp__process_at(host, window).pid != 0)
-      continue; /* it is known */
+      continue; /* this process, or a meeting has added it */
     if ((p = cddp__add_process(host, window, 0 /* pid */)) == NULL) return;
     p->lost_in_step = 1; /* not a member */
   }
@@ -8156,7 +8156,7 @@ static void cddp__share_for_joins(cddp__host *host) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY)
     return; /* no windows for joining processes */
-  host->one_process = cddp__create_memfd(host, 0) != CDDP_OK;
+  host->one_process = cddp__create_memfd(host, 0 /* window_min: any */) != CDDP_OK;
   if (host->one_process)
     cddp__log(&host->logger, CDDP__LOG_WARNING, "no process can join this rank: %s", cddp_error());
 }
@@ -10481,7 +10481,7 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
        deadline no longer matters to it. */
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) r = cddp__check_wait(g, &published);
     if (r == CDDP_OK && w.late && cddp__load32(word) != want)
-      r = cddp__break_late(g, -1 /* no frame of a certain rank is missing */);
+      r = cddp__break_late(g, -1 /* finds the ranks whose headers are missing */);
     if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, seen);
   }
   if (published) cddp__clear_wait(g, r != CDDP_OK /* failed */);
@@ -11463,7 +11463,8 @@ static cddp_result cddp__node_name(const cddp__config *config, const char *secre
   int i;
   cddp_result r = cddp__spell_endpoint(config, endpoint, sizeof endpoint, endpoint_here);
   if (r != CDDP_OK) return r;
-  /* Ranks that have both namespaces in common see the same pids and start times. */
+  /* Ranks that have these two namespaces in common see the same pids and start times. The host and
+     the network namespace are not in the hash: in others the socket is not seen. */
   snprintf(text, sizeof text, "%s|%s|%016" PRIx64 "|%u|%" PRIu64 "|%" PRIu64, endpoint, config->run,
            id != NULL ? cddp__hash64(0 /* seed */, id, strlen(id)) : 0, (unsigned)geteuid(),
            cddp__namespace_number("/proc/self/ns/pid"),
@@ -13046,7 +13047,8 @@ static cddp_result cddp__await_ready(cddp__rendezvous *rdv) {
     r = cddp__poll_channels(rdv, 0 /* until: does not wait */);
   for (i = 0; i < rdv->child_count && r == CDDP_OK; i++) {
     cddp__channel *child = &rdv->children[i];
-    if (child->end_is_loss) /* an error is ignored: if the rank died, the group finds that */
+    if (child->end_is_loss) /* it is a rank of the job, which waits for READY */
+      /* An error is ignored: if the rank died, the group finds that. */
       (void)cddp__send_message(&child->connection, CDDP__RENDEZVOUS_READY, NULL, 0 /* body */,
                                cddp__now());
     child->ready = false; /* MPI's start is followed by another READY */
@@ -16437,7 +16439,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *call, cd
                                -1 /* no op */, call->root == CDDP_ANY ? -1 : call->root);
   record = cddp__record_at(g, w->record);
   if (record != NULL) record->tag = call->tag;
-  cddp__record_start(g, w->record, 0 /* sequence: none */);
+  cddp__record_start(g, w->record, 0 /* sequence: only collectives have one */);
   r = cddp__run_message(w, waits);
   if (r == CDDP_OK && !waits) {
     *work = w;
@@ -17295,7 +17297,8 @@ static const cddp__carrier cddp__shm_carrier = {
     false /* not foreign */, true /* shared */, cddp__run_large, NULL /* so no `average` */,
     cddp__nothing_to_split, cddp__nothing_to_leave};
 
-/* Whether the smaller buffer is this rank's share in the larger one, or both are one. */
+/* Whether the smaller buffer is this rank's share in the larger one, or both are one. sent,
+   received: bytes of the buffers, of cddp__call_bytes. */
 static bool cddp__is_in_place(const cddp_group *g, const cddp__call *call, size_t sent,
                               size_t received) {
   uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv;
@@ -21993,7 +21996,7 @@ static cddp_result cddp__connect_model(cddp_ddp *d) {
   cddp_result r = cddp__split( /* not cddp__split_group: control needs no device context */
       g, 0 /* color: all ranks */, g->rank /* key */,
       CDDP__KIND_DDP_CREATE /* check: see cddp__private_group */, &d->control);
-  if (d->control != NULL) d->control->of_model = true; /* only the model can leave it */
+  if (d->control != NULL) d->control->of_model = true; /* d leaves it */
   if (r == CDDP_OK) r = cddp__agree(d->control, cddp__check_shards(d));
   if (r == CDDP_OK) r = cddp__private_group(d, CDDP__KIND_DDP_CREATE, &d->comm);
   if (r == CDDP_OK) r = cddp__agree_on_params(d);
@@ -22314,7 +22317,7 @@ static cddp_result cddp__open_own_member(cddp__meeting *m, cddp__member *self) {
   memset(self, 0, sizeof *self);
   if ((r = cddp__find_own_member_address(m, &address, &self->host)) != CDDP_OK) return r;
   cddp__address_set_port(&address, 0 /* any */);
-  self->address = address.v6;
+  self->address = address.v6; /* the largest of the union: an IPv4 address, too */
   self->number = m->me;
   r = cddp__listen_all( /* sets the port */
       &address, 1 /* address */, &m->net->listener, &listener_count);
@@ -25761,7 +25764,8 @@ static void cddp__ckpt_end(cddp__ckpt *ckpt) {
   size_t i;
   if (ckpt->whole != NULL) cddp_free(ckpt->g, ckpt->whole);
   for (i = 0; i < ckpt->item_count; i++) /* states that a failed load did not commit */
-    if (ckpt->items[i].file_tensor != NULL && ckpt->items[i].state_pointer != NULL &&
+    if (ckpt->items[i].file_tensor != NULL /* so cddp__match_item allocated `data` */ &&
+        ckpt->items[i].state_pointer != NULL &&
         !optim->backend->on_device /* there `data` is the optimizer's memory */)
       cddp__free(NULL /* malloc */, ckpt->items[i].data);
   cddp__free(ckpt->allocator, ckpt->items);
@@ -27453,7 +27457,8 @@ static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, c
   /* On a GPU `enter` selects the device, and refuses some graph captures. Under no_sync only a wait
      comes here, which needs no device. */
   cddp_result r = d->no_sync ? CDDP_OK : d->memory->enter(d);
-  /* UNSUPPORTED: nothing has begun. After another error of `enter` the step fails the model. */
+  /* UNSUPPORTED: nothing has begun. Another error comes again, from select_device in the step, and
+     fails the model there. */
   if (r != CDDP_UNSUPPORTED)
     r = d->desc.elastic ? cddp__elastic_step(d, optim) : cddp__ddp_step(d, kind, optim);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(function, r) : r;
