@@ -8566,18 +8566,18 @@ typedef struct cddp__loops {
     cddp__f32 *w0 = s->weights[0], *w1 = s->weights[1]; \
     cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1]; \
     float mean = s->mean, clip = s->clip; \
-    LOCALS; \
+    LOCALS(); \
     if (ranks == 1) { \
       CDDP__FOR_EACH(i, n) { \
         float v = g0[i] * mean * clip, x = w0[i]; \
-        STEP; \
+        STEP(); \
         w0[i] = x; \
         g0[i] = 0; \
       } \
     } else { \
       CDDP__FOR_EACH(i, n) { \
         float v = (g0[i] + g1[i]) * mean * clip, x = w0[i]; \
-        STEP; \
+        STEP(); \
         w0[i] = x; \
         g0[i] = 0; \
         w1[i] = x; \
@@ -8587,20 +8587,20 @@ typedef struct cddp__loops {
   }
 /* SGD with momentum. keep: momentum; take: 1 - dampening; decay: weight decay, 0 unless `decays`
    (0 * x is NaN if x is infinite); step: -lr; v: the gradient, then the momentum. */
-#define CDDP__SGD_LOCALS \
+#define CDDP__SGD_LOCALS() \
   float keep = (float)s->scalars->keep, take = (float)s->scalars->take; \
   float decay = (float)s->scalars->decay, step = (float)s->scalars->step; \
   bool decays = s->scalars->decay != 0
-#define CDDP__SGD_STEP \
+#define CDDP__SGD_STEP() \
   float y = keep * m[i]; \
   v = decays ? __builtin_fmaf(decay, x, v) : v; \
   v = __builtin_fmaf(take, v, y); \
   x = __builtin_fmaf(step, v, x); \
   m[i] = v
-#define CDDP__ADAMW_LOCALS \
+#define CDDP__ADAMW_LOCALS() \
   cddp__f32 *q = s->states[1]; /* exp_avg_sq */ \
   CDDP__ADAMW_SCALARS(float, s->scalars)
-#define CDDP__ADAMW_STEP \
+#define CDDP__ADAMW_STEP() \
   CDDP__ADAMW_MOMENTS(float, __builtin_fmaf); \
   x = CDDP__ADAMW_WEIGHT(sqrtf)
 
@@ -8795,22 +8795,26 @@ CDDP__INLINED bool cddp__fold_direct(const cddp__fold *fold) {
          fold->loops->sum != NULL && (fold->narrows || fold->loops == fold->compute_loops);
 }
 
-/* p[i] /= k. Processors have no vector division of integers, so these need no loop per instruction
-   set. */
+/* p[i] /= k. Not F16, BF16. Processors have no vector division of integers, so these need no loop
+   per instruction set. CDDP__DIVIDE_CLS: the code for a class of CDDP__DTYPES. */
 static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
-#define CDDP__DIVIDE_INT(type) \
-  for (size_t i = 0; i < n; i++) ((type *)p)[i] = (type)(((type *)p)[i] / k)
+  size_t i;
   switch (dtype) {
-    case CDDP_F32:
-    case CDDP_F64: (cddp__pick_loops()[dtype].scale)(p, n, k, CDDP__SCALE_DIVIDE); break;
-    case CDDP_F16:
-    case CDDP_BF16: CDDP_ASSERT(false); break; /* halves are divided as F32 */
-    case CDDP_I8: CDDP__DIVIDE_INT(cddp__i8); break;
-    case CDDP_U8: CDDP__DIVIDE_INT(cddp__u8); break;
-    case CDDP_I32: CDDP__DIVIDE_INT(cddp__i32); break;
-    case CDDP_I64: CDDP__DIVIDE_INT(cddp__i64); break;
+#define CDDP__DIVIDE_FLOAT(type, k) \
+  (cddp__pick_loops()[dtype].scale)(p, n, (double)(k), CDDP__SCALE_DIVIDE)
+#define CDDP__DIVIDE_HALF(type, k) CDDP_ASSERT(false) /* halves are divided as F32 */
+#define CDDP__DIVIDE_INT(type, k) \
+  for (i = 0; i < n; i++) { \
+    type CDDP__ALIAS *x = (type *)p + i; \
+    *x = (type)(*x / (k)); \
   }
-#undef CDDP__DIVIDE_INT
+#define CDDP__DIVIDE_SIGNED(type, k) CDDP__DIVIDE_INT(type, k)
+#define CDDP__DIVIDE_UNSIGNED(type, k) CDDP__DIVIDE_INT(type, (unsigned)(k))
+#define CDDP__X(name, text, type, cls, loops) \
+  case name: CDDP__DIVIDE_##cls(type, k); break;
+    CDDP__DTYPES(CDDP__X)
+#undef CDDP__X
+  }
 }
 
 /* d = a op b, in the compute type. `last`: d is the root, so it is also scaled or divided. */
