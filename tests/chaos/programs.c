@@ -2056,7 +2056,12 @@ static cddp_result second_step(model *m) {
   if (g == NULL) return CDDP_ABORTED;
   if (p->second == ON_ITS_GROUP) r = have_second(m, g, &all);
   else if (m->second == NULL || m->second->failed) return CDDP_OK;
-  if (r == CDDP_OK && !all) drop_second(m), r = make_second(m, g);
+  if (r == CDDP_OK && !all) {
+    drop_second(m);
+    r = make_second(m, g);
+    /* Without memory this rank ends: the others are in cddp_ddp_create, which it has not called. */
+    if (r != CDDP_OK && (m->second == NULL || m->second->p.data == NULL)) return r;
+  }
   if (r == CDDP_OK) r = step_second(m);
   if (r == CDDP_OK || !p->elastic) return r;
   if (r != CDDP_PEER_LOST && !shared->struck)
