@@ -8558,7 +8558,8 @@ typedef struct cddp__loops {
 
 /* Mean, step, copy to the ranks, zero the gradients. One loop reads and writes each array once, so
    that memory is always busy. STEP computes the new states and x, the new weight, from x and v,
-   the mean gradient of 1 or 2 ranks. LOCALS: what STEP uses. */
+   the mean gradient of 1 or 2 ranks. LOCALS: what STEP uses. g0, g1: the gradients of the ranks;
+   w0: this rank's weights; w1: the other rank's, which get the same values. */
 #define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, LOCALS, STEP) \
   TARGET static void cddp__##NAME##_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {\
     CDDP__STRICT_FP \
@@ -9551,19 +9552,24 @@ static size_t cddp__block_bytes(int size, int local_size) {
   return cddp__head_bytes(size, local_size) + 2 /* even and odd rounds */ * staging;
 }
 
-/* Addresses in g's block, of a rank's slot (of another host's rank: the empty one), header (for a
-   round), last known arrival (of a rank of another host) and staging buffer (for a round). */
+/* A rank's slot in g's block; of another host's rank: the empty slot. */
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
 }
+
+/* A rank's header for a round. A rank has two, side by side: of even and of odd rounds. */
 static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32_t round) {
   char *headers = (char *)g->block + CDDP__HEADERS_AT;
   return (cddp__op_header *)(void *)headers + 2 * (size_t)rank + (round & 1);
 }
+
+/* The last known arrival of a rank of another host. They follow the headers. */
 static cddp__atomic_u32 *cddp__remote_arrival_of(const cddp_group *g, int rank) {
   void *headers_end = cddp__op_header_of(g, g->size /* behind the last */, 0 /* round */);
   return (cddp__atomic_u32 *)headers_end + rank;
 }
+
+/* A rank's staging buffer for a round, of two as with headers. */
 static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
   return g->staging + (2 * (size_t)rank + (round & 1)) * g->staging_size;
 }
